@@ -5,7 +5,6 @@ meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTA
 it for want of room for it alone.
 """
 
-from collections.abc import Iterable
 from math import inf
 
 from pdserve.errors import Status
@@ -35,7 +34,7 @@ class Admission:
     def __init__(self, placements: Placements, limits: Limits) -> None:
         self._placements = placements
         self._limits = limits
-        self._held = HoldQueue(limits.max_num_held)
+        self.held = HoldQueue(limits.max_num_held)
         self._num_arrived = 0
         self._look_again_s = inf  # before, only a request's end makes room for one that is held
         self._num_ended = 0  # when held requests were last looked at
@@ -43,20 +42,9 @@ class Admission:
         self.is_closed = False  # requests that arrive are refused
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    @property
-    def held(self) -> Iterable[Request]:
-        return self._held
-
-    def find(self, request_id: RequestId) -> Request | None:
-        return self._held.find(request_id)
-
-    @property
     def due_s(self) -> float:
         """When held requests are to be looked at again, if no request ends before."""
-        return self._look_again_s if self._held else inf
+        return self._look_again_s if self.held else inf
 
     @property
     def _is_full(self) -> bool:
@@ -79,7 +67,7 @@ class Admission:
     # ---- arrivals and ends
 
     def arrive(self, event: RequestArrived, now_s: float) -> None:
-        counter, hasher = self._held.counter(event.tenant), self._placements.predictor.prefixes.hasher
+        counter, hasher = self.held.counter(event.tenant), self._placements.predictor.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
         self._placements.demand.arrive(request)
@@ -87,27 +75,27 @@ class Admission:
             self._placements.report_end(request, SHUTTING_DOWN)
             return
         self._placements.set_alarm(request.deadline_s, request)
-        wait = self._try(request, now_s, may_place=not self._held)
+        wait = self._try(request, now_s, may_place=not self.held)
         if wait is None:
             return
-        self._held.push(request)
+        self.held.push(request)
         self._note(request, wait, now_s)
         if wait.because.cause is Cause.TURN:
             self._place_held(now_s)
-        crowded_out = self._held.crowd_out()
+        crowded_out = self.held.crowd_out()
         if crowded_out is not None:
             text = f"{crowded_out.waits_for}; max_num_held: {self._limits.max_num_held} more wait"
             why = Refused(Status.RESOURCE_EXHAUSTED, text, because=crowded_out.waits_for)
             self._placements.report_end(crowded_out, why)
 
     def end_held(self, request_id: RequestId, why: Refused) -> None:
-        request = self._held.remove(request_id)
+        request = self.held.remove(request_id)
         if request is not None:
             self._placements.report_end(request, why)
 
     def end_all(self) -> None:
         """End all requests that wait, for this router shuts down."""
-        for request in self._held.drain():
+        for request in self.held.drain():
             self._placements.report_end(request, SHUTTING_DOWN)
 
     # ---- those that wait
@@ -127,7 +115,7 @@ class Admission:
         request.look_at_s = inf
         wait = self._try(request, now_s, may_place=False)
         if wait is None:
-            self._held.remove(request.request_id)
+            self.held.remove(request.request_id)
             return
         self._note(request, wait, now_s)
         if wait.because.cause is Cause.TURN:
@@ -139,12 +127,12 @@ class Admission:
         passed: list[Request] = []
         unserved: list[Request] = []  # no pair of workers is there
         num_tried = 0
-        for request in self._held.in_turn(lambda other: bool(unserved) and other.needs_decode):
+        for request in self.held.in_turn(lambda other: bool(unserved) and other.needs_decode):
             if self._is_full:
                 break
             wait = self._try(request, now_s, may_place=True)
             if wait is None:
-                self._held.remove(request.request_id)
+                self.held.remove(request.request_id)
                 for other in passed if request.is_admitted else ():
                     other.num_overtaken += 1
             else:
@@ -185,12 +173,12 @@ class Admission:
                     because = Because(Cause.SLOTS, f"max_num_requests: {num_placed} requests are placed already")
                     return Held(because, until_s)
                 if not may_place:
-                    return Held(Because(Cause.TURN, f"{len(self._held)} requests wait before it"), until_s)
+                    return Held(Because(Cause.TURN, f"{len(self.held)} requests wait before it"), until_s)
                 self._admit(request, placed, now_s)
         return None
 
     def _admit(self, request: Request, placed: Placed, now_s: float) -> None:
-        self._held.charge_prompt(request)
+        self.held.charge_prompt(request)
         request.is_admitted, request.waits_for = True, None
         request.timeline.reach(Stage.ADMITTED, now_s)
         self._placements.admit(request)

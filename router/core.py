@@ -73,7 +73,7 @@ class RouterCore:
 
     @property
     def num_held(self) -> int:
-        return self._admission.num_held
+        return len(self._admission.held)
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests that have not ended: those that are placed, oldest first, then those that are held."""
@@ -81,7 +81,7 @@ class RouterCore:
         yield from self._admission.held
 
     def find(self, request_id: RequestId) -> Request | None:
-        return self.placements.requests.get(request_id) or self._admission.find(request_id)
+        return self.placements.requests.get(request_id) or self._admission.held.find(request_id)
 
     @property
     def is_ready(self) -> bool:
