@@ -157,7 +157,8 @@ class Goodput:
     def _hopeless(self, groups: list[Group], prompt: Prompt, demand: Demand) -> Refused | None:
         """Return a refusal of what even the best workers could not do if they did nothing else."""
         predictor, num_tokens = self._predictor, prompt.num_tokens
-        firsts = [w for group in groups for w in (*group.prefills, *(group.decodes if _is_local(group) else ()))]
+        firsts = [w for group in groups for w in group.prefills]
+        firsts += [w for group in groups if group.local or not group.prefills for w in group.decodes]
         decodes = [w for group in groups for w in group.decodes] if demand.needs_decode else []
         ttft_s = min([predictor.idle_s(worker, prompt, demand.now_s) for worker in firsts])
         tpot_s = min([predictor.costs.of(worker).decode_s(1, num_tokens) for worker in decodes], default=0.0)
@@ -295,7 +296,3 @@ def _crowding(groups: Seq[Group]) -> float:
     """Return the share of the workers that could compute a prompt which have others to compute, 0 to 1."""
     workers = [worker for group in groups for worker in (group.prefills or group.decodes)]
     return sum([worker.pending_prefill_tokens > 0 for worker in workers]) / len(workers)
-
-
-def _is_local(group: Group) -> bool:
-    return group.local or not group.prefills

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +99,7 @@ async def serve(config: WorkerConfig) -> None:
         linking = group.create_task(links.run(), name="links")
         checkpoint = await thread.call(open_model, config)
         listener.open_grammars(_grammars(checkpoint, inbox))
-        progress = _Progress(links, register).note
+        progress = _progress(links, register)
         engine = await thread.call(build_engine, config, checkpoint, credentials.secret, progress)
         _describe(engine, config.device, register)
         steps = Isolating(partial(run, engine.runner))
@@ -189,24 +189,21 @@ async def _tracing(config: WorkerConfig, core: WorkerCore) -> AsyncIterator[Task
         await export.close()
 
 
-class _Progress:
-    """Tells routers how far a model's loading has come."""
+def _progress(links: Links, register: link.Register) -> Callable[[float], None]:
+    """Return what takes the share of a model that is loaded, from any thread, and reports it in whole steps."""
+    loop, reported = asyncio.get_running_loop(), 0.0
 
-    def __init__(self, links: Links, register: link.Register) -> None:
-        self._links = links
-        self._register = register
-        self._loop = asyncio.get_running_loop()
-        self._reported = 0.0
+    def report(share: float) -> None:
+        register.load_progress = min(share, 0.99)
+        links.update(register)
 
-    def note(self, share: float) -> None:
-        """Tell it in whole steps; from any thread."""
-        if share - self._reported >= PROGRESS_STEP:
-            self._reported = share
-            self._loop.call_soon_threadsafe(self._report, share)
+    def note(share: float) -> None:
+        nonlocal reported
+        if share - reported >= PROGRESS_STEP:
+            reported = share
+            loop.call_soon_threadsafe(report, share)
 
-    def _report(self, share: float) -> None:
-        self._register.load_progress = min(share, 0.99)
-        self._links.update(self._register)
+    return note
 
 
 def _name_process(file: Path | None, incarnation: Incarnation) -> None:
