@@ -45,7 +45,6 @@ class PodWatcher:
         self.num_reported = 0  # processes, since the start
 
     def samples(self) -> Iterator[Sample]:
-        """Yield what a watcher shows of itself."""
         yield Sample(REPORTED_ENDS, self.num_reported)
         yield Sample(UNPROVED_ENDS, self._ends.num_unproved)
 
@@ -57,10 +56,10 @@ class PodWatcher:
             tasks.create_task(self._ask_nodes())
 
     async def _follow(self) -> None:
-        async for seen in watch(self._client, self._path, Pod):
+        async for seen in watch(self._client, self._path):
             match seen:
-                case Listed(items):
-                    self._report(self._ends.listed(items, self._clock.now_s()))
+                case Listed(pods):
+                    self._report(self._ends.listed(pods, self._clock.now_s()))
                 case Changed(pod, is_gone=True):
                     self._report(self._ends.removed(pod, self._clock.now_s()))
                 case Changed(pod):

@@ -1,4 +1,4 @@
-"""All objects of a kind, and then each change, for as long as one asks.
+"""All pods of a namespace, and then each change, for as long as one asks.
 
 Invariant: whoever applies what is yielded in order has what the API had at some moment, a later one each time, unless
 the API itself was set back.
@@ -6,7 +6,6 @@ the API itself was set back.
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Generic, TypeVar
 
 import msgspec
 
@@ -16,25 +15,19 @@ from pdserve.values import value
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=Pod)
-
 GONE = 410  # the API no longer has the version that a watch is to begin at
-MAX_FAILURES = 5  # in a row, after which all objects are listed again: the version itself may be what fails
+MAX_FAILURES = 5  # in a row, after which all pods are listed again: the version itself may be what fails
 
 
 @value
-class Listed(Generic[T]):
-    """All there are at a moment."""
-
-    items: tuple[T, ...]
+class Listed:
+    pods: tuple[Pod, ...]
 
 
 @value
-class Changed(Generic[T]):
-    """One object."""
-
-    item: T
-    is_gone: bool  # it was removed; `item` is what it was at last
+class Changed:
+    pod: Pod
+    is_gone: bool  # it was removed; `pod` is what it was at last
 
 
 class _Line(Object, frozen=True):
@@ -42,23 +35,23 @@ class _Line(Object, frozen=True):
     object: msgspec.Raw
 
 
-async def watch(client: Client, path: str, kind: type[T]) -> AsyncIterator[Listed[T] | Changed[T]]:
-    """Yield all objects, then each change, for ever; where changes were missed, all of them again."""
+async def watch(client: Client, path: str) -> AsyncIterator[Listed | Changed]:
+    """Yield all pods, then each change, for ever; where changes were missed, all of them again."""
     backoff, version, warning, failures = Backoff(), "", "", 0
     while True:
         error: ApiError | None = None
         try:
             if not version:
-                items, version = await client.list(path, kind)
+                pods, version = await client.list(path, Pod)
                 failures = 0
-                yield Listed(tuple(items))
+                yield Listed(tuple(pods))
             async for text in client.changes(path, version):
-                line, item = _read(text, kind)
-                version = item.metadata.resource_version or version
+                line, pod = _read(text)
+                version = pod.metadata.resource_version or version
                 backoff.reset()
                 warning, failures = "", 0
                 if line != "BOOKMARK":
-                    yield Changed(item, is_gone=line == "DELETED")
+                    yield Changed(pod, is_gone=line == "DELETED")
         except ApiError as raised:
             error = raised
             failures += 1
@@ -71,13 +64,13 @@ async def watch(client: Client, path: str, kind: type[T]) -> AsyncIterator[Liste
         await backoff.wait(error)
 
 
-def _read(text: bytes, kind: type[T]) -> tuple[str, T]:
+def _read(text: bytes) -> tuple[str, Pod]:
     """Return what a line of a watch brings; RefusedError where it ends the watch, or cannot be read."""
     try:
         line = msgspec.json.decode(text, type=_Line)
         if line.type == "ERROR":
             status = msgspec.json.decode(line.object, type=Status)
             raise RefusedError(status.code, status.message)
-        return line.type, converted(msgspec.json.decode(line.object), kind)
+        return line.type, converted(msgspec.json.decode(line.object), Pod)
     except msgspec.MsgspecError as error:
         raise RefusedError(GONE, f"a watch sent something else: {error}") from error
