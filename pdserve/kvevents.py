@@ -2,11 +2,11 @@
 
 A message has three parts: topic, sequence number (8 bytes, big end first), and a msgpack batch. The batch is an array
 of time, events and rank; an event is a map whose "type" names it, or, from publishers older than June 2026, an array
-that begins with that name.
+of that name and the event's fields in their order here.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,14 +16,6 @@ from pdserve.token_ids import ALL_IDS
 MEDIUM = "GPU"  # vLLM's name for where the engine computes, whatever that is
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-_ARRAY_FIELDS = {
-    "BlockStored": (
-        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"
-    ),
-    "BlockRemoved": ("block_hashes", "medium"),
-    "AllBlocksCleared": (),
-}  # fmt: skip
-
 Hash = int | bytes
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=ALL_IDS)]
 
@@ -60,6 +52,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+_KINDS: dict[object, type[KvEvent]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -70,8 +63,6 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Events of one engine step."""
-
     sequence: int  # counts up by one
     events: tuple[KvEvent, ...]
 
@@ -98,9 +89,9 @@ def decode(sequence: bytes, payload: bytes) -> Batch:
 
 
 def _event(raw: object) -> KvEvent | None:
-    if isinstance(raw, list) and raw and raw[0] in _ARRAY_FIELDS:
-        raw = {"type": raw[0], **dict(zip(_ARRAY_FIELDS[raw[0]], raw[1:], strict=False))}
-    if not isinstance(raw, dict) or raw.get("type") not in _ARRAY_FIELDS:
+    if isinstance(raw, list) and raw and raw[0] in _KINDS:
+        raw = {"type": raw[0], **dict(zip(_KINDS[raw[0]].__struct_fields__, raw[1:], strict=False))}
+    if not isinstance(raw, dict) or raw.get("type") not in _KINDS:
         return None
     event: KvEvent = msgspec.convert(raw, _KINDS[raw["type"]])
     if isinstance(event, BlockStored) and len(event.token_ids) != event.block_size * len(event.block_hashes):
@@ -108,10 +99,3 @@ def _event(raw: object) -> KvEvent | None:
             f"kv events: {len(event.token_ids)} tokens in {len(event.block_hashes)} blocks of {event.block_size}"
         )
     return event
-
-
-_KINDS: dict[Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"], type[KvEvent]] = {
-    "BlockStored": BlockStored,
-    "BlockRemoved": BlockRemoved,
-    "AllBlocksCleared": AllBlocksCleared,
-}
