@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,10 +36,11 @@ def doctor(
     that runs here or that --admin names.
     """
     from pdserve.doctor.finding import Level
-    from pdserve.doctor.settings import Settings, read_settings
+    from pdserve.doctor.settings import Settings
+    from pdserve.yaml_models import read_model
 
-    settings = Settings() if config is None else read_settings(config)
-    findings = list(_findings(replace(settings, model=model or settings.model), cluster))
+    settings = read_model(Settings, config, {} if model is None else {"model": model})
+    findings = list(_findings(settings, cluster))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

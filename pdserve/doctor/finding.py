@@ -5,8 +5,6 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is."""
-
     OK = "ok"
     WARNING = "warning"  # it serves, but not as well as it could, or not for long
     FAILED = "failed"
@@ -23,15 +21,12 @@ class Finding:
 
 
 def ok(name: str, seen: str) -> Finding:
-    """Return that all is well."""
     return Finding(name, Level.OK, seen)
 
 
 def warning(name: str, seen: str, remedy: str) -> Finding:
-    """Return that something could be better."""
     return Finding(name, Level.WARNING, seen, remedy)
 
 
 def failed(name: str, seen: str, remedy: str) -> Finding:
-    """Return that something cannot work."""
     return Finding(name, Level.FAILED, seen, remedy)

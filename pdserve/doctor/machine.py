@@ -47,7 +47,6 @@ class Machine:
 
 
 def machine_findings(machine: Machine) -> Iterator[Finding]:
-    """Check everything that there is on one machine."""
     yield _packages(machine.versions)
     yield from _processor(machine)
     yield _memory(machine.memory_bytes)

@@ -71,7 +71,6 @@ def _actions(rights: Iterable[Right], namespace: str, names: Mapping[str, tuple[
 
 
 def rights_findings(allowed: Mapping[Action, bool]) -> Iterator[Finding]:
-    """Check the answers."""
     denied = [action for action, may in allowed.items() if not may]
     for action in denied:
         yield failed("rights", f"this account may not {action}", REMEDY)
@@ -80,7 +79,6 @@ def rights_findings(allowed: Mapping[Action, bool]) -> Iterator[Finding]:
 
 
 async def gather_rights(actuator: KubernetesActuator | None, policy_resource: str | None = None) -> list[Finding]:
-    """Ask the API server, and check its answers."""
     try:
         from pdserve.kubernetes.client import Client  # noqa: PLC0415 - its packages are an extra
     except ModuleNotFoundError as error:

@@ -1,12 +1,10 @@
 """Checks of what a process's configuration names: the model, certificates, the secret."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import yaml
+from pydantic import BaseModel, ConfigDict
 
 from pdserve.certificates import read_identity, read_pair
 from pdserve.checkpoint.fetch import resolve_model
@@ -18,9 +16,10 @@ from pdserve.rpc import read_secret
 ENOUGH_DAYS = 14.0  # that a certificate is to last
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(BaseModel):
     """What of the configuration of a router, worker or autoscaler is looked at. None: not set."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     model: str | None = None
     secret_file: Path | None = None
@@ -33,25 +32,7 @@ class Settings:
     policy_resource: str | None = None  # namespace/name, in its place
 
 
-def read_settings(file: Path) -> Settings:
-    """Read a process's YAML file, whichever it is; ConfigError where it is none."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: {file}: {error}") from error
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"--config: {file} holds no settings by name")
-    given: dict[str, Any] = {name: str(content[name]) for name in _TEXTS if content.get(name) is not None}
-    given |= {name: Path(str(content[name])) for name in _PATHS if content.get(name)}
-    return Settings(handoff_rdma_devices=tuple(map(str, content.get("handoff_rdma_devices") or ())), **given)
-
-
-_TEXTS = ("model", "handoff_host", "policy_resource")
-_PATHS = ("secret_file", "identity_dir", "ssl_certfile", "ssl_keyfile", "policy")
-
-
 def settings_findings(settings: Settings, now: datetime) -> Iterator[Finding]:
-    """Check every file that is named."""
     if settings.secret_file is not None:
         try:
             read_secret(settings.secret_file)
@@ -84,7 +65,6 @@ def _public(certificate: Path, key: Path, now: datetime) -> Finding:
 
 
 def expiry_finding(name: str, seen: str, expires: datetime, now: datetime) -> Finding:
-    """Check how long a certificate lasts."""
     days = (expires - now).total_seconds() / 86_400
     if days <= 0:
         return failed(name, f"{seen}, expired {abs(days):.0f} days ago", "renew it; files that change are read again")

@@ -14,9 +14,10 @@ from pdserve.cli.options import Operated
 from pdserve.doctor import ports
 from pdserve.doctor.finding import Finding, Level
 from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, shown_address
-from pdserve.doctor.settings import Settings, expiry_finding, read_settings, settings_findings
+from pdserve.doctor.settings import Settings, expiry_finding, settings_findings
 from pdserve.errors import ConfigError
 from pdserve.launch.folder import state_file
+from pdserve.yaml_models import read_model
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -59,10 +60,12 @@ def test_a_secret_must_be_private(tmp_path: Path) -> None:
 def test_settings_are_read_from_the_file_of_any_process(tmp_path: Path) -> None:
     file = tmp_path / "worker.yaml"
     file.write_text("model: m\nidentity_dir: /i\nhandoff_rdma_devices: [mlx5_0:1]\nnum_pages: 4\n")
-    assert read_settings(file) == Settings("m", identity_dir=Path("/i"), handoff_rdma_devices=("mlx5_0:1",))
+    assert read_model(Settings, file) == Settings(
+        model="m", identity_dir=Path("/i"), handoff_rdma_devices=("mlx5_0:1",)
+    )
     file.write_text("- no mapping\n")
-    with pytest.raises(ConfigError, match="holds no settings"):
-        read_settings(file)
+    with pytest.raises(ConfigError, match="must hold keys and values"):
+        read_model(Settings, file)
 
 
 def test_a_process_listens_where_its_cluster_says_and_on_loopback_alone() -> None:
