@@ -33,8 +33,6 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the input."""
-
     custom_id: str
     url: str
     content: bytes  # of the request
@@ -43,19 +41,9 @@ class Item:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the lines."""
-
     num_done: int = 0
     num_failed: int = 0  # also in an earlier run, where that is final
     num_skipped: int = 0  # an earlier run has their answers
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How hard a server is pressed."""
-
-    max_concurrency: int = 64
-    max_retries: int = 20
 
 
 def client(server: str, api_key: str = "", ca_file: Path | None = None) -> httpx2.AsyncClient:
@@ -76,7 +64,12 @@ def client(server: str, api_key: str = "", ca_file: Path | None = None) -> httpx
 
 
 async def run_batch(
-    source: Path, out: Path, http: httpx2.AsyncClient, pace: Pace, advance: Callable[[], None]
+    source: Path,
+    out: Path,
+    http: httpx2.AsyncClient,
+    max_concurrency: int,
+    max_retries: int,
+    advance: Callable[[], None],
 ) -> Tally:
     """Send what a checked file has and the output has no result of; return what became of all lines.
 
@@ -99,7 +92,7 @@ async def run_batch(
 
         async def work() -> None:
             for item in waiting:
-                line = await _result(item, http, pace.max_retries)
+                line = await _result(item, http, max_retries)
                 file.write(json.dumps(line).encode() + b"\n")
                 file.flush()
                 tally.num_done += _is_answered(line)
@@ -107,7 +100,7 @@ async def run_batch(
                 advance()
 
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(pace.max_concurrency):
+            for _ in range(max_concurrency):
                 tasks.create_task(work())
     return tally
 
@@ -187,25 +180,22 @@ def _item(line: Json) -> Item:
 
 @contextmanager
 def _results(out: Path) -> Iterator[tuple[IO[bytes], Mapping[str, bool]]]:
-    """Open the output for this run alone, to be appended to.
+    """Open the output for this run alone, to be appended to: with its final results, once each, and nothing else.
 
-    Yields it with the ids that it has final results of, and whether these are answers.
+    Yields it with the ids that it has, and whether these have answers.
     """
-    file = _opened(out)
-    try:
-        known: dict[str, bool] = {}
-        num_others = 0
-        for raw in file:
+    out = out.resolve()  # a link stays one
+    known: dict[str, bool] = {}
+    with _opened(out) as before, _opened(out.with_name(f".{out.name}.tmp")) as file:  # both are locked until the end
+        file.truncate()
+        for raw in before:
             line = _final(raw)
-            if line is None or line["custom_id"] in known:
-                num_others += 1
-            else:
+            if line is not None and line["custom_id"] not in known:
                 known[str(line["custom_id"])] = _is_answered(line)
-        if num_others:
-            file = _without_failures(out, file)
+                file.write(raw)
+        file.flush()
+        Path(file.name).replace(out)
         yield file, known
-    finally:
-        file.close()
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -220,23 +210,6 @@ def _opened(path: Path) -> IO[bytes]:
         raise ConfigError(f"--output: another run writes {path}") from error
     file.seek(0)
     return file
-
-
-def _without_failures(out: Path, file: IO[bytes]) -> IO[bytes]:
-    """Replace the output by one that has its final results alone, once each."""
-    rest = _opened(out.with_name(f".{out.name}.tmp"))  # it keeps its lock under its other name
-    rest.truncate()
-    seen: set[str] = set()
-    file.seek(0)
-    for raw in file:
-        line = _final(raw)
-        if line is not None and line["custom_id"] not in seen:
-            seen.add(str(line["custom_id"]))
-            rest.write(raw)
-    rest.flush()
-    Path(rest.name).replace(out)
-    file.close()
-    return rest
 
 
 def _final(raw: bytes) -> Json | None:

@@ -52,19 +52,19 @@ def run_batch(
     """
     from rich.console import Console
 
-    from pdserve.batch import Pace, check, client, run_batch
+    from pdserve.batch import check, client, run_batch
     from pdserve.cli.stream import API_KEY
     from pdserve.measure.tables import counted
 
     if server is not None and model is not None:
         raise ConfigError("--model: a cluster is started, and --server names another")
-    total, pace = check(file), Pace(max_concurrency, max_retries)
+    total = check(file)
 
     async def send() -> "Tally":
         async with _served(server, model, name, ca_file) as (url, believed):
             with counted(Console(stderr=True), file.name, total) as advance:
                 async with client(url, os.environ.get(API_KEY, ""), believed) as http:
-                    return await run_batch(file, output, http, pace, advance)
+                    return await run_batch(file, output, http, max_concurrency, max_retries, advance)
 
     tally = run(send())
     skipped = f", {tally.num_skipped} were there already" if tally.num_skipped else ""

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from pdserve import batch
-from pdserve.batch import Pace, Tally, check, run_batch
+from pdserve.batch import Tally, check, run_batch
 from pdserve.errors import ConfigError
 
 Answer = Callable[[httpx2.Request], httpx2.Response | Awaitable[httpx2.Response]]
@@ -44,7 +44,9 @@ async def sent(source: Path, out: Path, answer: Answer, **pace: int) -> Tally:
     check(source)
     transport = httpx2.MockTransport(answer)
     async with httpx2.AsyncClient(transport=transport, base_url="http://server") as http:
-        return await run_batch(source, out, http, Pace(**pace), lambda: None)
+        return await run_batch(
+            source, out, http, **{"max_concurrency": 64, "max_retries": 20, **pace}, advance=lambda: None
+        )
 
 
 @pytest.fixture(autouse=True)
