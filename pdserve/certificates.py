@@ -123,7 +123,6 @@ def _certificates(pem: bytes, path: Path, setting: str) -> list[x509.Certificate
 
 
 def _names(certificate: x509.Certificate) -> tuple[list[str], list[str]]:
-    """Return the URIs and the DNS names of a certificate."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

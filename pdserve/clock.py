@@ -16,8 +16,6 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The machine's monotonic clock."""
-
     def now_s(self) -> float:
         return time.monotonic()
 

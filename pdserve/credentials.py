@@ -168,7 +168,6 @@ class RequirePart(grpc.aio.ServerInterceptor):
         return made
 
     async def _check(self, method: str, context: _Context) -> None:
-        """End a call unless its caller may make it."""
         uri = b"".join(context.auth_context().get(PEER_KEY, ())).decode(errors="replace")
         part = self._identity.look().part_of(uri)
         if not may_call(part, method):

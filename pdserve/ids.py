@@ -15,5 +15,4 @@ MAX_WORKER_TASKS = 1024  # requests placed on one worker at once; it refuses mor
 
 
 def new_request_id() -> RequestId:
-    """Mint an unguessable request id."""
     return RequestId(secrets.token_bytes(16))

@@ -35,7 +35,6 @@ class KvLayout:
         return self.page_bytes // self.page_size
 
     def num_pages(self, num_tokens: int) -> int:
-        """Return how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def difference(self, other: "KvLayout") -> str | None:

@@ -6,7 +6,6 @@ from pdserve.proto.v1 import link_pb2 as link
 
 
 def layout_to_proto(layout: KvLayout) -> link.KvLayout:
-    """Return the message for a layout."""
     return link.KvLayout(**{name: getattr(layout, name) for name in KvLayout.__slots__})
 
 

@@ -221,15 +221,12 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
 
 
 class Distribution:
-    """Values counted by the buckets of a metric."""
-
     def __init__(self, metric: Metric) -> None:
         self._bounds = metric.bounds
         self._counts = [0] * (len(metric.bounds) + 1)
         self._sum = 0.0
 
     def observe(self, amount: float, count: int = 1) -> None:
-        """Take in a value, so many times."""
         self._counts[bisect_left(self._bounds, amount)] += count
         self._sum += amount * count
 
@@ -245,8 +242,6 @@ class Distribution:
 
 @value
 class Sample:
-    """One series as it is now."""
-
     metric: Metric
     amount: float | Distribution
     labels: tuple[str, ...] = ()

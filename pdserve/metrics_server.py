@@ -69,7 +69,6 @@ class _Scrapes:
         self._open: dict[asyncio.Task[object], asyncio.StreamWriter] = {}
 
     async def close(self) -> None:
-        """End all connections."""
         for writer in self._open.values():
             writer.transport.abort()
         if self._open:
@@ -108,8 +107,6 @@ async def metrics_text(collect: Collect) -> bytes:
 
 
 class _Moment(Collector):
-    """What was collected at one moment."""
-
     def __init__(self, collected: Iterable[Family]) -> None:
         self._collected = collected
 

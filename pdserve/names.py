@@ -63,7 +63,6 @@ class Lookups:
         check_names(self._again, key)
 
     def again(self) -> None:
-        """Look all names up soon."""
         for event in self._again.values():
             event.set()
 

@@ -49,6 +49,5 @@ def cpu_features(cpu_info: str) -> frozenset[str]:
 
 
 def cpu_name(cpu_info: str) -> str:
-    """Return the processor's name."""
     names = (line.partition(":")[2].strip() for line in cpu_info.splitlines() if line.startswith("model name"))
     return next(filter(None, names), platform.machine() or "CPU")

@@ -163,7 +163,6 @@ class PromptLogprobs:
         return PromptLogprobs(self.chosen[4 * start : 4 * stop], self.top_ids[first:last], self.top[first:last])
 
     def entries(self) -> list[TokenLogprobs]:
-        """Return them one by one."""
         count, num_top = len(self), self.num_top
         chosen = unpack(f"<{count}f", self.chosen)
         pairs = list(

@@ -66,8 +66,6 @@ def drain_on_signals(loop: "asyncio.AbstractEventLoop", drain: Callable[[], None
 
 
 class Request(Enum):
-    """What a signal is, after those before it."""
-
     FIRST = "first"
     SAME = "same"
     SECOND = "second"
@@ -81,11 +79,9 @@ class StopRequests:
 
     @property
     def any(self) -> bool:
-        """Whether there was one."""
         return self._first_s is not None
 
     def receive(self, now_s: float) -> Request:
-        """Return what a signal at this moment is."""
         if self._first_s is None:
             self._first_s = now_s
             return Request.FIRST

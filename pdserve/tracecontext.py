@@ -26,7 +26,6 @@ class TraceContext:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether spans of this trace are recorded."""
         return bool(self.flags & SAMPLED)
 
     @property

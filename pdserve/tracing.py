@@ -49,7 +49,6 @@ class SpanExport:
         self._num_queued = self._num_dropped = 0
 
     def send(self, trace: TraceContext, spans: Iterable[Span]) -> None:
-        """Queue spans of a trace."""
         offset_ns = time.time_ns() - time.monotonic_ns()
         flags, state = TraceFlags(trace.flags), TraceState.from_header([trace.tracestate])
         trace_id, spans = int(trace.trace_id, 16), tuple(spans)

@@ -45,7 +45,6 @@ class Services:
         return self._trial.contained(image, line, self._volume, service.get("environment", {}))
 
     def is_healthy(self, name: str, network: list[str]) -> bool:
-        """Run a service's health check once."""
         test = self.services[name]["healthcheck"]["test"][1:]
         return subprocess.run([*network, *self.command(name, test)], check=False, capture_output=True).returncode == 0
 
@@ -85,7 +84,6 @@ def try_services(services: Services, network: list[str]) -> None:
 
 
 def main() -> None:
-    """Try the compose file."""
     given = parser().parse_args()
     trial = built(given, ["router", "worker-cpu"])
     volume = volume_of(given.folder / "state", trial.stages["router"].user)

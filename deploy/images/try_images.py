@@ -88,8 +88,6 @@ def instructions(dockerfile: str) -> list[tuple[str, str]]:
 
 
 class Trial:
-    """Builds stages in a folder."""
-
     def __init__(self, folder: Path, machine: Machine, arguments: dict[str, str]) -> None:
         self.stages: dict[str, Stage] = {}
         self._folder, self._machine, self._given = folder, machine, arguments
@@ -202,7 +200,6 @@ def volume_of(folder: Path, user: str) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the flags of a trial."""
     flags = argparse.ArgumentParser()
     flags.add_argument("folder", type=Path, help="where stages are built")
     flags.add_argument("--python", type=Path, required=True, help="prefix of a Python 3.11")
@@ -227,7 +224,6 @@ def built(given: argparse.Namespace, targets: list[str]) -> Trial:
 
 
 def main() -> None:
-    """Try targets of the Dockerfile."""
     flags = parser()
     flags.add_argument("targets", nargs="+")
     given = flags.parse_args()

@@ -86,7 +86,6 @@ class Client:
         await self._http.aclose()
 
     async def get(self, path: str, kind: type[T]) -> T:
-        """Return an object as the API has it now."""
         return decoded(await self._ask("GET", path), kind)
 
     async def list(self, path: str, kind: type[T], selector: str = "") -> tuple[list[T], str]:
@@ -101,7 +100,6 @@ class Client:
             params["continue"] = page.metadata.continue_
 
     async def create(self, path: str, body: Mapping[str, Any], kind: type[T]) -> T:
-        """Create an object, and return it."""
         return decoded(await self._ask("POST", path, body), kind)
 
     async def replace(self, path: str, body: Mapping[str, Any], kind: type[T]) -> T:

@@ -37,7 +37,6 @@ class Election:
         self.holder = ""  # empty: nobody
 
     def see(self, lease: Lease, now_s: float) -> None:
-        """Take in the Lease as it is."""
         if lease.metadata.resource_version != self._version:
             self._version, self._seen_s = lease.metadata.resource_version, now_s
         self._duration_s = float(lease.spec.lease_duration_seconds or 0)

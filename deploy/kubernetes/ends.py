@@ -21,8 +21,6 @@ FROM_OUTSIDE = frozenset((0, 75, 130, 137, 143))  # exit statuses of a drain, an
 
 @value
 class Ended:
-    """A process that has ended."""
-
     worker_id: str
     incarnation: int
     from_outside: bool  # a drain or a signal ended it, not what it computed
@@ -30,8 +28,6 @@ class Ended:
 
 @dataclass(slots=True)
 class _Known:
-    """A pod."""
-
     name: str
     node: str
     grace_s: float

@@ -23,8 +23,6 @@ MAX_NOTE = 1024  # characters that the API takes
 
 @value
 class Subject:
-    """What an event is about."""
-
     api_version: str
     kind: str
     namespace: str
@@ -33,8 +31,6 @@ class Subject:
 
 
 class Events:
-    """Sends what one process reports."""
-
     def __init__(self, client: Client, component: str, instance: str) -> None:
         self._client = client
         self._component = component

@@ -30,8 +30,6 @@ class Condition(Object, frozen=True):
 
 
 class Terminated(Object, frozen=True):
-    """How a container ended."""
-
     exit_code: int = 0
     reason: str = ""
     message: str = ""  # what it wrote to its termination message file
@@ -152,5 +150,4 @@ class ListMetadata(Object, frozen=True):
 
 
 def has(conditions: tuple[Condition, ...], kind: str) -> bool:
-    """Return whether a condition is true."""
     return any(each.type == kind and each.status == "True" for each in conditions)

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 
 class Right(NamedTuple):
-    """Some verbs on one kind of object."""
-
     verbs: tuple[str, ...]
     group: str  # empty: core
     resource: str  # with its subresource

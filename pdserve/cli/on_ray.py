@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 
 class Platform(StrEnum):
-    """What runs the workers of a cluster."""
-
     PROCESSES = "processes"
     RAY = "ray"
 

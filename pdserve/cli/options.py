@@ -121,7 +121,6 @@ class Sampling:
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.")] = None
 
     def request(self, *, n: int | None = None, ignore_eos: bool = False) -> "inference.GenerateRequest":
-        """Return a request that lacks only its prompt."""
         from pdserve.proto.v1 import inference_pb2 as inference
 
         chosen = asdict(self)
@@ -132,8 +131,6 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How the requests of a workload are changed."""
-
     num_prompts: Annotated[
         int,
         typer.Option(
@@ -146,7 +143,6 @@ class Sizes:
     seed: Annotated[int, typer.Option(help="Of random lengths, prompts and arrivals.")] = 0
 
     def read(self, text: str) -> "Workload":
-        """Return the workload that `--workload` means."""
         from pdserve.measure.grammar import parse_workload
 
         workload = parse_workload(text, self.num_prompts, self.seed)
@@ -155,8 +151,6 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """A cluster that is started, and how it is loaded."""
-
     model: Model = DEFAULT_MODEL
     workload: Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)] = "1155x211"  # means of azure-conv
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1
@@ -170,7 +164,6 @@ class Loads:
     calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before.")] = 60
 
     def trial(self, sizes: Sizes, loads: tuple[float, ...], goodput: str = "") -> "Trial":
-        """Return what is done; `loads` where none are given."""
         from pdserve.measure.live import Trial
 
         workload, given = sizes.read(self.workload), tuple(self.load or loads)
@@ -178,7 +171,6 @@ class Loads:
         return Trial(workload, given, self.seconds, self.calibration, goal, sizes.seed)
 
     def spec(self, **router_flags: object) -> "ClusterSpec":
-        """Return the cluster."""
         from pdserve.cli.models import fetched, model_name
         from pdserve.launch.plan import ClusterSpec
 
@@ -204,7 +196,6 @@ def started(
 
 
 def objective(text: str) -> "Objective":
-    """Return what `--goodput` means."""
     from pdserve.measure.objectives import parse_objective
 
     return parse_objective(text)

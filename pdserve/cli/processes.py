@@ -23,8 +23,6 @@ _Config = TypeVar("_Config", bound=ProcessConfig)
 
 
 class Process(StrEnum):
-    """Kinds of process."""
-
     ROUTER = "router"
     WORKER = "worker"
     AUTOSCALER = "autoscaler"

@@ -82,7 +82,6 @@ def show(json_file: Path | None, results: object, *shown: object) -> None:
 
 
 def report(text: str) -> None:
-    """Say what goes on, beside the results."""
     typer.echo(text, err=True)
 
 

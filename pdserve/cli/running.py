@@ -34,11 +34,9 @@ class Terminal:
 
     @property
     def listener(self) -> Listener:
-        """The terminal as a cluster's listener."""
         return Listener(on_status=self._on_status, on_notice=self.notice)
 
     def notice(self, text: str) -> None:
-        """Print a line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager

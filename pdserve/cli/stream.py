@@ -74,7 +74,6 @@ async def ask(
 
 
 def failure(endpoint: str, error: grpc.aio.AioRpcError) -> CommandError:
-    """Return a gRPC error as one line for the terminal."""
     return CommandError(f"{endpoint}: {error.code().name}: {error.details()}")
 
 
@@ -84,7 +83,6 @@ def plain(message: Message) -> dict[str, object]:
 
 
 def as_dict(answer: Answer) -> dict[str, object]:
-    """Return an answer as JSON has it."""
     bytes_moved = {"handoff_bytes": answer.ledger.handoff_bytes}  # a number, not a string
     return {
         "request_id": answer.request_id,
@@ -112,5 +110,4 @@ def ledger_line(usage: inference.Usage, ledger: inference.Ledger) -> str:
 
 
 def add_message(request: inference.GenerateRequest, role: str, content: str) -> None:
-    """Append a message to the request's conversation."""
     request.chat.messages.append(inference.ChatMessage(role=role, content=content))

@@ -27,8 +27,6 @@ ERROR_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """What was found, and every request's times."""
-
     findings: Findings
     outcomes: tuple[Sequence[Outcome], ...]  # of each run
 

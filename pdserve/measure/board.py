@@ -24,7 +24,6 @@ class StatusBoard:
         self._changed = asyncio.Event()
 
     async def changed(self) -> None:
-        """Wait for the next status."""
         await self._changed.wait()
 
     async def until(self, wanted: Condition, timeout_s: float) -> bool:

@@ -38,8 +38,6 @@ _Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inferenc
 
 @dataclass(frozen=True, slots=True)
 class CancelPlan:
-    """What is cancelled, and how often at each moment."""
-
     count: int
     prompt_tokens: int  # of a request that is cancelled while its prompt is computed
     output_tokens: int
@@ -123,7 +121,6 @@ async def _read(call: _Call) -> None:
 
 
 def cancel_table(found: Sequence[Freed]) -> Sheet:
-    """Return one row a moment and pool."""
     rows = []
     for each in found:
         times = (shown(each.freed_s, share, digits=2) for share in ("p50", "p99", "max"))

@@ -29,8 +29,6 @@ _MOST_EXAMPLES = 10
 
 @dataclass(frozen=True, slots=True)
 class ChaosTrial:
-    """What is done to one cluster."""
-
     name: str
     spec: ClusterSpec
     num_requests: int
@@ -54,8 +52,6 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a trial."""
-
     tally: Tally
     faults: tuple[Fault, ...]
     noticed_s: Percentiles | None  # how long the router took to notice those that it could notice
@@ -144,7 +140,6 @@ async def look(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None,
 
 
 def tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
-    """Add up a run."""
     good = [outcome for outcome in outcomes if outcome.is_good]
     retried = [outcome for outcome in good if outcome.attempts > 1]
     wrong = [outcome for outcome in outcomes if outcome.wrong]
@@ -185,7 +180,6 @@ _TIMES: dict[str, Callable[[Verdict], Percentiles | None]] = {
 
 
 def chaos_table(verdicts: Sequence[Verdict]) -> Comparison:
-    """Return one column a trial, one row a quantity."""
     rows = [(name, [row(verdict) for verdict in verdicts]) for name, row in _ROWS.items()]
     for name, times in _TIMES.items():
         shares = [(share, [shown(times(v), share, digits=2) for v in verdicts]) for share in ("p50", "p99", "max")]
@@ -206,7 +200,6 @@ def failures(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def goodput_shares(verdicts: Sequence[Verdict]) -> list[float]:
-    """Return each trial's goodput over the first one's."""
     rates = [verdict.tally.summary.goodput_per_s for verdict in verdicts]
     return [rate / (rates[0] or 1.0) for rate in rates]
 

@@ -47,8 +47,6 @@ class ConversationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of one conversation."""
-
     kind: Kind
     number: int  # from 1
     prompt_tokens: int
@@ -111,8 +109,6 @@ async def _warm_up(clusters: Mapping[Kind, LiveCluster], plan: ConversationPlan,
 
 
 class _Talk:
-    """One conversation."""
-
     def __init__(self, cluster: LiveCluster, kind: Kind, plan: ConversationPlan, name: object) -> None:
         self._cluster = cluster
         self._kind = kind

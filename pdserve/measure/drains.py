@@ -29,8 +29,6 @@ REACHED_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class DrainFindings:
-    """What a drain took, and what it brought the clients."""
-
     num_answers: int  # that ran when it began
     kv_tokens: int  # of theirs
     drain_s: float
@@ -126,7 +124,6 @@ def _bandwidth(status: admin.ClusterStatus) -> dict[str, float]:
 
 
 def drain_table(found: DrainFindings) -> Comparison:
-    """Return one row a quantity."""
     rows = {
         "answers that run": f"{found.num_answers}",
         "tokens of KV": f"{found.kv_tokens}",

@@ -14,8 +14,6 @@ from pdserve.proto.v1 import admin_pb2 as admin
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What is done to workers, and how often."""
-
     every_s: float
     freeze_s: float | None = None  # None: kill; otherwise freeze for that long
     seed: int = 0
@@ -23,8 +21,6 @@ class FaultPlan:
 
 @dataclass(slots=True)
 class Fault:
-    """One worker that was hit."""
-
     name: str
     incarnation: int
     at_s: float

@@ -81,7 +81,6 @@ def measure_handoff(*, tcp: bool) -> list[Cost]:
 
 
 def handoff_table(found: Sequence[Cost], *, tcp: bool) -> Sheet:
-    """Return one row a size of page and number of pages."""
     rows = []
     for cost in found:
         times = (cost.ask_us, cost.post_us, cost.post_cpu_us, cost.digest_us, cost.landed_us)
@@ -118,8 +117,6 @@ class _TimedConnection:
 
 
 class _Writer:
-    """A writer attached to its target."""
-
     def __init__(self, num_pages: int, page_bytes: int, description: bytes, network: Network) -> None:
         self._page_bytes = page_bytes
         self._region = region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
@@ -141,7 +138,6 @@ class _Writer:
         return asked_s - began_s, ended_s - began_s
 
     def cost(self, num_pages: int, repeats: int) -> Cost:
-        """Return the medians over some copies."""
         taken = []
         for _ in range(repeats):
             self._backend.clock_s = self._backend.cpu_s = 0.0

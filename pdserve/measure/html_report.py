@@ -23,7 +23,6 @@ _TEMPLATES = Path(__file__).parent / "static"
 
 
 def write_report(path: Path, title: str, runs: Sequence[Run], objective: Objective) -> None:
-    """Write the file."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )

@@ -43,7 +43,6 @@ class KnownRequest:
     answer: Answer
 
     def message(self, deadline_s: float) -> inference.GenerateRequest:
-        """Return it as a client sends it."""
         sampling = params_to_proto(self.params)
         return inference.GenerateRequest(
             token_ids=inference.TokenIds(ids=self.prompt), sampling=sampling, deadline_ms=round(deadline_s * 1e3)

@@ -52,8 +52,6 @@ class MovedGap:
 
 @dataclass(frozen=True, slots=True)
 class MovesVerdict:
-    """What came of a trial."""
-
     capacity_per_s: float
     rate_per_s: float
     tally: Tally
@@ -77,7 +75,6 @@ class MovesVerdict:
 
 
 async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report: Report) -> MovesVerdict:
-    """Start a cluster, find its capacity, load it, and operate it."""
     board, clock, gaps = StatusBoard(), MonotonicClock(), list[MovedGap]()
     async with started(trial.spec, Listener(board.put, report)) as (cluster, live):
         report("calibrating: keeping the cluster full")
@@ -166,7 +163,6 @@ def moved_gaps(outcome: Outcome) -> list[MovedGap]:
 
 
 def moves_table(verdict: MovesVerdict) -> Comparison:
-    """Return one row a quantity."""
     record, total = verdict.record, verdict.tally
     by_end = ", ".join(f"{number} {end}" for end, number in sorted(verdict.moves.items())) or "none"
     rows = {

@@ -38,8 +38,6 @@ Roles = Mapping[str, int]  # by worker
 
 @dataclass(frozen=True, slots=True)
 class OperationsPlan:
-    """How much is done, and until when at the latest."""
-
     num_flips: int
     num_moves: int  # that succeed, drains' included
     num_drains: int  # of each worker, which starts again: once each is a rolling restart
@@ -124,7 +122,6 @@ class Operations:
         await self._until(lambda status: name not in roles_of(status), f"{name} has ended, and is counted on")
 
     async def _flip_any(self) -> None:
-        """Give one of the workers another role."""
         while True:
             roles = roles_of(self._board.last)
             choices = [

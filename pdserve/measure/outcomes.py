@@ -84,7 +84,6 @@ class Outcome:
         return self.tpot_s is None or self.tpot_s <= objective.tpot_s
 
     def take(self, num_tokens: int, now_s: float) -> None:
-        """Receive a message with tokens."""
         if self.num_tokens:
             self.gaps_s.append(now_s - self.last_s)
         else:

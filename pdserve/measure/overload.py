@@ -76,7 +76,6 @@ def kept(runs: Sequence[LoadRun], policy: str) -> float:
 
 
 def overload_table(found: Findings) -> Sheet:
-    """Return one row a policy and load."""
     rows = []
     for run in found.runs:
         each = run.summary

@@ -35,16 +35,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a plot."""
-
     name: str
     points: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Lines over two axes."""
-
     title: str
     x: Axis
     y: Axis
@@ -54,14 +50,11 @@ class Plot:
     height: int = HEIGHT
 
     def places(self, line: Line) -> list[tuple[float, float]]:
-        """Return where a line's points are drawn."""
         return [(LEFT + self.x.at(x), HEIGHT - BOTTOM - self.y.at(y)) for x, y in line.points]
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What requests went through, one row each."""
-
     title: str
     x: Axis
     rows: Sequence[tuple[str, Sequence[Bar]]]
@@ -73,14 +66,12 @@ class Timeline:
 
 
 def timeline(title: str, label: str, rows: Sequence[tuple[str, Sequence[Bar]]]) -> Timeline:
-    """Return a timeline of all rows."""
     bars = [bar for _, of_row in rows for bar in of_row]
     axis = Axis(label, max((end for *_, end in bars), default=0.0), WIDTH - LEFT - RIGHT)
     return Timeline(title, axis, rows, list(dict.fromkeys(name for name, *_ in bars)))
 
 
 def plot(title: str, labels: tuple[str, str], lines: Sequence[Line], *, y_end: float = 0.0, has_marks: bool) -> Plot:
-    """Return a plot of all points."""
     x_end = max((x for line in lines for x, _ in line.points), default=0.0)
     highest = max((y for line in lines for _, y in line.points), default=0.0)
     x = Axis(labels[0], x_end, WIDTH - LEFT - RIGHT)

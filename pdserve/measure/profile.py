@@ -26,8 +26,6 @@ _STEPS = (8, 24)  # that each decodes
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that are sent at once."""
-
     size: int
     prompt_tokens: int
     output_tokens: int

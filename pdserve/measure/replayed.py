@@ -29,8 +29,6 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachRes
 
 
 class _Sequence:
-    """One continuation under way."""
-
     def __init__(self, spec: link.SequenceSpec, index: int) -> None:
         self.key = spec.request_id, spec.attempt
         self.index = index

@@ -102,8 +102,6 @@ def _life(commands: list[Command]) -> Iterator[StageReached | StepReported]:
 
 @dataclass(frozen=True, slots=True)
 class PolicySpeed:
-    """What a policy takes of one core."""
-
     policy: str
     placements_per_s: float
     rest_s: float  # of a request's life
@@ -111,8 +109,6 @@ class PolicySpeed:
 
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
-    """What one step's report takes of one core."""
-
     wire_s: float  # to make events of the link's bytes
     core_s: float  # to handle them
 
@@ -140,13 +136,11 @@ def measure_steps(num_sequences: int, num_steps: int) -> StepSpeed:
 
 
 def measure_policies(num_prefill: int, num_decode: int, num_requests: int, prompt_tokens: int) -> list[PolicySpeed]:
-    """Measure each policy."""
     cores = {policy: _core(policy, num_prefill, num_decode) for policy in POLICIES}
     return [PolicySpeed(policy, *_measure(core, num_requests, prompt_tokens)) for policy, core in cores.items()]
 
 
 def speed_table(found: Sequence[PolicySpeed], title: str) -> Sheet:
-    """Return one row a policy."""
     columns = (Column("policy", is_text=True), Column("placements/s"), Column("rest of a request", "us"))
     rows = [(each.policy, f"{each.placements_per_s:,.0f}", f"{1e6 * each.rest_s:.0f}") for each in found]
     return Sheet(title, columns, rows)

@@ -52,8 +52,6 @@ class LateRouter:
 
 @dataclass(frozen=True, slots=True)
 class RouterFindings:
-    """What came of it."""
-
     late: tuple[LateRouter, ...]
     findings: Findings  # for each load: by one router, by all, and by each of all
 

@@ -54,7 +54,6 @@ class Clients:
         self.others: Counter[str] = Counter()  # what else came, by status
 
     def enlarge(self, tasks: asyncio.TaskGroup, num_clients: int) -> None:
-        """Let there be so many clients."""
         for _ in range(num_clients - self._num_clients):
             tasks.create_task(self._keep_asking())
         self._num_clients = num_clients
@@ -67,7 +66,6 @@ class Clients:
         return (self.num_right - begin) / (self._client.clock.now_s() - began_s)
 
     def end(self) -> None:
-        """Let no further request be sent."""
         self._is_over = True
 
     async def _keep_asking(self) -> None:

@@ -43,8 +43,6 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Some seconds of requests that are alike."""
-
     name: str
     rate: float  # requests a second, on average
     lengths: Lengths
@@ -52,8 +50,6 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class ScalePlan:
-    """What is sent."""
-
     phases: tuple[Phase, ...]
     seconds: float  # of each phase
     objective: Objective
@@ -63,8 +59,6 @@ class ScalePlan:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The cluster at one moment."""
-
     at_s: float
     ready: dict[Role, int]
     num_active: int
@@ -73,8 +67,6 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class ScaleFindings:
-    """What came of it."""
-
     plan: ScalePlan
     outcomes: tuple[tuple[Outcome, ...], ...] = field(repr=False)  # by phase
     moments: tuple[Moment, ...]

@@ -27,8 +27,6 @@ _MARGIN = 2  # blanks between columns
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table."""
-
     name: str
     legend: str = ""  # unit, or what the numbers are
     rank: int = 0  # 0 is never left out; the highest goes first

@@ -15,8 +15,6 @@ _OWN_TOKENS = 2**31  # from here on, a token for each request's own part; below,
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request."""
-
     at_s: float
     prompt_tokens: int
     output_tokens: int
@@ -25,8 +23,6 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of time."""
-
     name: str
     arrivals: tuple[Arrival, ...]
     block_tokens: int = 0  # tokens of a shared block; 0: nothing is shared
@@ -180,7 +176,6 @@ def random_lengths(
 
 
 def fixed_lengths(name: str, num_requests: int, prompt_tokens: int, output_tokens: int) -> Workload:
-    """Return requests of one kind, all at once."""
     return Workload(name, (Arrival(0.0, prompt_tokens, output_tokens),) * num_requests)
 
 

@@ -36,8 +36,6 @@ def attention_work(num_tokens: int, start: int) -> int:
 
 @value
 class Step:
-    """What one engine step computes."""
-
     prefill_tokens: int = 0
     prefill_work: int = 0
     sequences: int = 0  # that decode
@@ -49,8 +47,6 @@ IDLE = Step()
 
 @dataclass(frozen=True, slots=True)
 class DecodePiece:
-    """A curve that holds up to a batch size."""
-
     max_sequences: int | None  # None: for all larger ones
     curve: Curve
 
@@ -63,7 +59,6 @@ class StepCosts:
     decode: tuple[DecodePiece, ...]  # by rising max_sequences; the last holds for the rest
 
     def decode_curve(self, sequences: int) -> Curve:
-        """Return the curve that holds for a batch size."""
         for piece in self.decode[:-1]:
             if piece.max_sequences is not None and sequences <= piece.max_sequences:
                 return piece.curve
@@ -75,7 +70,6 @@ class StepCosts:
         return StepCosts(self.prefill.scaled(factor), pieces)
 
     def seconds(self, step: Step) -> float:
-        """Return how long a step takes."""
         if not step.prefill_tokens:
             return self.decode_curve(step.sequences).seconds(step.sequences, step.kv_tokens)
         prefill_s = self.prefill.seconds(step.prefill_tokens, step.prefill_work)

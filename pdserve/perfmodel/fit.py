@@ -45,7 +45,6 @@ class Fit:
         self._log_slower = 0.0  # by how much the steps seen are slower than the start, on average
 
     def observe(self, each: float, context: float, seconds: float) -> None:
-        """Take in one step."""
         if seconds <= 0:
             return
         predicted_s = self.curve.seconds(each, context)

@@ -36,13 +36,11 @@ class BatchFits:
         self.num_observed = 0
 
     def curve(self, sequences: int) -> Curve:
-        """Return what holds for a batch."""
         band = sequences.bit_length()
         fit = self._fits.get(band)
         return self._first_curve(band) if fit is None else fit.curve
 
     def observe(self, sequences: int, kv_tokens: float, seconds: float) -> None:
-        """Take in one step."""
         band = sequences.bit_length()
         fit = self._fits.get(band)
         if fit is None:
@@ -189,7 +187,6 @@ class LearntLinks:
             self._measured.setdefault(pair, bytes_per_s)
 
     def observe(self, pair: tuple[str, str], num_bytes: int, seconds: float) -> None:
-        """Take in one hand-off."""
         if num_bytes < _LARGE_BYTES or seconds <= 0:
             return
         rate = num_bytes / seconds

@@ -54,8 +54,6 @@ class Configuration(_Section):
 
 
 class LinkFields(_Section):
-    """The way between two workers."""
-
     bytes_per_s: float = Field(gt=0, allow_inf_nan=False)
     latency_s: Seconds = 0.001
 
