@@ -5,6 +5,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def followed(*given: str, answers: Answers) -> list[tuple[str, frozenset[str]]]:
-    """Return what is found until the resolver has given all of its answers."""
+    """Return what is found until the resolver has given all of its answers, and has failed twice after them."""
     found: list[tuple[str, frozenset[str]]] = []
-    over, loop = asyncio.Event(), asyncio.get_running_loop()
+    over, loop, failures = asyncio.Event(), asyncio.get_running_loop(), count()
 
     def answer(_: str) -> frozenset[str]:
         if not answers:
-            loop.call_soon_threadsafe(over.set)
+            if next(failures):  # the failure before has been logged
+                loop.call_soon_threadsafe(over.set)
             raise socket.gaierror(socket.EAI_AGAIN, "try again")
         return answers.pop(0)()
 
