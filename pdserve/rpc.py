@@ -25,6 +25,8 @@ from pdserve.proof import CHALLENGE_BYTES, NONCE_BYTES, Challenges, is_proof, ne
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_CONNECTIONS = 4096  # of a listener, with those that shake hands
+HANDSHAKE_TIMEOUT_S = 10.0
 MAX_STATUS_BYTES = 2000  # of a status message: on the wire up to thrice that, of 8 kB that clients take of headers
 DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refuses its process, which must end
 HELLO_METADATA_KEY = "pdserve-hello-bin"
@@ -69,6 +71,8 @@ def server_options(max_message_bytes: int) -> Options:
         *_KEEPALIVE,
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1e3)),  # of TLS and HTTP/2 together
         ("grpc.so_reuseport", 0),  # a port that is in use is an error, not a share of somebody's calls
     ]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from collections.abc import Callable, Coroutine, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,8 @@ from pdserve.kubernetes.config import WatcherConfig
 from pdserve.router.config import RouterConfig
 from pdserve.signals import end_on_signals
 from pdserve.worker.threads import thread_defaults
+
+MAX_OPEN_FILES = 65_536
 
 _Config = TypeVar("_Config", bound=ProcessConfig)
 
@@ -82,6 +85,7 @@ def run_process(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]]
     from pdserve.telemetry import configure_logging
 
     configure_logging(name, settings.log_level, settings.log_format)
+    _allow_open_files()
     try:
         uvloop.run(serve(settings))
     except ExceptionGroup as group:
@@ -89,6 +93,14 @@ def run_process(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]]
         if refusal is None:
             raise
         raise refusal from group
+
+
+def _allow_open_files() -> None:
+    """Let this process open as many files as it may have, within reason: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def schema(process: Annotated[Process, typer.Argument(help="Whose configuration.")]) -> None:

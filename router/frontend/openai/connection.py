@@ -11,8 +11,9 @@ from typing import Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.router.frontend.openai.errors import HttpError
+from pdserve.rpc import MAX_CONNECTIONS
 
-MAX_CONNECTIONS = 4096
+MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that may be told so
 MAX_HEAD_BYTES = 65_536
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
@@ -45,6 +46,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS + MAX_REFUSED:
+            transport.abort()
+            return
         if len(self.connections) > MAX_CONNECTIONS:
             error = HttpError(503, f"connections: {MAX_CONNECTIONS} are open, the limit", headers=_SOON)
             self._refuse(error)

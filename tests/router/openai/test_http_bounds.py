@@ -2,19 +2,15 @@
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
-import httpx
 import pytest
 from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
 
-from pdserve.launch.authority import write_certificates
 from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.openai import connection, reply, server
+from pdserve.router.frontend.openai import connection, reply
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -121,16 +117,6 @@ async def test_a_body_behind_another_request_has_its_time_too(
     shown = await answer_to(door, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + request(prompt="a")[:-1])
     assert shown.startswith(b"HTTP/1.1 200 ")
     assert shown.count(b"HTTP/1.1 408 ") == 1
-
-
-async def test_a_handshake_that_does_not_come_is_given_up(
-    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.05)
-    write_certificates(tmp_path, ("127.0.0.1",), 3)
-    pair = {"ssl_certfile": tmp_path / "public/tls.crt", "ssl_keyfile": tmp_path / "public/tls.key"}
-    door = await start_http(pair=False, **pair)
-    assert await answer_to(door) == b""
 
 
 async def test_connections_over_the_limit_are_told_to_come_back(
@@ -241,32 +227,3 @@ async def test_streams_end_before_the_router_does(start_http: StartHttp) -> None
         spec = prefill.prefills[0].spec
         await prefill.step([prefill.delta(spec, 0, 0, is_last=True)])
         await reader.readuntil(b"data: [DONE]\n\n")
-
-
-async def test_a_certificate_that_changes_is_shown_to_the_next_connection(
-    start_http: StartHttp, tmp_path: Path
-) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        write_certificates(folder, ("127.0.0.1",), 3)
-    shown = tmp_path / "shown"
-    shown.mkdir()
-    for name in ("tls.crt", "tls.key"):
-        (shown / name).symlink_to(folders[0] / "public" / name)
-    door = await start_http(pair=False, ssl_certfile=shown / "tls.crt", ssl_keyfile=shown / "tls.key")
-    assert door.router.addresses.http.startswith("https://")
-    assert await _is_believed(door, folders[0])
-    for name in ("tls.crt", "tls.key"):
-        (shown / name).unlink()
-        (shown / name).symlink_to(folders[1] / "public" / name)
-    assert await _is_believed(door, folders[1])
-    assert not await _is_believed(door, folders[0])
-
-
-async def _is_believed(door: HttpRouter, folder: Path) -> bool:
-    context = ssl.create_default_context(cafile=folder / "ca.crt")
-    async with httpx.AsyncClient(base_url=door.router.addresses.http, verify=context) as client:
-        try:
-            return (await client.get("/health")).status_code == 200
-        except httpx.ConnectError:
-            return False

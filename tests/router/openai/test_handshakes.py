@@ -1,0 +1,118 @@
+"""Clients that begin a TLS handshake and go no further hold few descriptors for a short time, and keep nobody out."""
+
+import asyncio
+import ssl
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from http_door import HttpRouter, StartHttp
+from router_fakes import PATIENCE_S
+
+from pdserve import rpc
+from pdserve.launch.authority import write_certificates
+from pdserve.router.frontend.openai import handshakes
+
+LIMIT = 4
+TIMEOUT_S = 0.3
+ON_ROUTERS_LOOP = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> dict[str, Any]:
+    write_certificates(tmp_path, ("127.0.0.1",), 3)
+    return {"ssl_certfile": tmp_path / "public/tls.crt", "ssl_keyfile": tmp_path / "public/tls.key"}
+
+
+async def silent(stack: AsyncExitStack, port: int, *, hello: bytes = b"") -> asyncio.Task[bytes]:
+    """Connect and send no more than `hello`; return what reads until the router ends it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    stack.callback(writer.close)
+    writer.write(hello)
+    return asyncio.create_task(until_end(reader))
+
+
+async def until_end(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+async def is_believed(door: HttpRouter, folder: Path) -> bool:
+    context = ssl.create_default_context(cafile=folder / "ca.crt")
+    async with httpx.AsyncClient(base_url=door.router.addresses.http, verify=context) as client:
+        try:
+            return (await client.get("/health")).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+
+@ON_ROUTERS_LOOP
+async def test_of_too_many_handshakes_the_oldest_end_and_honest_clients_come_in(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shown: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", LIMIT)
+    door = await start_http(pair=False, **shown)
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        waiting = [await silent(stack, door.port, hello=b"\x16\x03\x01") for _ in range(3 * LIMIT)]
+        assert await asyncio.gather(*waiting[: 2 * LIMIT]) == [b""] * 2 * LIMIT
+        assert not any(task.done() for task in waiting[2 * LIMIT :])
+        assert await is_believed(door, tmp_path)
+        assert await waiting[2 * LIMIT] == b""
+        assert not any(task.done() for task in waiting[2 * LIMIT + 1 :])
+
+
+@pytest.mark.parametrize("hello", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
+@ON_ROUTERS_LOOP
+async def test_a_handshake_that_does_not_come_is_given_up(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, shown: dict[str, Any], hello: bytes
+) -> None:
+    monkeypatch.setattr(handshakes, "HANDSHAKE_TIMEOUT_S", 0.05)
+    door = await start_http(pair=False, **shown)
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        await (await silent(stack, door.port, hello=hello))
+
+
+async def test_grpc_takes_no_more_connections_than_the_limit_and_gives_handshakes_up(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shown: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(rpc, "MAX_CONNECTIONS", LIMIT)
+    monkeypatch.setattr(rpc, "HANDSHAKE_TIMEOUT_S", TIMEOUT_S)
+    door = await start_http(pair=False, **shown)
+    address = door.router.addresses.public
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        waiting = [await silent(stack, int(address.rpartition(":")[2])) for _ in range(3 * LIMIT)]
+        assert await asyncio.gather(*waiting[LIMIT:]) == [b""] * 2 * LIMIT
+        assert not any(task.done() for task in waiting[:LIMIT])
+        assert await asyncio.gather(*waiting[:LIMIT]) == [b""] * LIMIT
+        known = grpc.ssl_channel_credentials((tmp_path / "ca.crt").read_bytes())
+        channel = await stack.enter_async_context(grpc.aio.secure_channel(address, known))
+        await HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+
+
+async def test_a_certificate_that_changes_is_shown_to_the_next_connection(
+    start_http: StartHttp, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        write_certificates(folder, ("127.0.0.1",), 3)
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    for name in ("tls.crt", "tls.key"):
+        (shown / name).symlink_to(folders[0] / "public" / name)
+    door = await start_http(pair=False, ssl_certfile=shown / "tls.crt", ssl_keyfile=shown / "tls.key")
+    assert door.router.addresses.http.startswith("https://")
+    assert await is_believed(door, folders[0])
+    for name in ("tls.crt", "tls.key"):
+        (shown / name).unlink()
+        (shown / name).symlink_to(folders[1] / "public" / name)
+    assert await is_believed(door, folders[1])
+    assert not await is_believed(door, folders[0])
