@@ -10,7 +10,6 @@ import grpc
 
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
-from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard, all_free, is_busy
 from pdserve.measure.client import request_of
@@ -68,9 +67,8 @@ MOMENTS: dict[str, Callable[[admin.ClusterStatus], bool]] = {"mid-prefill": _has
 
 async def measure_cancels(spec: ClusterSpec, plan: CancelPlan) -> list[Freed]:
     """Start a cluster, and cancel requests while they are computed and while they decode."""
-    board, rng = StatusBoard(), random.Random(f"cancel {plan.seed}")
-    freed_s: dict[tuple[str, str], list[float]] = {}
-    async with started(spec, Listener(board.put, lambda _: None)) as (_, live):
+    rng, freed_s = random.Random(f"cancel {plan.seed}"), dict[tuple[str, str], list[float]]()
+    async with started(spec, lambda _: None) as (_, live, board):
         for _ in range(plan.count):
             for moment in MOMENTS:
                 call = live.client.stub.Generate(_request(live, plan, moment, rng))

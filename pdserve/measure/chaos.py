@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from rich.console import Console
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.local import Listener, LocalCluster
+from pdserve.launch.local import LocalCluster
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard, all_free, not_free, num_ready
 from pdserve.measure.client import Client
@@ -70,9 +70,7 @@ class Verdict:
 
 async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console: Console) -> Verdict:
     """Start a cluster, load it, inject faults, and report what is left."""
-    board = StatusBoard()
-    listener = Listener(on_status=board.put, on_notice=lambda text: console.print(text, highlight=False))
-    async with started(trial.spec, listener) as (cluster, live):
+    async with started(trial.spec, lambda text: console.print(text, highlight=False)) as (cluster, live, board):
         injector = (
             None if trial.faults is None else FaultInjector(lambda: cluster.state, trial.faults, MonotonicClock())
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
-from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard
 from pdserve.measure.chaos import judge, look
@@ -50,9 +49,9 @@ async def measure_drain(
     spec: ClusterSpec, requests: Sequence[KnownRequest], count: int, begun: float, report: Report
 ) -> DrainFindings:
     """Start two decode workers, run `count` answers on one, and drain it once this share of their tokens is there."""
-    board, clock, gaps, pairs = StatusBoard(), MonotonicClock(), list[MovedGap](), dict[str, float]()
-    board.watchers.append(lambda status: pairs.update(_bandwidth(status)))
-    async with started(spec, Listener(board.put, report)) as (cluster, live), cluster.state.operator() as operator:
+    clock, gaps, pairs = MonotonicClock(), list[MovedGap](), dict[str, float]()
+    async with started(spec, report) as (cluster, live, board), cluster.state.operator() as operator:
+        board.watchers.append(lambda status: pairs.update(_bandwidth(status)))
         await operator.set_role(STAYING, link.ROLE_PREFILL)  # so that all answers begin on the other
 
         def on_end(outcome: Outcome) -> None:

@@ -7,10 +7,8 @@ when the last has ended, and has a connection of its own.
 import asyncio
 import json
 import multiprocessing
-import os
 import random
 import secrets
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
-from pdserve.launch.plan import flag_arguments
-from pdserve.measure.live import Report
+from pdserve.measure.live import Report, router_process
 from pdserve.measure.percentiles import percentiles, shown
 from pdserve.measure.replayed import replay
 from pdserve.measure.tables import Column, Sheet
@@ -221,29 +218,18 @@ async def _serving(model: str, step_s: float, router_flags: Mapping[str, object]
             "model": path, "served_model_name": _MODEL, "secret_file": secret_file, "port": public,
             "internal_port": internal, "http_port": http, **router_flags,
         }  # fmt: skip
-        process = await _start(flags)
         worker = multiprocessing.get_context("spawn").Process(
             target=replay, args=(f"{_HOST}:{internal}", secret_file, _MODEL, answer, step_s, 1024), daemon=True
         )
-        worker.start()
-        try:
-            router = _Router(
-                psutil.Process(process.pid), {Door.GRPC: f"{_HOST}:{public}", Door.HTTP: f"{_HOST}:{http}"}
-            )
-            await _ready(router.doors[Door.GRPC])
-            yield router
-        finally:
-            worker.terminate()
-            worker.join()
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()
-
-
-async def _start(flags: Mapping[str, object]) -> asyncio.subprocess.Process:
-    wrapper = (sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid()))
-    command = (sys.executable, "-P", "-m", "pdserve", "router", *flag_arguments(flags))
-    return await asyncio.create_subprocess_exec(*wrapper, *command, stdin=asyncio.subprocess.DEVNULL)
+        async with router_process(flags) as process:
+            worker.start()
+            try:
+                doors = {Door.GRPC: f"{_HOST}:{public}", Door.HTTP: f"{_HOST}:{http}"}
+                await _ready(doors[Door.GRPC])
+                yield _Router(psutil.Process(process.pid), doors)
+            finally:
+                worker.terminate()
+                worker.join()
 
 
 async def _ready(address: str) -> None:

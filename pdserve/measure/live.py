@@ -1,5 +1,9 @@
 """Clusters that are started for an experiment, loaded at shares of their capacity, and what that found."""
 
+import asyncio
+import os
+import sys
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,7 +13,8 @@ from rich.console import Console
 from pdserve.clock import MonotonicClock
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
-from pdserve.launch.plan import ClusterSpec
+from pdserve.launch.plan import PDSERVE, ClusterSpec, Flags, flag_arguments
+from pdserve.measure.board import StatusBoard
 from pdserve.measure.client import GREEDY, Access, Client, Drawing, connect, requests_of
 from pdserve.measure.objectives import ANY, Objective
 from pdserve.measure.outcomes import Outcome
@@ -103,19 +108,20 @@ class LiveCluster:
 
 
 @asynccontextmanager
-async def started(spec: ClusterSpec, listener: Listener) -> AsyncIterator[tuple[LocalCluster, LiveCluster]]:
-    """Run a cluster for the length of the block, which begins when it is ready."""
-    async with running(spec, listener) as cluster:
+async def started(spec: ClusterSpec, report: Report) -> AsyncIterator[tuple[LocalCluster, LiveCluster, StatusBoard]]:
+    """Run a cluster for the length of the block, which begins when it is ready; the board has its router's status."""
+    board = StatusBoard()
+    async with running(spec, Listener(on_status=board.put, on_notice=report)) as cluster:
         await cluster.ready.wait()
         async with connected(cluster.state) as live:
-            yield cluster, live
+            yield cluster, live, board
 
 
 @asynccontextmanager
 async def live_cluster(spec: ClusterSpec, report: Report) -> AsyncIterator[LiveCluster]:
     """Run a cluster for the length of the block, and report its start."""
     report(f"starting {spec.num_prefill} prefill and {spec.num_decode} decode workers of {spec.served_model_name}")
-    async with started(spec, Listener(on_status=lambda _: None, on_notice=report)) as (_, live):
+    async with started(spec, report) as (_, live, _):
         yield live
 
 
@@ -125,6 +131,20 @@ async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
     async with connect(state.endpoint, Access(state.ca_file) if state.ca_file else None) as channel:
         client = Client(channel, MonotonicClock())
         yield LiveCluster(state, client, await client.vocab_size())
+
+
+@asynccontextmanager
+async def router_process(flags: Flags) -> AsyncIterator[Process]:
+    """Run a router, which ends with this process, for the length of the block."""
+    wrapper = (sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid()))
+    command = (*wrapper, *PDSERVE, "router", *flag_arguments(flags))
+    process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
 
 
 @dataclass(frozen=True, slots=True)

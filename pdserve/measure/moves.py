@@ -9,9 +9,7 @@ from statistics import fmean
 
 from pdserve.clock import MonotonicClock
 from pdserve.launch.launcher import LauncherClient
-from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import StatusBoard
 from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, judge, look, tally
 from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest
@@ -75,8 +73,8 @@ class MovesVerdict:
 
 
 async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report: Report) -> MovesVerdict:
-    board, clock, gaps = StatusBoard(), MonotonicClock(), list[MovedGap]()
-    async with started(trial.spec, Listener(board.put, report)) as (cluster, live):
+    clock, gaps = MonotonicClock(), list[MovedGap]()
+    async with started(trial.spec, report) as (cluster, live, board):
         report("calibrating: keeping the cluster full")
         capacity = await saturate(live.client, *_as_arrivals(requests), trial.calibration_s)
         await look(cluster, board)

@@ -5,10 +5,8 @@ a prompt finds it by chance only, so the share that it finds over several prompt
 """
 
 import asyncio
-import os
 import random
-import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -18,10 +16,10 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
 from pdserve.launch.folder import ClusterState, free_port
 from pdserve.launch.local import LaunchError
-from pdserve.launch.plan import ClusterSpec, flag_arguments
+from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.accuracy import error_table
 from pdserve.measure.client import new_tenant, request_of
-from pdserve.measure.live import Findings, LiveCluster, LoadRun, Report, Trial, connected, live_cluster
+from pdserve.measure.live import Findings, LiveCluster, LoadRun, Report, Trial, connected, live_cluster, router_process
 from pdserve.measure.objectives import ANY
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.summary import summarize
@@ -105,8 +103,7 @@ async def late_router(spec: ClusterSpec, state: ClusterState, name: str, interna
         "internal_port": internal_port,
     }
     began_s = clock.now_s()
-    process = await _start(flags)
-    try:
+    async with router_process(flags) as process:
         own = state.model_copy(update={"endpoint": f"{_HOST}:{public_port}", "admin": f"{_HOST}:{internal_port}"})
         async with asyncio.TaskGroup() as tasks:
             guard = tasks.create_task(_raise_when_ended(process, name))
@@ -114,16 +111,6 @@ async def late_router(spec: ClusterSpec, state: ClusterState, name: str, interna
             guard.cancel()
         async with connected(own) as cluster:
             yield _Late(cluster, listened_s - began_s, complete_s - began_s, listened_s)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def _start(flags: Mapping[str, object]) -> asyncio.subprocess.Process:
-    wrapper = (sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid()))
-    command = (sys.executable, "-P", "-m", "pdserve", "router", *flag_arguments(flags))
-    return await asyncio.create_subprocess_exec(*wrapper, *command, stdin=asyncio.subprocess.DEVNULL)
 
 
 async def _raise_when_ended(process: asyncio.subprocess.Process, name: str) -> None:

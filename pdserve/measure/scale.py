@@ -12,9 +12,7 @@ from pathlib import Path
 from pdserve.autoscaler.journal import read_record
 from pdserve.clock import MonotonicClock
 from pdserve.launch.folder import RECORD_FILE
-from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import StatusBoard
 from pdserve.measure.chaos import REQUEST_DEADLINE_S, judge
 from pdserve.measure.client import Timed, new_tenant
 from pdserve.measure.known_answers import KnownRequest, Lengths, known_requests
@@ -108,8 +106,8 @@ async def measure_scale(
     spec: ClusterSpec, plan: ScalePlan, requests: Sequence[Sequence[KnownRequest]], report: Report
 ) -> ScaleFindings:
     """Start a cluster with its autoscaler, send the load, and watch both."""
-    board, clock, sent, moments = StatusBoard(), MonotonicClock(), arrivals(plan, requests), list[Moment]()
-    async with started(spec, Listener(board.put, report)) as (cluster, live):
+    clock, sent, moments = MonotonicClock(), arrivals(plan, requests), list[Moment]()
+    async with started(spec, report) as (cluster, live, board):
         began_s = clock.now_s()
 
         async def watch() -> None:
