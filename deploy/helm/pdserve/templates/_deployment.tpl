@@ -1,11 +1,22 @@
 {{/*
 The Deployment of a component, and its ConfigMap, disruption budget and service account.
 
-Takes a dict: root, component (as in the label), own (settings that the chart decides), command (of pdserve),
-args (with values of the downward API), mounts (name of a secret to its folder), single (no two pods at once).
+Takes a dict: root, component (as in the label), role (as in certificates), own (settings that the chart decides beside
+the model, the secret and the certificate), command (of pdserve), args (with values of the downward API), mounts (folder
+to the name of its secret, beside those two), single (no two pods at once).
 */}}
 {{- define "pdserve.deployment" -}}
 {{- $root := .root -}}
+{{- $_ := set .own "secret_file" "/etc/pdserve/secret/secret" -}}
+{{- $_ := set .mounts "secret" (include "pdserve.secretName" $root) -}}
+{{- if ne $root.Values.tls.identity.from "none" -}}
+{{- $_ := set .own "identity_dir" "/etc/pdserve/identity" -}}
+{{- $_ := set .mounts "identity" (include "pdserve.identityName" (list $root .role)) -}}
+{{- end -}}
+{{- if ne .role "operator" -}}
+{{- $_ := set .own "model" $root.Values.model.path -}}
+{{- with $root.Values.model.servedName }}{{ $_ := set $.own "served_model_name" . }}{{ end -}}
+{{- end -}}
 {{- $values := include "pdserve.values" (list $root .component) | fromJson -}}
 {{- $name := printf "%s-%s" (include "pdserve.name" $root) .component -}}
 {{- $worker := hasKey $values "rdma" -}}
