@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 PEER_KEY = "peer_spiffe_id"  # where gRPC puts the one URI of a caller's certificate
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
 _Content = TypeVar("_Content")
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 _Serve = Callable[[object, _Context], Awaitable[object]]
@@ -78,8 +76,8 @@ class Credentials:
         """Bind an internal port (0: a free one) and return its address; ConfigError names `key` where it cannot be."""
         if self.identity is None:
             return rpc.listen(server, host, port, key)
-        shown = _rotating(self.identity, _internal_configuration, asks_for_certificates=True)
-        return rpc.listen(server, host, port, key, shown)
+        both = _rotating(self.identity, lambda own: _configuration(own.pair, own.authority), asks_for_certificates=True)
+        return rpc.listen(server, host, port, key, both)
 
 
 @cache
@@ -91,7 +89,7 @@ def _warn(expired: datetime) -> None:
 def public_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
     """Return what a public port shows to clients, of which it asks for no certificate."""
     pair = Watched((certificate, key), lambda: read_pair(certificate, key, ("ssl_certfile", "ssl_keyfile")))
-    return _rotating(pair, _public_configuration, asks_for_certificates=False)
+    return _rotating(pair, _configuration, asks_for_certificates=False)
 
 
 def _rotating(
@@ -116,13 +114,8 @@ def _rotating(
     return grpc.dynamic_ssl_server_credentials(configure(shown), fetch, asks_for_certificates)  # type: ignore[arg-type]
 
 
-def _internal_configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
-    pair = identity.pair
-    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], identity.authority)
-
-
-def _public_configuration(pair: KeyPair) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
+def _configuration(pair: KeyPair, authority: bytes | None = None) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], authority)
 
 
 def _identity_of(part: Part, folder: Path) -> Identity:
@@ -132,7 +125,7 @@ def _identity_of(part: Part, folder: Path) -> Identity:
     return identity
 
 
-async def _serve_nothing(messages: object, context: "grpc.aio.ServicerContext[_Request, _Response]") -> None:
+async def _serve_nothing(messages: object, context: rpc.AnyContext) -> None:
     del messages
     await rpc.abort(context, grpc.StatusCode.UNIMPLEMENTED, "there is no such method here")
 
@@ -145,12 +138,8 @@ class RequirePart(grpc.aio.ServerInterceptor):
         self._on_denied = on_denied
 
     async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        self, continuation: rpc.Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> rpc.Handler:
         handler = await continuation(handler_call_details)
         if handler is None:
             handler = grpc.stream_stream_rpc_method_handler(_serve_nothing)
@@ -163,8 +152,7 @@ class RequirePart(grpc.aio.ServerInterceptor):
             await self._check(handler_call_details.method, context)
             return await serve(request, context)
 
-        made: grpc.RpcMethodHandler[_Request, _Response]
-        made = _HANDLERS[kind](check, handler.request_deserializer, handler.response_serializer)
+        made: rpc.Handler = _HANDLERS[kind](check, handler.request_deserializer, handler.response_serializer)
         return made
 
     async def _check(self, method: str, context: _Context) -> None:

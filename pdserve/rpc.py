@@ -14,7 +14,7 @@ import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Never, TypeVar
+from typing import Any, Never, TypeAlias
 
 import grpc
 
@@ -37,9 +37,9 @@ MIN_SECRET_BYTES = 32
 
 Options = list[tuple[str, int]]
 Metadata = tuple[tuple[str, bytes], ...]
-
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+AnyContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]  # of an interceptor
 
 _KEEPALIVE: Options = [
     ("grpc.keepalive_time_ms", 10_000),
@@ -145,7 +145,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 async def abort(
-    context: "grpc.aio.ServicerContext[_Request, _Response]",
+    context: AnyContext,
     code: grpc.StatusCode,
     message: str,
     trailing: tuple[tuple[str, str], ...] = (),
@@ -219,12 +219,8 @@ class RequireSecret(grpc.aio.ServerInterceptor):
         self._challenges = Challenges(clock or MonotonicClock())
 
     async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
         metadata = handler_call_details.invocation_metadata
         if self._is_proved(_value_of(PROOF_METADATA_KEY, metadata), handler_call_details.method):
             return await continuation(handler_call_details)

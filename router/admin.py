@@ -247,10 +247,10 @@ def _costs(kind: learnt.Kind, costs: LearntCosts, predictor: Predictor) -> admin
         decode_step_s=costs.decode.step_s,
         decode_sequence_s=costs.decode.each_s,
         decode_kv_token_s=costs.decode.context_s,
-        num_prefill_steps=costs.num_prefill_steps,
-        num_decode_steps=costs.num_decode_steps,
-        prefill_error=costs.prefill_error,
-        decode_error=costs.decode_error,
+        num_prefill_steps=costs.prefill_fit.num_observed,
+        num_decode_steps=costs.decode_fits.num_observed,
+        prefill_error=costs.prefill_fit.relative_error,
+        decode_error=costs.decode_fits.latest.relative_error,
         decode_batches=[
             admin.LearntBatches(
                 max_sequences=max_sequences,
@@ -259,6 +259,6 @@ def _costs(kind: learnt.Kind, costs: LearntCosts, predictor: Predictor) -> admin
                 kv_token_s=fit.curve.context_s,
                 num_steps=fit.num_observed,
             )
-            for max_sequences, fit in costs.decode_batches
+            for max_sequences, fit in costs.decode_fits.seen()
         ],
     )

@@ -78,70 +78,51 @@ class LearntCosts:
 
     def __init__(self, start: StepCosts | None = None) -> None:
         start = start or _UNKNOWN
-        self._prefill = Fit(start.prefill, tuple((float(n), float(n * n)) for n in _START_TOKENS))
-        self._decode = BatchFits(start)
+        self.prefill_fit = Fit(start.prefill, tuple((float(n), float(n * n)) for n in _START_TOKENS))
+        self.decode_fits = BatchFits(start)
         self._num_mixed = 0
         self._observed_s = -inf
 
     @property
     def prefill(self) -> Curve:
-        return self._prefill.curve
+        return self.prefill_fit.curve
 
     @property
     def decode(self) -> Curve:
         """Return what holds for the size of batch seen last."""
-        return self._decode.latest.curve
-
-    @property
-    def decode_batches(self) -> list[tuple[int, Fit]]:
-        """Return what was learnt of each size of batch: the largest one it holds for, and the fit."""
-        return self._decode.seen()
-
-    @property
-    def num_prefill_steps(self) -> int:
-        return self._prefill.num_observed
-
-    @property
-    def num_decode_steps(self) -> int:
-        return self._decode.num_observed
-
-    @property
-    def prefill_error(self) -> float:
-        return self._prefill.relative_error
-
-    @property
-    def decode_error(self) -> float:
-        return self._decode.latest.relative_error
+        return self.decode_fits.latest.curve
 
     def step_costs(self, largest_batch: int) -> StepCosts:
         """Return all that is known, for batches up to a size and beyond."""
         ends = [(1 << band) - 1 for band in range(1, largest_batch.bit_length() + 1)]
-        pieces = [DecodePiece(end, self._decode.curve(end)) for end in ends]
+        pieces = [DecodePiece(end, self.decode_fits.curve(end)) for end in ends]
         return StepCosts(self.prefill, (*pieces[:-1], DecodePiece(None, pieces[-1].curve)))
 
     def observe(self, step: Step, elapsed_s: float, now_s: float) -> None:
         """Take in one step. Of a step that does both, the prefill's part is what decoding does not explain."""
         self._observed_s = now_s
         if not step.prefill_tokens:
-            self._decode.observe(step.sequences, step.kv_tokens, elapsed_s)
+            self.decode_fits.observe(step.sequences, step.kv_tokens, elapsed_s)
             return
         if step.sequences:
             self._num_mixed += 1
-            decode = self._decode.curve(step.sequences)
+            decode = self.decode_fits.curve(step.sequences)
             shared_s = decode.marginal_s(step.sequences, step.kv_tokens) + max(0.0, decode.step_s - self.prefill.step_s)
             if shared_s > elapsed_s / 2:
                 return  # too little of it is the prefill's
             elapsed_s -= shared_s
-        self._prefill.observe(step.prefill_tokens, step.prefill_work, elapsed_s)
+        self.prefill_fit.observe(step.prefill_tokens, step.prefill_work, elapsed_s)
 
     def knows_prefill(self, now_s: float) -> bool:
         """Return whether requests may be refused on these predictions."""
-        return now_s - self._observed_s < STALE_S and _is_enough(self.num_prefill_steps, self.prefill_error)
+        return now_s - self._observed_s < STALE_S and _is_enough(
+            self.prefill_fit.num_observed, self.prefill_fit.relative_error
+        )
 
     def knows_decode(self, now_s: float) -> bool:
         """Return the same of decode steps. Those that also prefill count too."""
         return now_s - self._observed_s < STALE_S and _is_enough(
-            self.num_decode_steps + self._num_mixed, self.decode_error
+            self.decode_fits.num_observed + self._num_mixed, self.decode_fits.latest.relative_error
         )
 
     def seconds(self, step: Step) -> float:
@@ -154,18 +135,18 @@ class LearntCosts:
         """Return how long prompts take together, `budget` tokens to a step."""
         if num_tokens <= 0:
             return 0.0
-        curve = self._prefill.curve
+        curve = self.prefill_fit.curve
         return curve.step_s * ceil(num_tokens / budget) + curve.marginal_s(num_tokens, work)
 
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
         """Return how long a decode step takes, or steps take on average whose batches have that mean."""
         whole = int(sequences)
-        below = self._decode.curve(whole)
+        below = self.decode_fits.curve(whole)
         if sequences == whole or whole & (whole + 1):  # one more is of the same order of magnitude: one line for both
             return below.seconds(sequences, kv_tokens)
         part, kv_each = sequences - whole, kv_tokens / max(1.0, sequences)
         below_s = below.seconds(whole, whole * kv_each)
-        above_s = self._decode.curve(whole + 1).seconds(whole + 1, (whole + 1) * kv_each)
+        above_s = self.decode_fits.curve(whole + 1).seconds(whole + 1, (whole + 1) * kv_each)
         return below_s + part * (above_s - below_s)
 
 

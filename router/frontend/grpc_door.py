@@ -1,7 +1,7 @@
 """What every gRPC door does alike: it asks for a key, bounds messages, and ends calls with a status and its hints."""
 
 from collections.abc import Awaitable, Callable
-from typing import Never, TypeAlias, TypeVar, cast
+from typing import Never, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -11,25 +11,23 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES, abort
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext, Continuation, Handler, abort
 
 OPEN = "/grpc.health.v1.Health/"  # methods that need no key
 HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
 NOT_OPENED = (DeniedError, OverLimitError, RequestError)  # what Intake.open raises
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
-def remaining_s(context: "grpc.aio.ServicerContext[_Request, _Response]") -> float:
+def remaining_s(context: AnyContext) -> float:
     """Return the seconds that the client's own deadline leaves; infinite without one."""
     remaining: float | None = context.time_remaining()
     return float("inf") if remaining is None else max(0.0, remaining)
 
 
-def take_trace(request: inference.GenerateRequest, context: "grpc.aio.ServicerContext[_Request, _Response]") -> None:
+def take_trace(request: inference.GenerateRequest, context: AnyContext) -> None:
     """Let the trace context of a call's metadata count where the request has none."""
     if not request.traceparent:
         given: dict[str, list[str]] = {}
@@ -40,9 +38,7 @@ def take_trace(request: inference.GenerateRequest, context: "grpc.aio.ServicerCo
         request.tracestate = ",".join(given.get("tracestate", ()))
 
 
-async def deny(
-    context: "grpc.aio.ServicerContext[_Request, _Response]", error: DeniedError | OverLimitError | RequestError
-) -> Never:
+async def deny(context: AnyContext, error: DeniedError | OverLimitError | RequestError) -> Never:
     """End a call whose request was not opened."""
     match error:
         case DeniedError():
@@ -53,7 +49,7 @@ async def deny(
             await abort(context, CODES[error.status], error.message)
 
 
-async def refuse(context: "grpc.aio.ServicerContext[_Request, _Response]", refused: Refused) -> Never:
+async def refuse(context: AnyContext, refused: Refused) -> Never:
     """End a call with what a refused client may plan with, as trailing metadata."""
     known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
     hints = [(name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None]
@@ -68,12 +64,8 @@ class RequireKey(grpc.aio.ServerInterceptor):
         self._clients = clients
 
     async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
         if handler_call_details.method.startswith(OPEN):
             return await continuation(handler_call_details)
         try:
@@ -99,20 +91,16 @@ class LimitSizes(grpc.aio.ServerInterceptor):
     """
 
     async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
         parse = handler.request_deserializer
         streams, given = handler.response_streaming, handler.unary_stream or handler.unary_unary
-        serve = cast("Callable[[_Request, _Context], Awaitable[_Response]]", given)  # grpc.aio's kind
+        serve = cast("Callable[[object, _Context], Awaitable[object]]", given)  # grpc.aio's kind
 
-        async def check(raw: bytes, context: _Context) -> _Response:
+        async def check(raw: bytes, context: _Context) -> object:
             if len(raw) > PUBLIC_MESSAGE_BYTES:
                 text = f"message: {len(raw)} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}"
                 await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
