@@ -1,21 +1,33 @@
-"""The process that compiles what clients send, so that its end is nobody else's.
+"""The process that compiles what clients send, each in a fork of its own, so that its end is nobody else's.
 
-Reads lines of JSON: first the tokenizer and the ends of answers, then a specification each. Writes a line for each:
-null, or what is wrong with it. Its memory is limited, and the stack of the thread that compiles is an eighth of those
-of workers, in which what was compiled here is compiled again.
+Reads lines of JSON: the tokenizer and the ends of answers, then questions. Writes lines of JSON: null, or why nothing
+can be compiled; then for each question its number, an Outcome and a text, in any order. A fork yields to others'
+work, and ends at its limits of time, of memory and of the stack, which is an eighth of that of workers' threads, in
+which what was compiled here is compiled again.
 """
 
 import json
+import os
 import resource
+import signal
 import sys
-import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Never
 
 from pdserve.errors import GrammarError
 from pdserve.grammar.compiler import Compiler
+from pdserve.grammar.outcome import Outcome
 from pdserve.sampling import StructuredOutput
 
 STACK_BYTES = 1 << 20
-MEMORY_BYTES = 4 << 30  # of addresses: llguidance itself reserves hundreds of megabytes
+MEMORY_BYTES = 512 << 20  # of addresses, beside those of the process itself
+NICENESS = 10
+MAX_TEXT = 1000  # characters: a line is written at once, and forks write to one pipe
+FIRST_CHOSEN = "1000"  # for the kernel, where memory runs out
+
+TOO_DEEP = f"it is nested too deeply to compile with {STACK_BYTES >> 20} MiB of stack"
+TOO_MUCH_MEMORY = f"it takes more than {MEMORY_BYTES >> 20} MiB of memory to compile"
 
 
 def serve() -> None:
@@ -26,31 +38,77 @@ def serve() -> None:
     except GrammarError as error:
         _write(str(error))
         return
+    running: dict[int, Any] = {}  # questions, by the forks that compile them
+
+    def reap(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                asked = running.pop(ended[0])
+                if status := os.waitstatus_to_exitcode(ended[1]):
+                    _write([asked["number"], *_said_by(status, asked)])
+
+    signal.signal(signal.SIGCHLD, reap)
     _write(None)
     for line in sys.stdin:
         asked = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        fork = os.fork()
+        if not fork:
+            _compile(compiler, asked)
+        running[fork] = asked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def _compile(compiler: Compiler, asked: dict[str, Any]) -> Never:
+    """Compile one specification and end."""
+    status = 1
+    try:
+        os.nice(NICENESS)
+        with open("/proc/self/statm", encoding="ascii") as sizes:
+            memory_bytes = int(sizes.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
+        signal.setitimer(signal.ITIMER_PROF, asked["cpu_limit_s"])
+        outcome, text = Outcome.COMPILED, ""
         try:
-            compiler.compile(StructuredOutput(asked["format"], tuple(asked["texts"])))
+            compiler.compile(StructuredOutput(asked["format"], tuple(asked["texts"])), tries=True)
         except GrammarError as error:
-            _write(str(error))
+            outcome, text = Outcome.REFUSED, str(error)[:MAX_TEXT]
         except MemoryError:
-            _write("it takes too much memory to compile")
-        else:
-            _write(None)
+            outcome, text = Outcome.OVER_LIMIT, TOO_MUCH_MEMORY
+        _write([asked["number"], outcome, text])
+        status = 0
+    finally:
+        os._exit(status)
 
 
-def _write(answer: str | None) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+def _said_by(status: int, asked: dict[str, Any]) -> tuple[Outcome, str]:
+    """Return what the status says with which a fork has ended before it could answer."""
+    match -status:
+        case signal.SIGALRM:
+            return Outcome.OVER_LIMIT, f"it takes longer than {asked['limit_s']:g} s to compile"
+        case signal.SIGPROF:
+            return Outcome.OVER_LIMIT, f"it takes more than {asked['cpu_limit_s']:g} s of a processor to compile"
+        case signal.SIGSEGV:
+            return Outcome.OVER_LIMIT, TOO_DEEP
+        case signal.SIGABRT:  # what the allocator of llguidance ends with
+            return Outcome.OVER_LIMIT, TOO_MUCH_MEMORY
+        case _:
+            return Outcome.ENDED, f"the process that compiled it ended with status {status}"
+
+
+def _write(answer: object) -> None:
+    os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    """Compile until the parent closes the pipe."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=serve, name="compile")
-    thread.start()
-    thread.join()
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write(FIRST_CHOSEN)
+    serve()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ from pdserve.sampling import StructuredOutput
 
 # Indented JSON has a line end and some spaces between its parts. Without a limit a model may write spaces for ever.
 WHITESPACE = r"\n? {0,20}"
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+# Of one token: what the engine's step waits for. The twenty schemas of the tests take a tenth of it.
+_LIMITS = llguidance.LLParserLimits(
+    verbose_errors=False, step_max_items=10_000, max_items_in_row=1000, step_lexer_fuel=100_000, max_lexer_states=50_000
+)
 _QUIET = 0
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # begins one within a grammar
 _ENDLESS = "it is recursive without end: no finite JSON value matches it"
@@ -40,13 +43,20 @@ class Compiler:
         except ValueError as error:
             raise GrammarError(f"the model's tokenizer is not supported: {error}") from error
 
-    def compile(self, structured: StructuredOutput) -> llguidance.LLMatcher:
-        """Return a matcher before its first token; GrammarError says why there is none."""
+    def compile(self, structured: StructuredOutput, *, tries: bool = False) -> llguidance.LLMatcher:
+        """Return a matcher before its first token; GrammarError says why there is none.
+
+        With `tries`, also where no answer gets beyond a token of those that may be the first.
+        """
         matcher = llguidance.LLMatcher(self._tokenizer, _grammar(structured), log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(reason(matcher))
         first = matcher.deep_copy()
-        first.compute_bitmask()  # warms what copies share, too
+        may_be_first = first.compute_bitmask()  # warms what copies share, too
+        if tries and not first.is_error():
+            first.consume_tokens(_lowest(may_be_first))
+            if not first.is_error() and not first.is_stopped():
+                first.compute_bitmask()
         if first.is_error():
             raise GrammarError(reason(first))
         return matcher
@@ -56,6 +66,11 @@ def reason(matcher: llguidance.LLMatcher) -> str:
     """Return what is wrong with a matcher, in one line."""
     text = matcher.get_error().partition("\n<")[0].strip()
     return "nothing matches it" if not text or text.startswith("NoExtension") else text
+
+
+def _lowest(mask: bytes) -> list[int]:
+    """Return the lowest token of a mask, if it has any."""
+    return next(([8 * place + (byte & -byte).bit_length() - 1] for place, byte in enumerate(mask) if byte), [])
 
 
 def _grammar(structured: StructuredOutput) -> str:

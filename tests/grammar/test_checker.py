@@ -3,8 +3,11 @@
 import asyncio
 import json
 import threading
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
 import pytest_asyncio
 from small_vocabulary import END, small_tokenizer
@@ -89,8 +92,8 @@ async def test_a_child_that_takes_too_long_is_killed_and_others_are_served(
 ) -> None:
     structured = StructuredOutput("regex", ("b+",))
     with monkeypatch.context() as stalled:
-        stalled.setattr(module, "COMPILE_S", 0.0)
-        with pytest.raises(RequestError, match=r"regex: it takes longer than 0.0 s"):
+        stalled.setattr(module, "COMPILE_S", 1e-6)
+        with pytest.raises(RequestError, match=r"regex: it takes longer than 1e-06 s"):
             await checker.check(structured, "")
     await checker.check(StructuredOutput("regex", ("c+",)), "")
     with pytest.raises(RequestError, match="longer"):
@@ -103,7 +106,7 @@ async def test_a_good_expression_is_served_again_after_a_stall(
 ) -> None:
     structured = StructuredOutput("regex", ("stalled+",))
     with monkeypatch.context() as stalled:
-        stalled.setattr(module, "COMPILE_S", 0.0)
+        stalled.setattr(module, "COMPILE_S", 1e-6)
         stalled.setattr(module, "FORGET_S", 0.0)
         with pytest.raises(RequestError, match="longer"):
             await checker.check(structured, "")
@@ -121,7 +124,7 @@ async def test_a_client_that_leaves_takes_nobody_s_check_along(checker: Checker)
 
 async def test_a_check_that_nobody_waits_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPILE_S", 30.0)
-    monkeypatch.setattr(module, "MAX_WAITING", module.MAX_CHILDREN + 1)
+    monkeypatch.setattr(module, "MAX_WAITING", 2)
     may_start = threading.Event()
 
     def tokenizer_json() -> str:
@@ -129,20 +132,64 @@ async def test_a_check_that_nobody_waits_for_makes_room(monkeypatch: pytest.Monk
         return TOKENIZER.to_json()
 
     checker = Checker(tokenizer_json, (END,))
-    outputs = [StructuredOutput("choice", (f"gone{i}",)) for i in range(module.MAX_CHILDREN + 1)]
-    *begun, queued = [asyncio.create_task(checker.check(each, "")) for each in outputs]
+    begun, gone, again = [StructuredOutput("choice", (name,)) for name in ("begun", "gone", "again")]
+    first, leaving = [asyncio.create_task(checker.check(each, "")) for each in (begun, gone)]
     for _ in range(2):
-        await asyncio.sleep(0)  # all but the last wait for a child of theirs
-    queued.cancel()
-    await asyncio.gather(queued, return_exceptions=True)
+        await asyncio.sleep(0)  # both wait for the process to start
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
     for _ in range(2):
         await asyncio.sleep(0)  # its task ends
-    again = asyncio.create_task(checker.check(outputs[-1], ""))
+    last = asyncio.create_task(checker.check(again, ""))
     await asyncio.sleep(0)
     may_start.set()
-    results = await asyncio.gather(*begun, again, return_exceptions=True)
+    results = await asyncio.gather(first, last, return_exceptions=True)
     await checker.close()
-    assert results == [None] * len(outputs)
+    assert results == [None, None]
+
+
+def slow(number: int) -> StructuredOutput:
+    """Return a short schema that takes seconds to compile."""
+    return StructuredOutput("json_schema", (json.dumps({"type": "integer", "multipleOf": 999_983, "minimum": number}),))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_tenant_s_slow_schemas_hold_is_not_the_places_of_others(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPILE_S", 1.0)
+    monkeypatch.setattr(module, "PLACE_S", 0.1)
+    begin_s = time.monotonic()
+    attack = [asyncio.create_task(checker.check(slow(number), "attacker")) for number in range(12)]
+    await asyncio.sleep(0)
+    await checker.check(StructuredOutput("regex", ("honest+",)), "honest")
+    assert not all(task.done() for task in attack)
+    results = await asyncio.gather(*attack, return_exceptions=True)
+    assert time.monotonic() - begin_s < 10  # 12 s one after another
+    statuses = Counter(result.status for result in results if isinstance(result, RequestError))
+    assert statuses == {
+        Status.INVALID_ARGUMENT: module.MAX_AT_ONCE_OF_TENANT,
+        Status.RESOURCE_EXHAUSTED: 12 - module.MAX_AT_ONCE_OF_TENANT,
+    }
+    messages = [result.message for result in results if isinstance(result, RequestError)]
+    assert any(
+        "json_schema: it takes longer than 1 s" in message or "0.5 s of a processor" in message for message in messages
+    )
+
+
+async def test_a_process_that_was_killed_is_started_again() -> None:
+    before = psutil.Process().children()
+    checker = Checker(TOKENIZER.to_json, (END,))
+    await checker.check(GOOD, "")
+    (child,) = set(psutil.Process().children()) - set(before)
+    child.kill()
+    results: list[RequestError | None] = []
+    while None not in results:  # what comes until its end is known here is refused, and may be tried again
+        check = checker.check(StructuredOutput("choice", (f"after {len(results)}",)), "")
+        results += await asyncio.gather(check, return_exceptions=True)
+    assert {result.status for result in results if result is not None} <= {Status.UNAVAILABLE}
+    await checker.close()
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.asyncio(loop_scope="module")
