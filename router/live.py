@@ -97,11 +97,7 @@ def _ended(ended: Ended, to_unix_s: float) -> admin.EndedRequest:
         status="OK" if refused is None else refused.status.value,
         because="" if refused is None or refused.because is None else refused.because.cause.value,
         message="" if refused is None else refused.message,
-        usage=inference.Usage(
-            prompt_tokens=ended.num_prompt_tokens,
-            completion_tokens=ended.num_answer_tokens,
-            cached_tokens=ended.num_cached_tokens,
-        ),
+        usage=wire.usage_message(ended.usage),
         slo=inference.Slo(
             ttft_ms=None if ttft_s is None else ttft_s * 1e3, tpot_ms=None if tpot_s is None else tpot_s * 1e3
         ),

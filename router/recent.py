@@ -5,6 +5,7 @@ a token or a text.
 """
 
 from collections import deque
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.errors import Status
@@ -12,7 +13,7 @@ from pdserve.ids import RequestId
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.demand import judge
 from pdserve.router.request import Request
-from pdserve.router.timeline import Ledger, Timeline
+from pdserve.router.timeline import Ledger, Timeline, Usage
 from pdserve.values import value
 
 MAX_ENDED = 256
@@ -49,27 +50,24 @@ class Ended:
     at_s: float
     request_id: RequestId
     tenant: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_answer_tokens: int
+    usage: Usage
     slo_s: tuple[float | None, float | None]  # asked for TTFT and TPOT
     outcome: Finished | Refused
     ledger: Ledger
     timeline: Timeline
 
 
+@dataclass(slots=True)
 class Second:
     """What ended in one second."""
 
-    __slots__ = ("at", "num_answer_tokens", "num_ended", "num_judged", "num_met", "num_missed", "number")
-
-    def __init__(self, at: int) -> None:
-        self.at = at  # whole seconds of the core's clock
-        self.number = 0  # of the last end in it
-        self.num_ended = 0  # requests; a client that left counts for nothing
-        self.num_missed = 0  # of these, those that missed an objective or have no answer
-        self.num_judged = self.num_met = 0  # requests with objectives, and those that met theirs
-        self.num_answer_tokens = 0  # of all requests that ended
+    at: int  # whole seconds of the core's clock
+    number: int = 0  # of the last end in it
+    num_ended: int = 0  # requests; a client that left counts for nothing
+    num_missed: int = 0  # of these, those that missed an objective or have no answer
+    num_judged: int = 0  # requests with objectives
+    num_met: int = 0  # those that met theirs
+    num_answer_tokens: int = 0  # of all requests that ended
 
 
 class Recent:
@@ -95,31 +93,28 @@ class Recent:
 
     def end(self, request: Request, outcome: Finished | Refused) -> None:
         self.number += 1
-        num_answer_tokens = request.num_delivered
         self.ended.append(
             Ended(
                 number=self.number,
                 at_s=self.now_s,
                 request_id=request.request_id,
                 tenant=request.tenant,
-                num_prompt_tokens=request.num_tokens,
-                num_cached_tokens=request.cached_tokens,
-                num_answer_tokens=num_answer_tokens,
+                usage=request.usage(),
                 slo_s=request.slo_s,
                 outcome=outcome,
                 ledger=request.ledger,
                 timeline=request.timeline,
             )
         )
-        self._count(request, outcome, num_answer_tokens)
+        self._count(request, outcome)
 
-    def _count(self, request: Request, outcome: Finished | Refused, num_answer_tokens: int) -> None:
+    def _count(self, request: Request, outcome: Finished | Refused) -> None:
         at = int(self.now_s)
         if not self.seconds or self.seconds[-1].at != at:
             self.seconds.append(Second(at))
         second, verdict = self.seconds[-1], judge(request.slo_s, outcome)
         second.number = self.number
-        second.num_answer_tokens += num_answer_tokens
+        second.num_answer_tokens += request.num_delivered
         if isinstance(outcome, Refused) and outcome.status is Status.CANCELLED:
             return
         is_met = not isinstance(outcome, Refused) if verdict is None else verdict.ttft and verdict.tpot
