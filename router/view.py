@@ -36,12 +36,6 @@ class RunningStep:
     prefill_work: int
     since_s: float
 
-    def cut(self, num_tokens: int) -> "RunningStep":
-        """Return the step with so many tokens at most."""
-        if self.prefill_tokens <= num_tokens:
-            return self
-        return RunningStep(num_tokens, self.prefill_work * num_tokens // self.prefill_tokens, self.since_s)
-
 
 class WorkerView:
     def __init__(self, registration: Registration, now_s: float) -> None:
@@ -127,7 +121,7 @@ class WorkerView:
                 overtaken.is_overtaken = True
             self._prompts.insert(place, share)
             if was_idle:
-                self._begin(RunningStep(share.prefill_tokens, share.prefill_work, now_s))
+                self._begin(share.prefill_tokens, share.prefill_work, now_s)
         self._decode(share, share.num_sequences)
 
     def unassign(self, key: PlacementKey) -> None:
@@ -197,13 +191,15 @@ class WorkerView:
         if not waiting:
             self.running = RunningStep(0, 0, now_s)
             return
-        self._begin(RunningStep(waiting, self.pending_prefill_work, now_s))
+        self._begin(waiting, self.pending_prefill_work, now_s)
 
-    def _begin(self, step: RunningStep) -> None:
+    def _begin(self, num_tokens: int, work: int, now_s: float) -> None:
         """Note that a step begins which computes as much of this as a step may."""
-        self.running = step.cut(self.step_tokens)
+        if num_tokens > self.step_tokens:
+            num_tokens, work = self.step_tokens, work * self.step_tokens // num_tokens
+        self.running = RunningStep(num_tokens, work, now_s)
         begun_tokens = sum([share.prefill_tokens for share in self._prompts[: self._num_begun]])
-        self._begin_prompts(self.running.prefill_tokens - (begun_tokens - max(0, self._computed_tokens)))
+        self._begin_prompts(num_tokens - (begun_tokens - max(0, self._computed_tokens)))
 
     def _begin_prompts(self, num_tokens: int) -> None:
         """Note that a step begins with so many tokens of prompts that have not begun."""
