@@ -223,9 +223,7 @@ class NotAdmitted:
 
 OutgoingEvent = ReceiverAttached | ReceiverSaid | ReceiverLost | PeerGone
 IncomingEvent = SenderAttached | SenderAlive | SenderSaid | SenderLost | DigestsChecked | PeerGone
-OutgoingCommand = Connect | Copy | CancelCopies | Probe | ToReceiver | Forget
-IncomingCommand = ToSender | CheckDigests | Forget
-Command = OutgoingCommand | IncomingCommand
+Command = Connect | Copy | CancelCopies | Probe | ToReceiver | ToSender | CheckDigests | Forget
 Leaving = Granted | Sent | Unsent
 Arriving = Reserved | Landed | Admitted | NotAdmitted
 Outcome = Leaving | Arriving

@@ -9,7 +9,7 @@ to one.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from math import ceil, inf
 
 from pdserve.ids import RequestId
@@ -35,18 +35,10 @@ _ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that
 
 
 class Why(Enum):
-    ROLE = auto()
-    DRAIN = auto()
-    ASKED = auto()
-    PAGES = auto()
-
-
-_IN_WORDS = {
-    Why.DRAIN: "it drains",
-    Why.ROLE: "it is a prefill worker",
-    Why.ASKED: "an operator asked for it",
-    Why.PAGES: "it is about to run out of pages",
-}
+    ROLE = "it is a prefill worker"
+    DRAIN = "it drains"
+    ASKED = "an operator asked for it"
+    PAGES = "it is about to run out of pages"
 
 
 @value
@@ -142,7 +134,7 @@ class Moving:
                 break
         if began:
             there = ", ".join(sorted(set(began)))
-            text = f"{len(began)} continuations move from {source.name} to {there}: {_IN_WORDS[why]}"
+            text = f"{len(began)} continuations move from {source.name} to {there}: {why.value}"
             self._placements.emit(Warn(text))
         return bool(began)
 
