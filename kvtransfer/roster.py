@@ -4,19 +4,17 @@ Invariant: a process is reported as gone only if a later process of the same wor
 stream, and nothing was received from it since the later one started. It is not attached again.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from math import inf
 from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.greeting import Hello, Introduction, check_hello
 from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
+from pdserve.processes import KnownProcesses
 from pdserve.values import value
 
-MAX_GONE = 4096  # ended processes that are remembered, and refused
-MAX_KNOWN = 4096  # workers whose last process is remembered: those from which something was received last
+MAX_ENDED = 4096  # processes that are remembered, and refused
 
 StreamId = NewType("StreamId", int)
 
@@ -86,14 +84,6 @@ Report = SenderAttached | SenderAlive | SenderSaid | SenderLost | PeerGone
 Command = Welcome | Refuse | Close | Report
 
 
-@dataclass(slots=True)
-class _Latest:
-    """The last process of a worker that has attached."""
-
-    incarnation: Incarnation
-    received_s: float  # when something was received from it last
-
-
 class Roster:
     """One stream to each process, the latest; one process of each worker, the latest."""
 
@@ -102,9 +92,7 @@ class Roster:
         self._mover = mover
         self._streams: dict[Peer, StreamId] = {}
         self._peers: dict[StreamId, Peer] = {}  # the same, the other way round
-        # Of each worker that has attached, unless the end of its process is known; the last received from is last.
-        self._latest: OrderedDict[WorkerId, _Latest] = OrderedDict()
-        self._gone: OrderedDict[Peer, None] = OrderedDict()
+        self._processes = KnownProcesses(MAX_ENDED)
 
     @property
     def attached(self) -> tuple[Peer, ...]:
@@ -133,51 +121,28 @@ class Roster:
                 del self._streams[peer]
                 return (SenderLost(peer, reason),)
             case Forget(peer):
-                return self._forget(peer, "its process has ended")
+                self._processes.note_ended(peer)
+                return self._detach(peer, "its process has ended")
 
     def _greet(self, stream: StreamId, hello: Hello, now_s: float) -> tuple[Command, ...]:
         """Attach a stream in place of an earlier one of the same process, or of an earlier process."""
         peer = hello.me.peer
         try:
             check_hello(hello, self._me, self._mover)
-            self._check_order(peer)
+            if reason := self._processes.refusal(peer):
+                raise ProtocolError(f"incarnation: {reason}", Refusal.INCARNATION)
         except ProtocolError as error:
             return (Refuse(stream, error),)
-        earlier = self._latest.get(peer.worker_id)
-        self._note_received(peer, now_s)
         commands: list[Command] = []
-        if earlier is not None and earlier.incarnation != peer.incarnation:
-            commands += self._succeed(
-                Peer(peer.worker_id, earlier.incarnation), has_spoken=earlier.received_s > now_s - hello.age_s
-            )
-        commands += self._detach(peer, "it attached anew")
+        for attached in [each for each in self._streams if each.worker_id == peer.worker_id]:
+            self._processes.note_heard(attached, inf)  # it is there
+            commands += self._detach(attached, "it attached anew" if attached == peer else "it has a successor")
+        predecessor = self._processes.note_attached(peer, now_s - hello.age_s, now_s)
+        if predecessor is not None:
+            self._processes.note_ended(predecessor)
+            commands.append(PeerGone(Peer(*predecessor)))
         self._streams[peer], self._peers[stream] = stream, peer
         return (*commands, Welcome(stream), SenderAttached(peer))
-
-    def _check_order(self, peer: Peer) -> None:
-        """Raise ProtocolError if a process has ended, or a later one of its worker has attached."""
-        if peer in self._gone:
-            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} has ended, or has a successor"
-            raise ProtocolError(text, Refusal.INCARNATION)
-        latest = self._latest.get(peer.worker_id)
-        if latest is not None and latest.incarnation > peer.incarnation:
-            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} started before {latest.incarnation:016x}"
-            raise ProtocolError(text, Refusal.INCARNATION)
-
-    def _succeed(self, earlier: Peer, *, has_spoken: bool) -> tuple[Command, ...]:
-        """Let an earlier process attach no more; it lives if it is attached, or has spoken since the later started."""
-        is_attached = earlier in self._streams
-        commands = self._forget(earlier, "it has a successor")
-        return commands if is_attached or has_spoken else (*commands, PeerGone(earlier))
-
-    def _forget(self, peer: Peer, reason: str) -> tuple[Command, ...]:
-        self._gone[peer] = None
-        if len(self._gone) > MAX_GONE:
-            self._gone.popitem(last=False)
-        latest = self._latest.get(peer.worker_id)
-        if latest is not None and latest.incarnation == peer.incarnation:
-            del self._latest[peer.worker_id]
-        return self._detach(peer, reason)
 
     def _detach(self, peer: Peer, reason: str) -> tuple[Command, ...]:
         stream = self._streams.pop(peer, None)
@@ -190,13 +155,5 @@ class Roster:
         """Return whose stream this is, and note that something was received from that process."""
         peer = self._peers.get(stream)
         if peer is not None:
-            latest = self._latest.get(peer.worker_id)
-            if latest is None or latest.incarnation == peer.incarnation:
-                self._note_received(peer, now_s)
+            self._processes.note_heard(peer, now_s)
         return peer
-
-    def _note_received(self, peer: Peer, now_s: float) -> None:
-        self._latest[peer.worker_id] = _Latest(peer.incarnation, now_s)
-        self._latest.move_to_end(peer.worker_id)
-        if len(self._latest) > MAX_KNOWN:
-            self._latest.popitem(last=False)

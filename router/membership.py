@@ -5,13 +5,10 @@ doing is then placed again; no process is attached that is known to have ended, 
 taken for ended because of another one that started before it, or before it was last heard, or that found it attached.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator
 from math import inf
-from typing import NamedTuple
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.processes import KnownProcesses
 from pdserve.roles import Role
 from pdserve.router.admission import Admission
 from pdserve.router.commands import DropLink, SendProcessGone, Warn
@@ -24,7 +21,6 @@ from pdserve.router.routing import peerless
 from pdserve.router.view import WorkerView
 
 _MAX_ENDED = 64  # processes, for workers that attach later
-_MAX_NAMES = 4096
 
 
 class Membership:
@@ -36,7 +32,7 @@ class Membership:
         self._retry = retry
         self._admission = admission
         self._limits = limits
-        self._processes = KnownProcesses()
+        self._processes = KnownProcesses(_MAX_ENDED)
         self.silence_due_s = inf  # no worker has been silent too long before that
 
     # ---- who can serve
@@ -80,7 +76,7 @@ class Membership:
         worker = self._workers.get(link)
         before = None if worker is None else worker.registration
         if worker is None:
-            refusal = self._processes.refusal(registration.worker_id, registration.incarnation)
+            refusal = self._processes.refusal((registration.worker_id, registration.incarnation))
             if refusal:
                 self._placements.emit(Warn(f"{registration.worker_id} is refused: {refusal}"))
                 self._placements.emit(DropLink(link, refusal, Refusal.INCARNATION))
@@ -126,16 +122,16 @@ class Membership:
         self._retry.explain(process, now_s)  # it lives
         for ended in self._processes.ended():
             self._placements.emit(SendProcessGone(worker.link, *ended))
-        predecessor = self._processes.note_attached(*process, now_s - registration.age_s)
+        predecessor = self._processes.note_attached(process, now_s - registration.age_s, now_s)
         if predecessor is not None:
-            self.note_ended(ProcessEnded(registration.worker_id, predecessor), now_s)
+            self.note_ended(ProcessEnded(*predecessor), now_s)
 
     # ---- workers that go
 
     def lose(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Take note that a worker's link is over."""
         registration = worker.registration
-        self._processes.note_left(registration.worker_id, registration.incarnation, worker.last_heard_s)
+        self._processes.note_heard((registration.worker_id, registration.incarnation), worker.last_heard_s)
         self._retry.lose_worker(worker, reason, now_s)
         self.note_change(now_s)
 
@@ -159,7 +155,7 @@ class Membership:
     def note_ended(self, event: ProcessEnded, now_s: float) -> None:
         """Take the proof that a process has ended, and report it to all workers, now and later."""
         process = event.worker_id, event.incarnation
-        self._processes.note_ended(*process)
+        self._processes.note_ended(process)
         worker = self._workers.named(event.worker_id)
         if worker is not None and worker.registration.incarnation == event.incarnation:
             self.drop(worker, "its process is known to have ended", now_s, Refusal.INCARNATION)
@@ -167,62 +163,3 @@ class Membership:
             self._retry.explain(process, now_s)
         for survivor in self._workers:
             self._placements.emit(SendProcessGone(survivor.link, *process))
-
-
-class _Seen(NamedTuple):
-    incarnation: Incarnation
-    heard_s: float  # last, before it left; inf while it is attached
-
-
-class KnownProcesses:
-    """Remembers which processes have ended, and the last process of each name.
-
-    Invariant: a process known to have ended stays so while it is remembered, whatever attaches under its name. Of two
-    processes of one name, the one with the greater incarnation started later: only that one can be the successor.
-    """
-
-    def __init__(self) -> None:
-        self._ended: OrderedDict[tuple[WorkerId, Incarnation], None] = OrderedDict()
-        self._last: OrderedDict[WorkerId, _Seen] = OrderedDict()  # unless it is known to have ended
-
-    def ended(self) -> Iterator[tuple[WorkerId, Incarnation]]:
-        return iter(self._ended)
-
-    def refusal(self, worker_id: WorkerId, incarnation: Incarnation) -> str:
-        """Return why a process may not attach; empty when it may."""
-        if (worker_id, incarnation) in self._ended:
-            return "its process is known to have ended"
-        last = self._last.get(worker_id)
-        if last is not None and last.incarnation > incarnation:
-            later = f"incarnation {last.incarnation:016x}, its own is {incarnation:016x}"
-            return f"a later process of its name has attached: {later}"
-        return ""
-
-    def note_ended(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Note an end. Who comes next under this name need not be later: its machine's clock may be behind."""
-        self._ended[worker_id, incarnation] = None
-        last = self._last.get(worker_id)
-        if last is not None and last.incarnation == incarnation:
-            del self._last[worker_id]
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def note_left(self, worker_id: WorkerId, incarnation: Incarnation, heard_s: float) -> None:
-        """Note that a process is no longer attached, and when it was last heard."""
-        last = self._last.get(worker_id)
-        if last is not None and last.incarnation == incarnation:
-            self._last[worker_id] = _Seen(incarnation, heard_s)
-
-    def note_attached(self, worker_id: WorkerId, incarnation: Incarnation, started_s: float) -> Incarnation | None:
-        """Note who has this name now; return its predecessor, if this attachment is the first proof of that one's end.
-
-        A predecessor that was heard after this process had started lives, or did then: whoever started this process
-        did not wait for its end.
-        """
-        before = self._last.pop(worker_id, None)
-        self._last[worker_id] = _Seen(incarnation, inf)  # it is attached
-        if len(self._last) > _MAX_NAMES:
-            self._last.popitem(last=False)
-        if before is None or before.incarnation == incarnation or before.heard_s > started_s:
-            return None
-        return before.incarnation

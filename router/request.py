@@ -10,8 +10,9 @@ from functools import cached_property
 from math import inf
 
 from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import Attempt, Incarnation, WorkerId
+from pdserve.ids import Attempt
 from pdserve.prefix_hash import PrefixHasher
+from pdserve.processes import Process
 from pdserve.reports import Stage
 from pdserve.router.because import Because
 from pdserve.router.commands import Fetch, SequenceSpec
@@ -23,7 +24,6 @@ from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.sampling import PromptLogprobs
 from pdserve.token_ids import pack
 
-Process = tuple[WorkerId, Incarnation]
 OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the paper that `holding.py` follows
 
 

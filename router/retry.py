@@ -10,12 +10,13 @@ request has gained no token since, unless something else ended the process, or t
 from collections.abc import Iterable
 
 from pdserve.errors import Status
+from pdserve.processes import Process
 from pdserve.reports import Failure
 from pdserve.router.commands import Refused, Warn
 from pdserve.router.config import Limits
 from pdserve.router.events import AttemptFailed, LinkId
 from pdserve.router.placements import Placements
-from pdserve.router.request import Loss, Placement, Process, Request
+from pdserve.router.request import Loss, Placement, Request
 from pdserve.router.routing import Held, Placed
 from pdserve.router.view import WorkerView
 

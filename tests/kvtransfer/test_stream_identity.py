@@ -18,9 +18,10 @@ from stream_ends import (
     raw_stream,
 )
 
+from pdserve import processes
 from pdserve.errors import Refusal
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
-from pdserve.kvtransfer import roster, wire
+from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.session import Peer, Quiesced, Taken
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -143,7 +144,7 @@ async def test_a_later_process_proves_the_end_of_one_not_heard_since_it_started_
             prefill.connect(decode)
             lost = await prefill.heard.next()
             assert isinstance(lost, ReceiverLost)
-            assert "has a successor" in lost.reason
+            assert "known to have ended" in lost.reason
             assert decode.servicer.attached == (LATER,)
 
 
@@ -166,7 +167,7 @@ def be_later(message: handoff.HandoffServiceAttachRequest) -> None:
 async def test_the_last_processes_of_the_workers_heard_last_are_remembered_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(roster, "MAX_KNOWN", 2)
+    monkeypatch.setattr(processes, "MAX_NAMES", 2)
     names = [WorkerId(f"prefill-{i}") for i in range(3)]
     async with decode_worker() as decode:
         for name in names:
@@ -175,7 +176,7 @@ async def test_the_last_processes_of_the_workers_heard_last_are_remembered_and_n
             assert isinstance(await decode.heard.next(), SenderLost)
         for name in names[1:]:
             async with raw_stream(decode, introduce(name, 4)) as refused:
-                assert "started before" in await refused.details()
+                assert "a later process" in await refused.details()
         async with raw_stream(decode, introduce(names[0], 4)):
             assert await decode.heard.next() == SenderAttached(Peer(names[0], Incarnation(4)))
 
@@ -237,7 +238,7 @@ async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
         prefill.connect(decode)
         lost = await prefill.heard.next()
         assert isinstance(lost, ReceiverLost)
-        assert "started before" in lost.reason
+        assert "a later process" in lost.reason
         assert decode.refused == {Refusal.INCARNATION: 1}
         assert decode.servicer.attached == (LATER,)
         assert decode.heard.queue.empty()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from breaking import Original, breaks, mutation, wrap
 
 from pdserve.kvtransfer import dialling, greeting, roster
-from pdserve.kvtransfer.doors import PeerGone, ReceiverLost
+from pdserve.kvtransfer.doors import ReceiverLost
 from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.router import desk
 from pdserve.router.events import LinkLost
@@ -32,23 +32,6 @@ def work_with_whoever_answers() -> Iterator[object]:
 
     with wrap(greeting, "check_ack", check), wrap(dialling, "check_ack", check) as patched:
         yield patched
-
-
-# ---- roster
-
-
-@breaks(roster.Roster, "_succeed")
-def take_a_process_that_is_followed_for_ended(
-    original: Original, self: roster.Roster, earlier: Peer, **_: bool
-) -> tuple[roster.Command, ...]:
-    """Believe that the earlier process of a worker has ended, though it is attached, or has spoken since."""
-    commands = original(self, earlier, has_spoken=False)
-    return commands if PeerGone(earlier) in commands else (*commands, PeerGone(earlier))
-
-
-@breaks(roster.Roster, "_check_order")
-def let_processes_attach_in_any_order(*_: object) -> None:
-    pass
 
 
 # ---- dialling
