@@ -151,6 +151,11 @@ class WorkerConfig(ProcessConfig):
         description="Form of the weights, the same for all workers. auto keeps the codes of a GGUF file where dtype is "
         "bfloat16 on a CPU. none: floats. gguf: as the file has them. int8, int4: rounded to so many bits when read.",
     )
+    shared_weights_dir: Path | None = Field(
+        None,
+        description="Folder for weights that workers on the same machine's CPU map together; by default each has its "
+        "own. `pdserve up` sets it.",
+    )
     device: Device = Field(
         "auto",
         description="Where the engine runs. auto is the CPU: cuda has not been tried on a GPU yet. interpreter, for "

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 
 from pdserve.certificates import Part
+from pdserve.checkpoint.fetch import default_cache_dir
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
@@ -236,6 +237,7 @@ async def running(
             secret_file=write_secret(folder, spec.workers_secret_file),
             num_threads=_threads_each(spec),
             certificates=_certificates(spec, folder),
+            shared_weights_dir=default_cache_dir() / "weights",
         )
         workers = WorkerPlans(spec, wiring)
         children, environment = plan(spec, wiring, workers), dict(os.environ)
@@ -298,4 +300,6 @@ def _url(spec: ClusterSpec, wiring: Wiring) -> str:
 
 
 def _seen_elsewhere(spec: ClusterSpec, wiring: Wiring) -> Wiring:
-    return replace(wiring, secret_file=spec.workers_secret_file or wiring.secret_file, num_threads=None)
+    return replace(
+        wiring, secret_file=spec.workers_secret_file or wiring.secret_file, num_threads=None, shared_weights_dir=None
+    )

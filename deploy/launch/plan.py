@@ -97,6 +97,7 @@ class Wiring:
     certificates: Path | None = None  # folder that `write_certificates` wrote
     num_threads: int | None = None  # of each worker's engine, unless a flag sets it; None: one for each core
     http_port: int | None = None  # None: HTTP is off
+    shared_weights_dir: Path | None = None  # of all workers on this machine
 
     def identity_dir(self, part: Part) -> Path | None:
         """Return where the certificate of a process is, if it has one."""
@@ -146,6 +147,7 @@ class WorkerPlans:
     def __init__(self, spec: ClusterSpec, wiring: Wiring) -> None:
         routers = (wiring.router,)
         self._shared = {**_shared(spec, wiring, Part.WORKER), "routers": routers, "num_threads": wiring.num_threads}
+        self._shared["shared_weights_dir"] = wiring.shared_weights_dir
         self._spec = spec
         self._endpoints: dict[str, dict[str, str]] = {}  # by worker
         self._places: dict[str, int] = {}  # by worker: how much further its ports are

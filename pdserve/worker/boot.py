@@ -23,6 +23,7 @@ from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.processor import choose_dtype, cpu_name, read_cpu_info
 from pdserve.roles import lacks_pages
+from pdserve.worker.shared_weights import share_weights
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def build_engine(
         _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
     weights = weights_in_form(checkpoint, quantization)
     model = load_model(model_config, weights, DTYPES[dtype], progress, device)
+    if config.shared_weights_dir is not None and device.type == "cpu":
+        share_weights(model, config.shared_weights_dir, layout.weights_hash)
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
     limits = _limits(config, checkpoint, num_pages)

@@ -1,0 +1,136 @@
+"""Lets all workers of one machine hold a model's weights once: each maps the same file.
+
+Whoever comes first writes its tensors into the file as they lie in memory. A worker maps a file only if it has the very
+bytes that this worker has read and packed itself: another file costs memory, and changes no token.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.model.llama import Model
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 2**16  # of a tensor that is shared
+WORTH_BYTES = 2**24  # of all of them, or every worker keeps its own
+ALIGNMENT = 2**12
+NUM_KEPT = 4  # files in the folder, those that were mapped last
+WRITABLE_BY_OTHERS = 0o022
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor, and where it lies in the file."""
+
+    tensor: Tensor
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.tensor.nbytes
+
+    def bytes_of(self) -> Tensor:
+        return self.tensor.view(-1).view(torch.uint8)
+
+
+def share_weights(model: Model, folder: Path, weights_hash: str) -> None:
+    """Put mapped memory under the large tensors of a model on the CPU; where that fails, a warning says why."""
+    places = _places(model)
+    if not places or places[-1].end < WORTH_BYTES:
+        return
+    shapes = [(tuple(place.tensor.shape), str(place.tensor.dtype)) for place in places]
+    name = hashlib.sha256(repr((weights_hash, shapes)).encode()).hexdigest()[:32]
+    try:
+        mapped = _mapped(folder, folder / f"{name}.weights", places)
+    except OSError as error:
+        logger.warning("weights are not shared with other workers: %s", error)
+        return
+    for place in places:
+        tensor = place.tensor
+        tensor.data = mapped[place.offset : place.end].view(tensor.dtype).view(tensor.shape)
+    ctypes.CDLL(None).malloc_trim(0)  # what the tensors had goes back to the system
+    logger.info("%d MiB of weights are mapped from %s", places[-1].end >> 20, folder)
+
+
+def _places(model: Model) -> list[Place]:
+    """Return all large tensors, one behind the other."""
+    places, end = list[Place](), 0
+    tensors = {id(tensor): tensor for tensor in _tensors(model)}  # a tied head is the embedding
+    for tensor in tensors.values():
+        if tensor.layout == torch.strided and tensor.is_contiguous() and tensor.nbytes >= LEAST_BYTES:
+            place = Place(tensor, -(-end // ALIGNMENT) * ALIGNMENT)
+            end = place.end
+            places.append(place)
+    return places
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _mapped(folder: Path, path: Path, places: list[Place]) -> Tensor:
+    """Return the file's bytes, which are those of the tensors; it is written if need be. OSError where that fails."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
+        raise PermissionError(f"{folder}: others than this user may write to it")
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mapped = _read(path, places)
+        if mapped is None:
+            _write(path, places)
+            mapped = _read(path, places)
+        if mapped is None:
+            raise OSError(f"{path}: what was written is not what is read")
+        os.utime(path)
+        for old in sorted(folder.glob("*.weights"), key=lambda each: each.stat().st_mtime)[:-NUM_KEPT]:
+            old.unlink()
+    return mapped
+
+
+def _read(path: Path, places: list[Place]) -> Tensor | None:
+    """Map a file, or return None: it is not there, or has other bytes."""
+    if not path.exists() or path.stat().st_size != places[-1].end:
+        return None
+    with path.open("rb") as file:
+        if not all(_is_in(file, place) for place in places):
+            return None
+        return torch.from_numpy(np.memmap(file, np.uint8, "c"))  # nothing is written to it, but torch refuses "r"
+
+
+def _is_in(file: BinaryIO, place: Place) -> bool:
+    """Compare by reading: what is mapped would be in memory beside what it takes the place of."""
+    file.seek(place.offset)
+    return torch.equal(torch.from_numpy(np.fromfile(file, np.uint8, place.tensor.nbytes)), place.bytes_of())
+
+
+def _write(path: Path, places: list[Place]) -> None:
+    if shutil.disk_usage(path.parent).free < 2 * places[-1].end:
+        raise OSError(f"{path.parent}: too little space is free for {places[-1].end} bytes")
+    scratch = path.with_suffix(".tmp")
+    scratch.unlink(missing_ok=True)
+    scratch.touch(0o600)
+    with scratch.open("wb") as file:
+        for place in places:
+            file.seek(place.offset)
+            place.bytes_of().numpy().tofile(file)
+    scratch.replace(path)

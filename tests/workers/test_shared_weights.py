@@ -1,0 +1,122 @@
+"""Workers of one machine map the same weights, and only bytes that are their own."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from greedy_runs import greedy_texts
+
+from pdserve.checkpoint.quantization import ChosenQuantization, in_form
+from pdserve.engine.runner import Runner
+from pdserve.model.config import ModelConfig
+from pdserve.model.llama import Model
+from pdserve.model.loading import dummy_weights, load_model
+from pdserve.worker import shared_weights
+from pdserve.worker.shared_weights import NUM_KEPT, share_weights
+
+PROMPTS = [[5, 9, 200, 41], [77, 3]]
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 300,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "eos_token_id": 5,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_weights, "WORTH_BYTES", 1)
+
+
+def model_in(quantization: ChosenQuantization = "none", dtype: torch.dtype = torch.bfloat16) -> Model:
+    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(CONFIG))
+    return load_model(CONFIG, in_form(weights, quantization), dtype)
+
+
+def answers(model: Model) -> object:
+    return greedy_texts(Runner(model, 60, 16), PROMPTS, 6)
+
+
+def mapped_kb(path: Path, field: str = "Rss") -> int:
+    """Return how much of the file this process has in memory; 0 where it maps none of it."""
+    lines, total, inside = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines(), 0, False
+    for line in lines:
+        if "-" in line.split(" ")[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith(f"{field}:"):
+            total += int(line.split()[1])
+    return total
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.weights")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("none", torch.bfloat16), ("none", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)],
+)
+def test_a_second_worker_maps_what_the_first_has_written(
+    tmp_path: Path, quantization: ChosenQuantization, dtype: torch.dtype
+) -> None:
+    first, second = model_in(quantization, dtype), model_in(quantization, dtype)
+    expected = answers(first)
+    share_weights(first, tmp_path / "weights", "a")
+    path = only_file(tmp_path / "weights")
+    written = path.stat()
+    share_weights(second, tmp_path / "weights", "a")
+    assert only_file(tmp_path / "weights").stat().st_ino == written.st_ino
+    assert written.st_mode & 0o777 == 0o600
+    assert answers(first) == answers(second) == expected
+    assert mapped_kb(path) * 1024 >= 2 * written.st_size
+    assert mapped_kb(path, "Private_Dirty") == 0
+
+
+def test_the_engine_reads_what_is_mapped(tmp_path: Path) -> None:
+    model = model_in("int8")
+    expected = answers(model)
+    share_weights(model, tmp_path, "a")
+    for layer in model.layers:
+        layer.down.data.zero_()  # type: ignore[union-attr]
+    assert answers(model) != expected
+
+
+@pytest.mark.parametrize("break_it", [lambda raw: raw[:5000] + b"x" + raw[5001:], lambda raw: raw[:-1], lambda _: b""])
+def test_a_file_with_other_bytes_is_written_anew(tmp_path: Path, break_it: object) -> None:
+    first, second = model_in(), model_in()
+    expected = answers(first)
+    share_weights(first, tmp_path, "a")
+    path = only_file(tmp_path)
+    right = path.read_bytes()
+    broken = path.with_suffix(".broken")
+    broken.write_bytes(break_it(right))  # type: ignore[operator]
+    broken.replace(path)  # as the first worker maps the file that was there
+    share_weights(second, tmp_path, "a")
+    assert path.read_bytes() == right
+    assert answers(second) == expected
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_in()
+    tmp_path.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        share_weights(model, tmp_path, "a")
+    assert "others than this user may write to it" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_keeps_few_files(tmp_path: Path) -> None:
+    for number in range(NUM_KEPT + 2):
+        share_weights(model_in(), tmp_path, str(number))
+    assert len(list(tmp_path.glob("*.weights"))) == NUM_KEPT
+    assert {each.suffix for each in tmp_path.iterdir()} == {".weights", ""}
