@@ -1,26 +1,24 @@
 """A client's HTTP/1.1 connection: uvicorn's, with bounds on what it may hold, and for how long.
 
-Heads and bodies that do not come in time, heads that are too large, and readers that take nothing end the connection.
-A peer that is gone without a word ends it by the kernel's own timeout.
+Heads and bodies that do not come in time, heads that are too large, readers that take nothing, and peers that are gone
+without a word end the connection.
 """
 
 import asyncio
-import socket
 from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.router.frontend.openai.errors import HttpError
+from pdserve.router.frontend.openai.peer import Peer
 from pdserve.rpc import MAX_CONNECTIONS
 
 MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that may be told so
 MAX_HEAD_BYTES = 65_536
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
-STALLED_S = 30.0  # between two looks at a reader for whom something waits: it has to take some of it
+LOOK_S = 15.0  # between two looks at a reader for whom something waits
 IDLE_TIMEOUT_S = 75  # between requests
-PEER_TIMEOUT_MS = 30_000  # that what was sent may be unacknowledged
-TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux alone has it
 
 
 class Reply(Protocol):
@@ -38,14 +36,14 @@ class Connection(HttpToolsProtocol):
 
     reply: Reply | None = None
     _timer: asyncio.TimerHandle | None = None  # for the head or body on its way
-    _stalled: asyncio.TimerHandle | None = None
-    _num_waiting = 0  # bytes that waited for the reader when it was last looked at, and came since
+    _looking: asyncio.TimerHandle | None = None
     _in_head = True
     _num_head_bytes = 0
     _has_ended_another = False  # the bytes at hand have the end of the request before
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._peer = Peer(transport.get_extra_info("socket"), self.loop.time())
         if len(self.connections) > MAX_CONNECTIONS + MAX_REFUSED:
             transport.abort()
             return
@@ -53,14 +51,11 @@ class Connection(HttpToolsProtocol):
             error = HttpError(503, f"connections: {MAX_CONNECTIONS} are open, the limit", headers=_SOON)
             self._refuse(error)
             return
-        tcp: socket.socket | None = transport.get_extra_info("socket")
-        if tcp is not None and TCP_USER_TIMEOUT is not None:
-            tcp.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, PEER_TIMEOUT_MS)
         self._allow(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._timer, self._stalled, self.timeout_keep_alive_task):
+        for timer in (self._timer, self._looking, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
         if self.reply is not None:
@@ -106,16 +101,30 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._num_waiting = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(STALLED_S, self._look_at_reader)
+        self.look()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
         if self.reply is not None:
             self.reply.resume()
+
+    def look(self) -> None:
+        """End the connection if its peer does not read; look again as long as something waits for it."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        if not self._peer.reads(self.loop.time()):
+            self.transport.abort()
+        elif self.flow.write_paused or not self._peer.has_all:
+            self._looking = self.loop.call_later(LOOK_S, self.look)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End a connection that is idle: whose peer has all of the last response, and asks for no other."""
+        self.look()
+        if self._looking is None:
+            super().timeout_keep_alive_handler()
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(LOOK_S, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP. Called by uvicorn."""
@@ -123,21 +132,8 @@ class Connection(HttpToolsProtocol):
 
     def write_chunk(self, data: bytes) -> bool:
         """Write a part of a chunked response that has begun; return whether the connection takes more at once."""
-        chunk = b"%x\r\n%b\r\n" % (len(data), data)
-        self.transport.write(chunk)
-        if self.flow.write_paused:
-            self._num_waiting += len(chunk)
-            return False
-        return True
-
-    def _look_at_reader(self) -> None:
-        """Cut the reader off if it has taken nothing since it was last looked at."""
-        num_waiting = self.transport.get_write_buffer_size()
-        if num_waiting >= self._num_waiting:
-            self.transport.abort()
-            return
-        self._num_waiting = num_waiting
-        self._stalled = self.loop.call_later(STALLED_S, self._look_at_reader)
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not self.flow.write_paused
 
     def _allow(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._too_late)

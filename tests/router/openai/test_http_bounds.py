@@ -10,7 +10,7 @@ from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
 
 from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.openai import connection, reply
+from pdserve.router.frontend.openai import connection, peer, reply
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -133,7 +133,8 @@ async def test_connections_over_the_limit_are_told_to_come_back(
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off(start_http: StartHttp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "STALLED_S", 0.1)
+    monkeypatch.setattr(connection, "LOOK_S", 0.02)
+    monkeypatch.setattr(peer, "STALLED_S", 0.1)
     door = await start_http(max_unsent_bytes=1024)
     for worker in door.router.workers.values():
         worker.logprobs_per_token = 20
