@@ -143,7 +143,7 @@ class Sizes:
     seed: Annotated[int, typer.Option(help="Of random lengths, prompts and arrivals.")] = 0
 
     def read(self, text: str) -> "Workload":
-        from pdserve.measure.grammar import parse_workload
+        from pdserve.measure.read_workload import parse_workload
 
         workload = parse_workload(text, self.num_prompts, self.seed)
         return workload.scaled(self.scale, self.max_length, self.output_scale)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pdserve.autoscaler.schema import Policy
 from pdserve.errors import ConfigError
-from pdserve.measure.grammar import read_trace, trace_path
+from pdserve.measure.read_workload import read_trace, trace_path
 from pdserve.measure.workload import Arrival, Workload
 
 MAX_INTERVALS = 50_000  # the last ones of a longer trace

@@ -13,8 +13,8 @@ from pdserve.capacity.long_run import Question, measure
 from pdserve.capacity.planner import candidates, plan
 from pdserve.capacity.search import Search, highest_rate
 from pdserve.capacity.shape import Run, Shape
-from pdserve.measure.grammar import parse_workload
 from pdserve.measure.objectives import Objective
+from pdserve.measure.read_workload import parse_workload
 from pdserve.measure.router_speed import measure_policies
 from pdserve.measure.tables import as_json
 from pdserve.measure.workload import Arrival, Workload, random_lengths
