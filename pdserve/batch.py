@@ -274,7 +274,7 @@ def _backoff_s(retry: int) -> float:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return for how long a server asks to be left alone; None where it says nothing that counts."""
+    """Return the seconds that a server asks clients to wait; None where it asks for none, or for too many."""
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
             asked_s = float(headers[name]) * unit_s

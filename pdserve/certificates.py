@@ -1,4 +1,4 @@
-"""Certificates of a cluster's processes: what they must say, and how they are read.
+"""Certificates of a cluster's processes: what they must contain, and how they are read.
 
 A process has a certificate for what it is in the cluster, its part: router, worker or operator. The part stands twice
 in the certificate's subject alternative names. Listeners read a caller's part from the URI,

@@ -82,7 +82,7 @@ class Credentials:
 
 @cache
 def _warn(expired: datetime) -> None:
-    """Log once what listeners do not say: they end the connection without a word."""
+    """Log once that our certificate has expired: listeners end such a connection without an error."""
     logger.error("identity_dir: the certificate ended at %s; all that this process dials refuses it", expired)
 
 

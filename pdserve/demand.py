@@ -27,7 +27,7 @@ class Demand:
     cached_tokens: int = 0  # of them, where they were placed: nobody computed these
     answer_tokens: int = 0  # delivered
     prompts: tuple[int, ...] = (0,) * NUM_BANDS  # requests by prompt tokens to compute
-    answers: tuple[int, ...] = (0,) * NUM_BANDS  # answers that ended by themselves, by their tokens
+    answers: tuple[int, ...] = (0,) * NUM_BANDS  # answers that were not cut off, by their tokens
     num_judged: int = 0  # requests that have ended and had objectives, refused ones included
     num_within_ttft: int = 0
     num_within_tpot: int = 0

@@ -33,7 +33,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, HealthCheckResponse]"
 
 
 class HealthMethods:
-    """Check and Watch of fixed services, for callers who need not show who they are.
+    """Check and Watch of fixed services, for callers without authentication.
 
     A caller holds up no other: no lock is held while one is read from or written to.
     """

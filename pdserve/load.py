@@ -8,11 +8,11 @@ from pdserve.values import value
 
 @value
 class LoadPart:
-    """What of a worker's load the requests of some routers are. Continuations of one request count each."""
+    """The part of a worker's load that comes from some of its routers. Each continuation of a request counts."""
 
     num_running: int = 0  # in the batch
-    num_coming: int = 0  # taken in, and not decoding yet
-    placed_tokens: int = 0  # that all these had when they were placed
+    num_coming: int = 0  # accepted, and not decoding yet
+    placed_tokens: int = 0  # of all of these, when they were placed
     waiting_tokens: int = 0  # of prompts, yet to be computed there
     waiting_work: int = 0  # of their attention
     num_taken: int = 0  # sequences taken in since the process started

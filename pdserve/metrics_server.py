@@ -55,7 +55,7 @@ async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]
 
 
 def certificate_ends(config: ProcessConfig) -> Iterator[Sample]:
-    """Yield when each certificate of a process ends, as its file says at this moment."""
+    """Yield when each certificate of a process expires, from its file at this moment."""
     for name, file in config.certificates.items():
         with suppress(ConfigError):  # the process goes on with what it read before
             yield Sample(CERTIFICATE_END, end_of(file, name).timestamp(), (name,))

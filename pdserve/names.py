@@ -67,7 +67,7 @@ class Lookups:
             event.set()
 
     async def run(self, resolve: Resolve = resolve) -> None:
-        """Look names up until cancelled, or until none is left that may lead elsewhere. `resolve` runs in a thread."""
+        """Look names up until cancelled, or at once where all are literal addresses. `resolve` runs in a thread."""
         pool = ThreadPoolExecutor(1, "names")
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""What a processor can do, and the type that suits it where it is left to choose. `cpu_info`: what CPU_INFO says."""
+"""Features of the processor, and the dtype that suits it. `cpu_info`: the content of CPU_INFO."""
 
 import platform
 from pathlib import Path
@@ -14,7 +14,7 @@ _FEATURE_LINES = ("flags", "Features")
 
 
 def choose_dtype(asked: Dtype, device: Device, cpu_info: str) -> tuple[ChosenDtype, str]:
-    """Return the type of weights and KV, and why. cpu_info: what CPU_INFO says, empty where it is not there.
+    """Return the type of weights and KV, and why. cpu_info: the content of CPU_INFO, empty without that file.
 
     On a processor that does not multiply bfloat16 itself, a product of a few rows takes up to 3 times as long as in
     float32, which needs twice the memory.
@@ -34,7 +34,7 @@ def choose_dtype(asked: Dtype, device: Device, cpu_info: str) -> tuple[ChosenDty
 
 
 def read_cpu_info() -> str:
-    """Return what CPU_INFO says, empty where there is none."""
+    """Return the content of CPU_INFO, empty without that file."""
     try:
         return CPU_INFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -42,7 +42,7 @@ def read_cpu_info() -> str:
 
 
 def cpu_features(cpu_info: str) -> frozenset[str]:
-    """Return what all processors have."""
+    """Return the features that all processors have."""
     fields = (line.partition(":") for line in cpu_info.splitlines())
     of_each = [frozenset(values.split()) for key, _, values in fields if key.strip() in _FEATURE_LINES]
     return frozenset.intersection(*of_each) if of_each else frozenset()

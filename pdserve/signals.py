@@ -72,7 +72,7 @@ class Request(Enum):
 
 
 class StopRequests:
-    """Tells a second request to stop from a signal that came twice."""
+    """Distinguishes a second request to stop from a duplicate of the first signal."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None

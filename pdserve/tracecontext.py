@@ -56,7 +56,7 @@ class Span:
 
 
 def read_trace(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Return what the two fields say; None where `traceparent` is missing or, which the standard lets pass, wrong.
+    """Parse the two fields; None where `traceparent` is missing, or invalid, which the standard says to ignore.
 
     Of versions above 00 the fields are read that 00 has. A `tracestate` that is too long is left out.
     """

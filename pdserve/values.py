@@ -1,7 +1,7 @@
 """Values that are made by the thousand each second: events, commands, and what steps are made of.
 
-A frozen dataclass stores each field through `object.__setattr__`, which makes it four times as dear to make as a plain
-one. These are plain, and the type checker alone keeps them from being changed.
+A frozen dataclass stores each field through `object.__setattr__`, which makes it four times as slow to make as a plain
+one. These are plain; only the type checker keeps them from being changed.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ _Stamp = tuple[tuple[int, ...], ...]
 
 
 class Watched(Generic[_Content]):
-    """What some files say, read again when they have changed.
+    """The content of some files, read again when they have changed.
 
     Nothing watches in the background: each look compares what the file system says of the files. Files that cannot be
     read, or make no sense together, leave in force what was read before.
@@ -29,7 +29,7 @@ class Watched(Generic[_Content]):
         self.num_refused = 0  # how often files that had changed were refused
 
     def look(self) -> _Content:
-        """Return what the files say now; from any thread."""
+        """Return the files' present content; from any thread."""
         stamp = self._now()
         if stamp != self._stamp:
             self._stamp = stamp

@@ -45,16 +45,16 @@ class Election:
             self._until_s = now_s
 
     def may_take(self, now_s: float) -> bool:
-        """Return whether the Lease, as it was seen, may be this one's."""
+        """Return whether this process may write its name into the Lease."""
         return self.holder in ("", self._me) or now_s - self._seen_s >= self._duration_s
 
     def renewed(self, lease: Lease, began_s: float) -> None:
-        """Take in that the Lease was written by this one, in a request that began at that time."""
+        """Note that this process wrote the Lease, in a request that began at `began_s`."""
         self.see(lease, began_s)
         self._until_s = began_s + RENEW_WITHIN_S
 
     def leads_for_s(self, now_s: float) -> float:
-        """Return for how long this one may act without another renewal."""
+        """Return for how long this process may act without another renewal."""
         return max(0.0, self._until_s - now_s)
 
 
@@ -74,7 +74,7 @@ class Leadership:
 
     @property
     def holder(self) -> str:
-        """Who leads, as it was last seen; empty where nobody does."""
+        """The leader as of the last look; empty where there is none."""
         return self._election.holder
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]], stop: asyncio.Event) -> None:
@@ -117,7 +117,7 @@ class Leadership:
         return None
 
     async def _try(self) -> None:
-        """Look at the Lease, and take or renew it where that is right."""
+        """Read the Lease, and take or renew it where the election allows."""
         began_s = self._clock.now_s()
         left_s = self._election.leads_for_s(began_s)
         try:

@@ -53,13 +53,13 @@ class Ends:
         self._nodes: dict[str, _Answering] = {}
 
     def attached(self, incarnation: int, launch_id: str) -> None:
-        """Take in that a router sees a process, which names the pod that it runs in."""
+        """Note a process that is attached to a router; its launch_id is its pod's uid."""
         pod = self._pods.get(launch_id)
         if pod is not None and incarnation > pod.last_ended:
             pod.running.add(incarnation)
 
     def listed(self, pods: Iterable[Pod], at_s: float) -> list[Ended]:
-        """Take in all pods that there are; return which processes have ended."""
+        """Note all pods of a list; return which processes have ended."""
         found = {pod.metadata.uid: pod for pod in pods}
         ended = [end for pod in found.values() for end in self.changed(pod)]
         for uid in [uid for uid, pod in self._pods.items() if uid not in found and pod.gone_s is None]:
@@ -67,7 +67,7 @@ class Ends:
         return ended
 
     def changed(self, pod: Pod) -> list[Ended]:
-        """Take in a pod; return which of its processes have ended."""
+        """Note a pod; return which of its processes have ended."""
         uid, spec = pod.metadata.uid, pod.spec
         known = self._pods.setdefault(uid, _Known(pod.metadata.name, "", 0.0))
         known.gone_s = None
@@ -77,7 +77,7 @@ class Ends:
         return [ended for number, how in ends for ended in _end(known, number, how)]
 
     def removed(self, pod: Pod, at_s: float) -> list[Ended]:
-        """Take in that a pod was removed, as it was at last; return which of its processes have ended."""
+        """Note that a pod was removed, with its last state; return which of its processes have ended."""
         ended = self.changed(pod)
         self._leave(pod.metadata.uid, at_s)
         return ended
@@ -97,19 +97,19 @@ class Ends:
 
     @property
     def nodes(self) -> set[str]:
-        """Nodes to ask for: pods of theirs were removed, and the ends of their processes are not proved."""
+        """Nodes to watch: pods of theirs were removed, and the ends of their processes are not proved."""
         wanted = {pod.node for pod in self._pods.values() if pod.gone_s is not None and pod.node}
         self._nodes = {name: node for name, node in self._nodes.items() if name in wanted}
         return wanted
 
     def off(self, name: str) -> set[str]:
-        """Take in that a node's machine is off; return the uids of pods whose processes have ended if they are gone."""
+        """Note that a node's machine is off; return the uids of its removed pods: their processes have ended."""
         return {uid for uid, pod in self._pods.items() if pod.node == name and pod.gone_s is not None}
 
     def asked(self, name: str, renewed: str, *, is_ready: bool, at_s: float) -> set[str]:
-        """Take in a node's Lease and condition; return the uids of pods whose processes have ended if they are gone.
+        """Note a node's Lease and condition; return the uids of removed pods whose processes must have ended.
 
-        `renewed`: the Lease's time, which only has to change; empty where the node or its Lease is not there.
+        `renewed`: the Lease's renewTime, of which only a change counts; empty without a node or Lease.
         """
         node = self._nodes.setdefault(name, _Answering(renewed))
         if renewed != node.renewed:
@@ -128,13 +128,13 @@ class Ends:
         }
 
     def proved(self, uids: set[str]) -> list[Ended]:
-        """Take in that these pods are gone for certain; return which processes have ended."""
+        """Note that these pods are proved to have ended; return their processes."""
         gone = [self._pods.pop(uid) for uid in sorted(uids & self._pods.keys())]
         return [Ended(pod.name, number, from_outside=True) for pod in gone for number in sorted(pod.running)]
 
 
 def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
-    """Yield the processes that have ended if this one has: those before it in the same pod had to end for it."""
+    """Yield the process that has ended, and all before it in the same pod, which ended earlier."""
     if number <= pod.last_ended:
         return
     pod.last_ended = number

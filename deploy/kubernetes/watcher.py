@@ -74,7 +74,7 @@ class PodWatcher:
             self._news.set()
 
     async def _look(self) -> None:
-        """See what is attached to routers, and pass reports on, at once where there are some."""
+        """Read each router's status every LOOK_S, and deliver reports; at once where there are new ones."""
         while True:
             self._news.clear()
             with self._logged("routers' names"):
@@ -88,7 +88,7 @@ class PodWatcher:
                     await self._news.wait()
 
     async def _meet(self, router: AdminClient) -> None:
-        """See what is attached to a router, and pass on to it what it has not got."""
+        """Note a router's processes, and deliver the reports that it does not have."""
         with self._logged(f"router {router.address}"):
             try:
                 async with asyncio.timeout(CALL_S):
@@ -127,7 +127,7 @@ class PodWatcher:
         self._report(self._ends.proved(uids - {pod.metadata.uid for pod in items}))
 
     async def _node(self, name: str) -> set[str]:
-        """Look at a node; return the uids of pods whose processes have ended if they are gone."""
+        """Read a node and its Lease; return the uids of its removed pods whose processes must have ended."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{NODE_LEASES}/leases/{name}"
         renewed, is_ready = "", False
         try:
@@ -142,7 +142,7 @@ class PodWatcher:
 
     @contextmanager
     def _logged(self, what: str) -> Iterator[None]:
-        """Go on where something failed, and log why, unless it failed for the same cause the last time."""
+        """Log an error of the block, unless it is the same as the last time, and go on."""
         try:
             yield
         except (OSError, ApiError, grpc.aio.AioRpcError) as error:

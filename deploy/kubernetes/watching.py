@@ -1,7 +1,7 @@
 """All pods of a namespace, and then each change, for as long as one asks.
 
-Invariant: whoever applies what is yielded in order has what the API had at some moment, a later one each time, unless
-the API itself was set back.
+Invariant: applied in order, what is yielded gives the state that the API had at some moment, and a later one each time,
+unless the API itself was restored from a backup.
 """
 
 import logging

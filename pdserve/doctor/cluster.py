@@ -1,4 +1,4 @@
-"""Checks of a cluster: over what one router says of it."""
+"""Checks of a cluster, over one router's status."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

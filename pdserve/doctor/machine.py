@@ -20,7 +20,7 @@ class RdmaPort:
     """A port of an RDMA device, as UCX names it: mlx5_0:1."""
 
     name: str
-    state: str  # as the kernel says: ACTIVE, DOWN, ..
+    state: str  # the kernel's: ACTIVE, DOWN, ..
     rate: str
 
 
@@ -42,7 +42,7 @@ class Machine:
     rdma_ports: tuple[RdmaPort, ...]
     transports: tuple[str, ...]  # that UCX offers NIXL here, transport/device
     transports_problem: str
-    is_clock_synchronized: bool | None  # None: the kernel does not say
+    is_clock_synchronized: bool | None  # None: unknown
     kernels_problem: str  # why there are no compiled kernels; empty where there are, or no torch
 
 

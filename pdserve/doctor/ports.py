@@ -1,4 +1,4 @@
-"""Checks what listens on this machine: a cluster's processes where its state says, and nothing in the way of one."""
+"""Checks the ports of this machine: a cluster's processes listen as its state says, and the usual ports are free."""
 
 import ipaddress
 import socket

@@ -1,4 +1,4 @@
-"""The last status that a router reported of its cluster, and what waits for another one."""
+"""The last status that a router reported of its cluster, and conditions to wait for."""
 
 import asyncio
 from collections.abc import Callable

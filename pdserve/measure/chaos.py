@@ -1,4 +1,4 @@
-"""One cluster from its start to its end, under load and under faults, with every token checked."""
+"""A cluster under load and under injected faults, from its start to its end, with every token checked."""
 
 import asyncio
 from collections import Counter
@@ -126,7 +126,7 @@ def judge(outcome: Outcome, requests: Sequence[KnownRequest]) -> None:
 
 
 async def look(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None, str]:
-    """Return how long it took until all pages were free, and what is not as it was before the faults."""
+    """Wait for recovery; return how long until all pages were free, and what is still not free or not ready."""
     clock = MonotonicClock()
     ended_s = clock.now_s()
     is_free = await board.until(all_free, FREE_WITHIN_S)

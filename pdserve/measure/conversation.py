@@ -31,7 +31,7 @@ _WARM_UPS, _WARM_TURNS, _WARM_ANSWER = 3, 3, 64
 
 @dataclass(frozen=True, slots=True)
 class ConversationPlan:
-    """What is said, and how often."""
+    """How long conversations are, and how many."""
 
     turns: int
     prompt_tokens: int  # of the last turn

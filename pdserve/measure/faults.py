@@ -29,7 +29,7 @@ class Fault:
 
 
 class FaultInjector:
-    """Hits workers. `state` returns the processes; `see` is to be called with each status of the router."""
+    """Injects faults. `state` returns the processes; `see` is to be called with each status of the router."""
 
     def __init__(self, state: Callable[[], ClusterState], plan: FaultPlan, clock: Clock) -> None:
         self.faults: list[Fault] = []
@@ -49,7 +49,7 @@ class FaultInjector:
                 fault.noticed_s = self._clock.now_s() - fault.at_s
 
     async def run(self) -> None:
-        """Hit a worker every so often, until cancelled; a frozen one is thawed then too."""
+        """Kill or freeze a worker every so often, until cancelled; a frozen one is thawed then too."""
         while True:
             await asyncio.sleep(self._plan.every_s)
             victim = self._victim()

@@ -1,4 +1,4 @@
-"""What moving pages costs beside the bytes: one process writes into another's pages, as workers do.
+"""The cost of moving pages beside their bytes: one process writes into another's pages, as workers do.
 
 `post` is the library's call that starts a slice. Over shared memory NIXL copies inside of it; over TCP it sends a part.
 With pages of a few bytes, what is left of it is the price of a page.

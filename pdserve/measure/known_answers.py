@@ -50,7 +50,7 @@ class KnownRequest:
 
 
 def known_requests(model: str, dtype: str, count: int, lengths: Lengths, seed: int) -> list[KnownRequest]:
-    """Return requests with the answers of one engine alone, none of which hangs on how sums are rounded in float32."""
+    """Return requests with the answers of one engine alone; requests whose answer depends on rounding are left out."""
     torch.set_num_threads(1)  # for each alone, a small model's steps are too short to share
     checkpoint = open_checkpoint(Path(model))
     form = choose_quantization("auto", checkpoint, dtype, "cpu")

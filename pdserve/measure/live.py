@@ -1,4 +1,4 @@
-"""Clusters that are started for an experiment, loaded at shares of their capacity, and what that found."""
+"""Clusters that are started for an experiment and loaded at shares of their capacity, and their findings."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""An operator at work on a cluster under load: roles change, answers move, workers drain, start again, come and go."""
+"""An operator's work on a cluster under load: changing roles, moving answers, draining, adding and removing workers."""
 
 import asyncio
 import os

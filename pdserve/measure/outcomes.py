@@ -1,4 +1,4 @@
-"""What came of one request, as its client saw it, on a live cluster or on a simulated one."""
+"""The outcome of one request, as its client saw it, on a live cluster or on a simulated one."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress

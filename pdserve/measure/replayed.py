@@ -90,7 +90,7 @@ class Replayed:
                 case "cancel":
                     self._cancel(message.cancel)
                 case _:
-                    pass  # of no meaning to who computes nothing
+                    pass  # nothing is computed here
 
     def _cancel(self, cancel: link.Cancel) -> None:
         key = cancel.request_id, cancel.attempt

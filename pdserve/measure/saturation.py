@@ -1,4 +1,4 @@
-"""Find out how many requests a cluster can serve: keep more and more under way until no more are answered.
+"""Finds a cluster's capacity: the number of requests in flight is raised until throughput does not rise with it.
 
 Only right answers count: those that end well and have every token that was asked for.
 """

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from pdserve.perfmodel.curve import Curve
 
-ENOUGH_STEPS = 32  # seen, after which a curve is believed
+ENOUGH_STEPS = 32  # observed, after which a curve is trusted
 _FORGETTING = 0.99  # weight of a step, for each one after it
 _SOLVE_EVERY = 64  # steps, once enough were seen: solving takes longer than all else that a step brings
-_OUTLIER = 5.0  # times its prediction a step counts at most
-_PULL = 1e-4  # weight of the present curve, for coefficients that the steps seen lately do not separate
+_OUTLIER = 5.0  # a step counts as at most this multiple of its prediction
+_PULL = 1e-4  # ridge weight towards the present curve, for coefficients that recent steps do not separate
 
 Point = tuple[float, float]  # each, context
 _Array = npt.NDArray[np.float64]
@@ -32,9 +32,9 @@ class Fit:
     """A curve that follows the mean of what is observed."""
 
     def __init__(self, start: Curve, points: tuple[Point, ...]) -> None:
-        """Begin with a curve, believed as much as a step at each of the points, and soon not at all.
+        """Begin with a prior curve that weighs as much as one step at each of the points, and less with every step.
 
-        What is believed of it is its shape: that of another device may be right in that, and slower by any factor.
+        Only the prior's shape counts: it may be of another device, which is slower or faster by any factor.
         """
         self.curve = start
         self.relative_error = 0.0  # running mean of |predicted - observed| / observed
@@ -42,7 +42,7 @@ class Fit:
         self._products = np.zeros((4, 4))  # of the columns of all rows, older ones faded
         self._unsolved: list[_Row] = []  # since the curve was last moved
         self._start, self._points = start, points
-        self._log_slower = 0.0  # by how much the steps seen are slower than the start, on average
+        self._log_slower = 0.0  # mean log(observed / start)
 
     def observe(self, each: float, context: float, seconds: float) -> None:
         if seconds <= 0:
@@ -81,7 +81,7 @@ class Fit:
             self.curve = Curve(*(found / scale).tolist())
 
     def _products_of_start(self) -> _Array:
-        """Return the products of steps that are as much slower than the start as those seen, and weigh ever less."""
+        """Return the prior's products, scaled to the speed of the observed steps; each of them lowers their weight."""
         slower = exp(self._log_slower)
         seconds = [slower * self._start.seconds(*point) for point in self._points]
         rows = np.array([_row(point, s, s) for point, s in zip(self._points, seconds, strict=True)])

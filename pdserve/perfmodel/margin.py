@@ -5,7 +5,7 @@ from collections import deque
 
 _WINDOW = 100  # predictions that are remembered
 _QUANTILE = 0.9
-_MOST = 3.0  # of more nothing would be admitted, and nothing learnt
+_MOST = 3.0  # with a larger margin nothing would be admitted, and nothing learnt
 
 
 class Margin:

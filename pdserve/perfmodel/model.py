@@ -1,6 +1,6 @@
 """Performance of workers of one kind, learnt from their step reports. Pure.
 
-Used by the router for each prediction, and by whoever plans capacity.
+The router predicts with them; the planner and the autoscaler size pools with them.
 """
 
 from math import ceil, inf
@@ -8,12 +8,13 @@ from math import ceil, inf
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
 from pdserve.perfmodel.fit import ENOUGH_STEPS, Fit, Point
 
-_FEW_STEPS = 8  # are enough where predictions have been right from the start: decode workers compute few prompts, and
-_GOOD_ERROR = 0.2  # without this rule 2 + 2 simulated workers attain 42 % at 40 requests/s a GPU in place of 76
-STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused because of it
-_MAX_PAIRS = 1 << 16  # that only a worker's own measurement is known of
+# Fewer steps are enough where predictions were right from the start: decode workers compute few prompts. Without this
+# rule 2 + 2 simulated workers attain 42 % at 40 requests/s a GPU in place of 76.
+_FEW_STEPS, _GOOD_ERROR = 8, 0.2
+STALE_S = 10.0  # without a step, after which nothing is refused because of a prediction
+_MAX_PAIRS = 1 << 16  # known from workers' probes alone
 _LARGE_BYTES = 1 << 16  # smaller hand-offs show latency alone
-_START_TOKENS = (64, 4096)  # of a prompt, or of the KV of a sequence: where a start is believed
+_START_TOKENS = (64, 4096)  # of a prompt, or of a sequence's KV: points at which the prior curve counts
 
 # For a pool that nothing is known of: a mid-size model on one accelerator. Only the first seconds depend on it.
 _UNKNOWN = StepCosts(Curve(0.01, 5e-5, 1e-9), ())
@@ -23,9 +24,8 @@ _UNKNOWN_DECODE = Curve(0.01, 1e-4, 1e-7)
 class BatchFits:
     """What decode steps cost, with one fit for each doubling of the batch: 1, 2 and 3, 4 to 7, ...
 
-    A small batch waits for the weights to be read, a large one for arithmetic: no line is right for both. And what
-    large batches cost must not be forgotten over a quiet minute of small ones, since it is needed when the next crowd
-    comes.
+    A small batch waits for the weights to be read, a large one for arithmetic: no line fits both. And a quiet minute of
+    small batches must not erase what large ones cost.
     """
 
     def __init__(self, start: StepCosts) -> None:
@@ -62,7 +62,7 @@ class BatchFits:
         return Fit(self._first_curve(band), points)
 
     def _first_curve(self, band: int) -> Curve:
-        """Return what is believed of a size of which no step was seen: what the nearest has learnt, or the start."""
+        """Return the curve for a band without steps: that of the nearest band with enough steps, or else the prior."""
         if self._fits:
             nearest = self._nearest.get(band)
             if nearest is None:

@@ -1,4 +1,4 @@
-"""Step costs that a router has learnt, as admin.proto shows them, for whoever sizes or simulates its cluster."""
+"""Step costs that a router has learnt, read from admin.proto for sizing and for simulation."""
 
 from collections.abc import Iterable
 
@@ -6,11 +6,11 @@ from pdserve.perfmodel.curve import Curve, DecodePiece
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
-ENOUGH_STEPS = 20  # of a kind, to believe what was learnt of it
+ENOUGH_STEPS = 20  # of a kind, to trust what was learnt of it
 
 
 def most_seen(learnt: Iterable[admin.LearntCosts], role: "link.Role.ValueType") -> admin.LearntCosts:
-    """Return what was learnt of that kind of a role's workers of which most steps were seen, if there is any."""
+    """Return the costs of a role with the most steps; empty costs where there are none. Kinds differ by device."""
     kinds = [costs for costs in learnt if costs.role == role]
     return max(kinds, key=lambda c: c.num_prefill_steps + c.num_decode_steps, default=admin.LearntCosts(role=role))
 
