@@ -38,15 +38,20 @@ class Intake:
         self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
 
     async def open(
-        self, request: inference.GenerateRequest, client: Client, key: bytes | None, remaining_s: float = inf
+        self,
+        request: inference.GenerateRequest,
+        client: Client,
+        key: bytes | None,
+        remaining_s: float = inf,
+        received_s: float | None = None,
     ) -> Answer:
         """Admit a request; `client` receives its answer, at the earliest when the event loop runs next.
 
-        `key` is the API key that the caller shows, `remaining_s` what the call's own deadline leaves. The door calls
-        `leave` once it is done with the answer. Raises DeniedError, OverLimitError or RequestError: then there is
-        nothing to leave.
+        `key` is the API key that the caller shows, `remaining_s` what the call's own deadline leaves. `received_s` is
+        when the request had been read, by default the time of the call. The door calls `leave` once it is done with
+        the answer. Raises DeniedError, OverLimitError or RequestError: then there is nothing to leave.
         """
-        received_s = self._shell.clock.now_s()
+        received_s = self._shell.clock.now_s() if received_s is None else received_s
         opened, visit = self.records.open(request, received_s), None
         try:
             visit = self.clients.visit(key)

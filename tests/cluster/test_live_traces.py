@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import quantiles
 
 import cluster_logs
 import pytest
+import waiting_client
 from live_cluster import greedy, live_cluster
 from otlp_sink import Received, collector_beside
 
@@ -16,6 +18,10 @@ from pdserve.tracecontext import TraceContext
 pytestmark = pytest.mark.slow
 CLIENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
 CLOCK_S = 0.01  # the two clocks are read one after the other
+NUM_WAITS = 1000
+WITHIN_MS = 2.0
+ROUNDED_MS = 2e-3
+UP_TO_FIRST_TOKEN = {"tokenize", "admit", "place", "send", "fetch", "prefill.queue", "prefill", "first_token"}
 BY_PROCESS = {
     "router": {"tokenize", "admit", "place", "send", "prefill.queue", "prefill", "first_token", "decode"},
     "prefill-0": {"prefill.queue", "prefill", "handoff.send"},
@@ -64,6 +70,40 @@ def test_a_trace_goes_through_all_processes_and_their_logs_name_it(tmp_path: Pat
     assert (traced["trace_id"], traced["status"], traced["completion_tokens"]) == (CLIENT.trace_id, "OK", 12)
     assert (batched["status"], batched["completion_tokens"]) == ("OK", 4)
     assert "trace_id" not in batched
+
+
+@pytest.mark.long
+def test_ledger_spans_and_page_add_up_to_what_a_client_waits_for(tmp_path: Path, model: Path) -> None:
+    with collector_beside() as beside:
+        with live_cluster(tmp_path, model, "--otlp-traces-endpoint", beside.sink.address) as cluster:
+            client = [sys.executable, waiting_client.__file__, cluster.state.http.removeprefix("http://")]
+            run = subprocess.run([*client, str(NUM_WAITS)], check=True, capture_output=True, text=True, timeout=300)
+            waits = [json.loads(line) for line in run.stdout.splitlines()]
+            beside.until(lambda: len(roots(beside.sink.spans)) == NUM_WAITS)
+        in_spans = up_to_first_token_ms(beside.sink.spans)
+    for wait in waits:
+        ledger, timeline = wait["ledger"], wait["page"]["ledger"]
+        on_page = {step["name"]: step.get("at_ms", 0.0) for step in timeline["steps"]}
+        assert on_page == pytest.approx(ledger["timings_ms"], abs=ROUNDED_MS)
+        assert in_spans[ledger["request_id"]] == pytest.approx(ledger["timings_ms"]["first_token"], abs=ROUNDED_MS)
+    gaps_ms = [wait["ttft_ms"] - wait["ledger"]["timings_ms"]["first_token"] for wait in waits]
+    echoes_ms = [wait["echo_ms"] for wait in waits]
+    gap_ms, echo_ms = (quantiles(each, n=20)[-1] for each in (gaps_ms, echoes_ms))
+    assert gap_ms - echo_ms <= WITHIN_MS  # an echo takes as long as another process needs to run
+
+
+def roots(spans: list[Received]) -> list[Received]:
+    return [span for span in spans if span.span.kind == span.span.SPAN_KIND_SERVER]
+
+
+def up_to_first_token_ms(spans: list[Received]) -> dict[object, float]:
+    """Return the summed lengths of the router's spans that end at the first token or before, by request."""
+    names = {span.span.span_id: span.attributes["gen_ai.response.id"] for span in roots(spans)}
+    sums = dict.fromkeys(names.values(), 0.0)
+    for span in spans:
+        if span.instance == "router" and span.name in UP_TO_FIRST_TOKEN:
+            sums[names[span.span.parent_span_id]] += 1e3 * span.seconds
+    return sums
 
 
 def run_a_batch(folder: Path) -> None:

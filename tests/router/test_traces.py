@@ -2,11 +2,8 @@
 
 import json
 import logging
-import time
 from collections.abc import AsyncIterator
-from itertools import pairwise
 from pathlib import Path
-from statistics import quantiles
 
 import grpc
 import httpx2
@@ -24,7 +21,6 @@ from pdserve.tracecontext import TraceContext, read_trace
 
 CLIENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1, "vendor=1,other=2")
 UNSAMPLED = TraceContext(CLIENT.trace_id, CLIENT.span_id, 0)
-WITHIN_MS = 2.0
 UP_TO_FIRST_TOKEN = {"tokenize", "admit", "place", "send", "fetch", "prefill.queue", "prefill", "first_token"}
 
 
@@ -140,35 +136,16 @@ async def test_a_request_that_fails_says_why_in_its_span(start_router: StartRout
 
 
 async def test_the_parts_in_ledger_and_spans_add_up_to_the_same(start_router: StartRouter, sink: Sink) -> None:
-    await gaps(await start_router(otlp_traces_endpoint=sink.address), sink, 20)  # compares them
-
-
-@pytest.mark.long
-async def test_the_parts_add_up_to_what_clients_wait_for(start_router: StartRouter, sink: Sink) -> None:
-    gaps_ms = [await gaps(await start_router(otlp_traces_endpoint=sink.address), sink, 200) for _ in range(5)]
-    assert min(quantiles(each, n=20)[-1] for each in gaps_ms) <= WITHIN_MS
-
-
-async def gaps(router: RouterUnderTest, sink: Sink, num_requests: int) -> list[float]:
-    """Return by how many milliseconds clients saw their first tokens later than the parts add up to."""
+    router = await start_router(otlp_traces_endpoint=sink.address)
     await router.pair()
-    sink.spans.clear()
-    seen: dict[str, tuple[float, float]] = {}
-    for number in range(num_requests):
-        replies, ttft_ms, began_s = [], 0.0, time.monotonic()
-        async for reply in router.generate(text=f"prompt {number}", max_tokens=3):
-            ttft_ms = ttft_ms or (time.monotonic() - began_s) * 1e3
-            replies.append(reply)
-        steps = [step.at_ms for step in replies[-1].ledger.steps if step.at_ms <= replies[-1].ledger.ttft_ms]
-        seen[replies[0].request_id] = ttft_ms, sum(later - earlier for earlier, later in pairwise(steps))
-    spans = await spans_of(sink, router, num_requests)
-    names = {span.span.span_id: str(span.attributes["gen_ai.response.id"]) for span in spans if span.attributes}
-    in_spans = dict.fromkeys(seen, 0.0)
+    answers = [await collect(router.generate(text=f"prompt {number}", max_tokens=3)) for number in range(20)]
+    spans = await spans_of(sink, router, len(answers))
+    names = {span.span.span_id: span.attributes["gen_ai.response.id"] for span in spans if span.attributes}
+    in_spans = dict.fromkeys(names.values(), 0.0)
     for span in spans:
         if span.name in UP_TO_FIRST_TOKEN:
             in_spans[names[span.span.parent_span_id]] += 1e3 * span.seconds
-    assert in_spans == pytest.approx({request_id: parts_ms for request_id, (_, parts_ms) in seen.items()}, abs=1e-3)
-    return [client_ms - parts_ms for client_ms, parts_ms in seen.values()]
+    assert in_spans == pytest.approx({each[0].request_id: each[-1].ledger.ttft_ms for each in answers}, abs=1e-3)
 
 
 async def test_nothing_is_made_for_spans_of_a_request_that_is_not_traced(

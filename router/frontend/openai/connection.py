@@ -5,6 +5,7 @@ without a word end the connection.
 """
 
 import asyncio
+import time
 from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -39,6 +40,7 @@ class Connection(HttpToolsProtocol):
     _looking: asyncio.TimerHandle | None = None
     _in_head = True
     _num_head_bytes = 0
+    _read_s = 0.0  # when bytes were read last
     _has_ended_another = False  # the bytes at hand have the end of the request before
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -64,7 +66,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._has_ended_another = False
+        self._has_ended_another, self._read_s = False, time.monotonic()
         super().data_received(data)
         if self._in_head and not self._has_ended_another:
             self._num_head_bytes += len(data)
@@ -90,6 +92,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._has_ended_another = True
+        self.scope["state"]["received_s"] = self._read_s
         self._disallow()
         super().on_message_complete()
 

@@ -92,7 +92,7 @@ class Generator:
     ) -> None:
         try:
             for part, request in zip(reply.parts, requests, strict=True):
-                await reply.open(part, self._intake, request, key_of(scope))
+                await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"])
             await reply.run(send)
         except (HttpError, RequestError, DeniedError, OverLimitError) as error:
             shown = error_of(filters.renamed(error, constrained_by) if isinstance(error, RequestError) else error)

@@ -75,9 +75,11 @@ class Reply:
         self._news = asyncio.Event()
         connection.reply = self
 
-    async def open(self, part: Part, intake: Intake, request: inference.GenerateRequest, key: bytes | None) -> None:
+    async def open(
+        self, part: Part, intake: Intake, request: inference.GenerateRequest, key: bytes | None, received_s: float
+    ) -> None:
         """Open one request of the call. Raises what Intake.open raises."""
-        part.answer = await intake.open(request, part, key)
+        part.answer = await intake.open(request, part, key, received_s=received_s)
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
         part.choices[0].prompt.token_ids = part.answer.prompt_ids
         self.response.num_prompt_tokens += len(part.answer.prompt_ids)

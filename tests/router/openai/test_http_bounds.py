@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from http_door import HttpRouter, StartHttp
@@ -13,6 +14,7 @@ from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai import connection, peer, reply
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
+WAITS_S = 0.2
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -209,6 +211,28 @@ async def test_requests_in_a_row_and_behind_each_other_share_a_connection(start_
             await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         writer.write(request(prompt="hello", max_tokens=2))
         assert b'"finish_reason":"length"' in await reader.readuntil(b'"pdserve"')
+
+
+async def test_a_ledger_begins_when_the_last_of_its_request_is_read(start_http: StartHttp) -> None:
+    door = await start_http()
+    decode = door.router.workers["d0"]
+    decode.is_paused = True
+    async with connected(door) as (reader, writer):
+        writer.write(request(prompt="a", max_tokens=2) + request(prompt="b", max_tokens=1))
+        await decode.until(lambda: bool(decode.decodes))
+        await asyncio.sleep(WAITS_S)  # the first answer lasts, with the other request read and behind it
+        decode.is_paused = False
+        decode._start(decode._decode(next(iter(decode.specs))))
+        _, second = [await one_answer(reader) for _ in range(2)]
+    assert second["timings_ms"]["tokenized"] > 1e3 * WAITS_S
+
+
+async def one_answer(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Read one response that is not a stream; return its ledger."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = head.partition(b"content-length: ")[2].split(b"\r\n")[0]
+    ledger: dict[str, Any] = json.loads(await reader.readexactly(int(length)))["pdserve"]
+    return ledger
 
 
 async def test_streams_end_before_the_router_does(start_http: StartHttp) -> None:

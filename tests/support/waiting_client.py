@@ -1,0 +1,97 @@
+"""A client that measures how long it waits, in a process of its own; beside each request, how long an echo takes.
+
+`waiting_client.py HOST:PORT NUMBER` asks a router's HTTP port so often, and writes an object for each request, a line
+each: its `ledger`, the milliseconds until its first token (`ttft_ms`), those of a round trip to a process that does
+nothing else (`echo_ms`), and what the live page has of it (`page`).
+"""
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+MAX_ASKED_LATER = 100  # requests whose timelines are asked for at once: the page keeps no more than a few hundred
+PAGE_S = 0.5  # until the page has what has ended
+
+
+SO_TIMESTAMPNS, TIMESPEC = 35, struct.Struct("qq")  # Linux' own: Python has no names for them
+
+
+class Connection:
+    """One connection, kept open."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._host = host
+
+    def wait(self, data: bytes, end: bytes) -> tuple[float, bytes]:
+        """Send; return the milliseconds until the answer's first bytes came, and the answer, which ends with `end`.
+
+        They came when the kernel had them, however long it took until this process ran again.
+        """
+        began_ns = time.time_ns()
+        self._socket.sendall(data)
+        answer, ((_, _, came),), _, _ = self._socket.recvmsg(65536, socket.CMSG_SPACE(TIMESPEC.size))
+        seconds, ns = TIMESPEC.unpack(came)
+        waited_ms = (seconds * 10**9 + ns - began_ns) / 1e6
+        while not answer.endswith(end):
+            answer += self._socket.recv(65536)
+        return waited_ms, answer
+
+    def ask(self, number: int) -> tuple[float, Any]:
+        """Ask for a few tokens; return the milliseconds until the first one, and the ledger."""
+        asked = {"prompt": f"prompt {number}", "max_tokens": 4, "stream": True, "return_token_ids": True}
+        body = json.dumps(asked | {"ignore_eos": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        waited_ms, answer = self.wait(head.encode() + body, b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        events = [line for line in answer.splitlines() if line.startswith(b"data: {")]
+        return waited_ms, json.loads(events[-1].removeprefix(b"data: "))["pdserve"]
+
+    def timeline(self, request_id: str) -> Any:  # noqa: ANN401
+        """Return what the live page has of a request."""
+        head = f"GET /page/requests/{request_id} HTTP/1.1\r\nhost: {self._host}\r\n\r\n"
+        return json.loads(self.wait(head.encode(), b"}")[1].partition(b"\r\n\r\n")[2])
+
+
+def requests(address: str, echo: str, count: int) -> Iterator[dict[str, Any]]:
+    door, other = Connection(address), Connection(echo)
+    asked: list[dict[str, Any]] = []
+    for number in range(count):
+        echo_ms, _ = other.wait(b"echo", b"echo")
+        ttft_ms, ledger = door.ask(number)
+        asked.append({"ttft_ms": ttft_ms, "echo_ms": echo_ms, "ledger": ledger})
+        if len(asked) == MAX_ASKED_LATER or number == count - 1:
+            time.sleep(PAGE_S)
+            for each in asked:
+                yield each | {"page": door.timeline(each["ledger"]["request_id"])}
+            asked.clear()
+
+
+def serve_echo() -> None:
+    """Answer one connection with what it sends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sys.stdout.write(f"127.0.0.1:{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        connection, _ = server.accept()
+        while data := connection.recv(65536):
+            connection.sendall(data)
+
+
+def main(address: str, count: int) -> None:
+    echoing = [sys.executable, "-c", "import waiting_client; waiting_client.serve_echo()"]
+    with subprocess.Popen(echoing, stdout=subprocess.PIPE, text=True, cwd=sys.path[0]) as echo:
+        assert echo.stdout is not None
+        for each in requests(address, echo.stdout.readline().strip(), count):
+            sys.stdout.write(json.dumps(each) + "\n")
+        echo.kill()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
