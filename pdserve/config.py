@@ -5,7 +5,7 @@ A default is written in one place: the field that has it.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -71,7 +71,26 @@ TRACES_HELP = (
 TRACES_PATTERN = r"^https?://[^/\s]+/?$"
 
 
-class WorkerConfig(ProcessConfig):
+class ClientsConfig(ProcessConfig):
+    """Settings of processes that await clients."""
+
+    ssl_certfile: Path | None = Field(
+        None, description="Certificate, PEM, that the ports for clients show; read again when it changes."
+    )
+    ssl_keyfile: Path | None = Field(None, description="Its private key, PEM; goes with ssl_certfile.")
+    api_keys_file: Path | None = Field(
+        None,
+        description="YAML file with tenants, the hashes of their API keys and their limits, read again when it "
+        "changes. Clients without one of these keys are denied; by default no key is asked for.",
+    )
+
+    @property
+    def certificates(self) -> dict[str, Path]:
+        public = {} if self.ssl_certfile is None else {"public": self.ssl_certfile}
+        return super().certificates | public
+
+
+class WorkerConfig(ClientsConfig):
     """Settings of a worker."""
 
     kind = "worker"
@@ -104,9 +123,17 @@ class WorkerConfig(ProcessConfig):
         "the status of an ended container name its process.",
     )
     routers: tuple[str, ...] = Field(
-        min_length=1,
+        (),
         description="Internal addresses of the routers, host:port. Each address that a host's name leads to is a "
-        "router; names are looked up again every ten seconds.",
+        "router; names are looked up again every ten seconds. At least one, unless dialect_port is set.",
+    )
+    dialect_host: str = Field("127.0.0.1", description="Host on which clients of this worker itself are awaited.")
+    dialect_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port on which this worker answers clients itself, with a router's gRPC APIs, while its role is "
+        "decode or mixed; 0 takes a free one. By default it is off.",
     )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     otlp_traces_endpoint: str | None = Field(None, pattern=TRACES_PATTERN, description=TRACES_HELP)
@@ -230,6 +257,12 @@ class WorkerConfig(ProcessConfig):
         """Tokens in one step, by role. One step has at least a token of each sequence."""
         own = self.max_num_batched_tokens
         return {role: own or max(count, self.max_num_seqs) for role, count in STEP_TOKENS.items()}
+
+    @model_validator(mode="after")
+    def _is_reached(self) -> Self:
+        if not self.routers and self.dialect_port is None:
+            raise ValueError("routers: at least one is needed, unless dialect_port is set")
+        return self
 
     @model_validator(mode="before")
     @classmethod

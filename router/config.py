@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.config import TRACES_HELP, TRACES_PATTERN, ProcessConfig
+from pdserve.config import TRACES_HELP, TRACES_PATTERN, ClientsConfig
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.perfmodel.profile import read_profile
 
@@ -49,7 +49,7 @@ class Limits(BaseModel):
     )
 
 
-class RouterConfig(Limits, ProcessConfig):
+class RouterConfig(Limits, ClientsConfig):
     """Everything that a router is configured with. Never changes afterwards."""
 
     model: str = Field(
@@ -82,15 +82,6 @@ class RouterConfig(Limits, ProcessConfig):
     )
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
-    ssl_certfile: Path | None = Field(
-        None, description="Certificate, PEM, that the ports for clients show; read again when it changes."
-    )
-    ssl_keyfile: Path | None = Field(None, description="Its private key, PEM; goes with ssl_certfile.")
-    api_keys_file: Path | None = Field(
-        None,
-        description="YAML file with tenants, the hashes of their API keys and their limits, read again when it "
-        "changes. Clients without one of these keys are denied; by default no key is asked for.",
-    )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     otlp_traces_endpoint: str | None = Field(None, pattern=TRACES_PATTERN, description=TRACES_HELP)
     otlp_traces_sample_ratio: float = Field(
@@ -125,11 +116,6 @@ class RouterConfig(Limits, ProcessConfig):
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
-
-    @property
-    def certificates(self) -> dict[str, Path]:
-        public = {} if self.ssl_certfile is None else {"public": self.ssl_certfile}
-        return super().certificates | public
 
     def start_costs(self) -> StepCosts | None:
         return None if self.profile is None else read_profile(self.profile).configuration(self.profile_tp).costs()

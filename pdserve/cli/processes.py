@@ -56,10 +56,22 @@ def worker(config: ConfigFile = None, **flags: object) -> None:
     settings = settings_of(WorkerConfig, config, flags)
     with thread_defaults(os.environ, settings.num_threads):
         from pdserve.worker.ending import end_drained
-        from pdserve.worker.server import serve
+
+        serve = _serving(settings)
 
     run_process(settings.worker_id, serve, settings)
     end_drained()
+
+
+def _serving(settings: WorkerConfig) -> Callable[[WorkerConfig], Coroutine[Any, Any, None]]:
+    """Import what a worker's process is, with or without a router of its own."""
+    if settings.dialect_port is None:
+        from pdserve.worker import server
+
+        return server.serve
+    from pdserve import direct
+
+    return direct.serve
 
 
 @config_flags(WatcherConfig)

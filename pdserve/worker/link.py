@@ -54,11 +54,14 @@ class Links:
         register: link.Register,
         sink: Sink[Event],
         on_dismissed: Callable[[str], None],
+        own: str = "",
     ) -> None:
-        """`names`: host:port each, ConfigError where one is not.
+        """`names`: host:port each, ConfigError where one is not. `own`: that of this process's own router, if any.
 
         `on_dismissed` is told why a router says that this process must end; it is dialled no more.
         """
+        self._own = own
+        names = (*names, own) if own else names
         self._lookups = Lookups(names, "routers", lambda *found: self._handle(attaching.Found(*found)))
         self._credentials = credentials
         self._register = register
@@ -169,7 +172,8 @@ class Links:
         self._handle(attaching.Ended(dial.router, reason, is_dismissal))
 
     async def _attach(self, dial: Dial, stream: _Stream) -> None:
-        async with self._credentials.channel(dial.address, Part.ROUTER) as channel:
+        credentials = Credentials(self._credentials.secret) if dial.address == self._own else self._credentials
+        async with credentials.channel(dial.address, Part.ROUTER) as channel:
             proof = await identify(channel, self._credentials.secret, ATTACH)
             call: Call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=proof)
             try:

@@ -82,8 +82,11 @@ class Worker:
         yield from span_samples(self.outbox.spans.counts if self.outbox.spans else {})
 
 
-async def serve(config: WorkerConfig) -> None:
-    """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision."""
+async def serve(config: WorkerConfig, own_router: str = "") -> None:
+    """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision.
+
+    `own_router` is where a router of this process awaits it, over loopback and without TLS.
+    """
     check_addresses(config)
     check_network(config)
     configure_logging(config.worker_id, config.log_level, config.log_format)
@@ -95,7 +98,8 @@ async def serve(config: WorkerConfig) -> None:
     inbox, clock = Inbox(), MonotonicClock()
     async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
-        links = Links(config.routers, credentials, register, listener, partial(end_process, DISMISSED_EXIT_STATUS))
+        end = partial(end_process, DISMISSED_EXIT_STATUS)
+        links = Links(config.routers, credentials, register, listener, end, own_router)
         linking = group.create_task(links.run(), name="links")
         checkpoint = await thread.call(open_model, config)
         listener.open_grammars(_grammars(checkpoint, inbox))

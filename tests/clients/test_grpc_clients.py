@@ -1,4 +1,4 @@
-"""Clients of others against live clusters: Triton's own, and the gateway smg in front of two routers.
+"""Clients of others against live clusters: Triton's own, and the gateway smg in front of two routers and two workers.
 
 They need another protobuf than pdserve: PDSERVE_CLIENTS names the folder with the programs of their environment.
 """
@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import lone_process
 import pytest
 from live_cluster import LiveCluster, is_idle, live_cluster
+from scraping import scrape
 
+from pdserve import metrics
 from pdserve.checkpoint.fetch import resolve_model
+from pdserve.launch.folder import free_port
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.skipif("PDSERVE_CLIENTS" not in os.environ, reason="make test-clients sets it"),
 ]
 
@@ -48,9 +51,9 @@ def test_tritons_own_client_infers_and_streams(clusters: list[LiveCluster]) -> N
 
 
 @contextmanager
-def gateway(clusters: list[LiveCluster]) -> Iterator[str]:
-    """Run smg in front of routers; yield its URL."""
-    urls = [f"grpc://{cluster.endpoint}" for cluster in clusters]
+def gateway(engines: list[str]) -> Iterator[str]:
+    """Run smg in front of engines, host:port each; yield its URL."""
+    urls = [f"grpc://{engine}" for engine in engines]
     ports = ("--host", "127.0.0.1", "--port", str(PORT), "--prometheus-port", str(METRICS_PORT))
     command = [program("smg"), "launch", "--worker-urls", *urls, "--policy", "round_robin", *ports]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -79,16 +82,35 @@ def first_answer(url: str) -> bytes:
             time.sleep(0.2)
 
 
-def test_a_gateway_in_front_of_two_routers_answers_from_both(clusters: list[LiveCluster]) -> None:
-    before = [cluster.status().demand.num_requests for cluster in clusters]
-    with gateway(clusters) as url:
-        first_answer(url)
-        texts = {json.loads(ask(url))["choices"][0]["message"]["content"] for _ in range(4)}
-        lines = [line for line in ask(url, stream=True).decode().splitlines() if line.startswith("data: {")]
+def check_answers(url: str) -> None:
+    """Ask a gateway until it answers, then for the same some times, whole and streamed."""
+    first_answer(url)
+    texts = {json.loads(ask(url))["choices"][0]["message"]["content"] for _ in range(4)}
+    lines = [line for line in ask(url, stream=True).decode().splitlines() if line.startswith("data: {")]
     assert len(texts) == 1
     assert "Paris" in texts.pop()
     deltas = [json.loads(line.removeprefix("data: "))["choices"] for line in lines]
     assert "Paris" in "".join(choice["delta"].get("content") or "" for choices in deltas for choice in choices)
+
+
+def test_a_gateway_in_front_of_two_routers_answers_from_both(clusters: list[LiveCluster]) -> None:
+    before = [cluster.status().demand.num_requests for cluster in clusters]
+    with gateway([cluster.endpoint for cluster in clusters]) as url:
+        check_answers(url)
     for cluster in clusters:
         status = cluster.wait_for(is_idle, 20)
         assert status.demand.num_requests > before.pop(0)
+
+
+def test_a_gateway_in_front_of_two_workers_answers_from_both(tmp_path: Path) -> None:
+    ports, shown = [[free_port("127.0.0.1") for _ in range(2)] for _ in range(2)]
+    own = {"role": "mixed", "routers": (), "dtype": "float32", "served_model_name": MODEL}
+    with ExitStack() as stack:
+        for name, port, metrics_port in zip("ab", ports, shown, strict=True):
+            settings = {**own, "worker_id": name, "dialect_port": port, "metrics_port": metrics_port}
+            command = lone_process.command(lone_process.DECODE, tmp_path / name, resolve_model(MODEL), **settings)
+            stack.enter_context(lone_process.process(command, tmp_path / name))
+        with gateway([f"127.0.0.1:{port}" for port in ports]) as url:
+            check_answers(url)
+        for port in shown:
+            assert scrape(f"127.0.0.1:{port}").total(metrics.SAMPLED_TOKENS.name) > 0

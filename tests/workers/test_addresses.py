@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pdserve import direct
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvtransfer.server import advertised
@@ -66,3 +67,14 @@ async def test_a_server_listens_on_ipv6_too() -> None:
     address = listen(grpc.aio.server(), "::1", 0, "handoff_port")
     assert address.startswith("[::1]:")
     assert int(address.removeprefix("[::1]:")) > 0
+
+
+async def test_strangers_are_no_clients_of_a_worker() -> None:
+    with pytest.raises(ConfigError, match=r"dialect_host: .* set ssl_certfile, ssl_keyfile and api_keys_file"):
+        await direct.serve(config(dialect_host="0.0.0.0", dialect_port=0))
+
+
+def test_a_worker_that_nobody_reaches_is_refused() -> None:
+    with pytest.raises(ValueError, match="routers: at least one is needed, unless dialect_port is set"):
+        config(routers=())
+    assert config(routers=(), dialect_port=0).routers == ()

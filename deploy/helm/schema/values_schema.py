@@ -28,7 +28,7 @@ FILE = CHART / "values.schema.json"
 OF_THE_CHART = {
     *("model", "served_model_name", "secret_file", "identity_dir", "ssl_certfile", "ssl_keyfile", "api_keys_file"),
     *("host", "port", "http_host", "http_port", "internal_host", "internal_port"),
-    *("handoff_host", "handoff_port", "handoff_rdma_devices"),
+    *("handoff_host", "handoff_port", "handoff_rdma_devices", "dialect_host", "dialect_port"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
     *("role", "routers", "router_id", "worker_id", "launch_id", "incarnation", "termination_message_file"),
     *("tensor_parallel_size", "policy", "policy_resource", "name"),

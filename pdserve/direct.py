@@ -1,0 +1,51 @@
+"""A worker that answers clients itself: beside it in its process runs a router that places on this worker alone.
+
+Such requests are computed from the prompt to the end where they arrive; those of other routers share its steps. The
+link between the two is a worker's usual one, over loopback and without TLS. A worker drains as ever: what its clients
+have begun is finished, and the router ends after it.
+"""
+
+import asyncio
+
+from pdserve.config import WorkerConfig
+from pdserve.router import server as router
+from pdserve.router.config import RouterConfig
+from pdserve.rpc import check_bind
+from pdserve.worker import server as worker
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Run a worker and its router until the worker has drained. ConfigError where a port cannot be had."""
+    own = _of_router(config)
+    model = await asyncio.to_thread(router.load_model, own)
+    stop = asyncio.Event()
+    listening: asyncio.Future[router.Addresses] = asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(router.run(own, model, stop, listening.set_result), name="own router")
+        try:
+            await worker.serve(config, own_router=(await listening).internal)
+        finally:
+            stop.set()
+
+
+def _of_router(config: WorkerConfig) -> RouterConfig:
+    """Return the settings of a worker's own router. ConfigError where strangers would reach it."""
+    has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
+    remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or dialect_host to 127.0.0.1"
+    check_bind(config.dialect_host, has_identity=has_identity, key="dialect_host", remedy=remedy)
+    own = {
+        "router_id": config.worker_id,
+        "host": config.dialect_host,
+        "port": config.dialect_port,
+        "internal_port": 0,
+        "local_prefill": True,
+        "metrics": False,
+        "pool_grace_s": 0.0,  # while the worker loads or drains, a client is to try another one
+    }
+    return RouterConfig.model_validate({name: getattr(config, name) for name in _SHARED} | own)
+
+
+_SHARED = (
+    *("model", "served_model_name", "secret_file", "ssl_certfile", "ssl_keyfile", "api_keys_file"),
+    *("otlp_traces_endpoint", "drain_timeout_s", "log_level", "log_format"),
+)

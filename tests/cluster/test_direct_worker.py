@@ -1,0 +1,66 @@
+"""A worker that answers clients itself, over vLLM's gRPC API, with no other router."""
+
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import lone_process
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+from transformers import PreTrainedModel
+
+from pdserve.certificates import Part
+from pdserve.launch.authority import Authority
+from pdserve.launch.folder import free_port
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 60
+PROMPT, NUM_TOKENS = list(range(5, 45)), 48
+
+
+def request(**sampling: object) -> vllm.GenerateRequest:
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
+    return vllm.GenerateRequest(
+        request_id="one", tokenized=vllm.TokenizedInput(input_ids=PROMPT), sampling_params=params, stream=True
+    )
+
+
+@pytest.mark.parametrize("role", ["decode", "mixed"])
+def test_it_computes_from_the_prompt_to_the_end_and_drains(
+    tmp_path: Path, model: Path, oracle: PreTrainedModel, role: str
+) -> None:
+    port = free_port("127.0.0.1")
+    settings: dict[str, object] = {
+        "role": role,
+        "routers": (),
+        "dialect_port": port,
+        "dtype": "float32",
+        "num_pages": 600,
+    }
+    if role == "mixed":  # in a cluster with certificates
+        Authority.new().write_identity(tmp_path / "identity", Part.WORKER, "pdserve", timedelta(days=1))
+        settings["identity_dir"] = tmp_path / "identity"
+    command = lone_process.command(lone_process.DECODE, tmp_path, model, **settings)
+    with lone_process.process(command, tmp_path) as worker, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        until_serving(channel)
+        replies = VllmEngineStub(channel).Generate(request(), timeout=PATIENCE_S)
+        tokens = list(next(replies).chunk.token_ids)
+        worker.send_signal(signal.SIGTERM)  # what has begun is finished
+        for reply in replies:
+            tokens += reply.chunk.token_ids
+        assert worker.wait(PATIENCE_S) == 0
+    with torch.no_grad():
+        scores = oracle(torch.tensor([PROMPT + tokens])).logits[0]
+    assert tokens == scores[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    assert len(tokens) == NUM_TOKENS
+
+
+def until_serving(channel: grpc.Channel) -> None:
+    """Return once requests may come."""
+    asked = health_pb2.HealthCheckRequest(service="vllm.grpc.engine.VllmEngine")
+    news = health_pb2_grpc.HealthStub(channel).Watch(asked, timeout=PATIENCE_S, wait_for_ready=True)
+    assert any(reply.status == health_pb2.HealthCheckResponse.SERVING for reply in news)
