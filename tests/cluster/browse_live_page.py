@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 
 import grpc
@@ -18,12 +19,14 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.frontend.page.board import MAX_OF_STAGE
 
 pytestmark = pytest.mark.timeout(600)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PICTURES = os.environ.get("PDSERVE_PICTURES")  # folder that they are written to
 SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
+NUM_MANY = 20  # requests that fill a lane
 PATIENCE_MS = 60_000  # with a busy machine
 POLICY = """
 apiVersion: pdserve/v1alpha1
@@ -214,6 +217,39 @@ def test_a_cut_stream_is_noticed_and_news_come_again(opened: Open, cluster: Live
     page.wait_for_selector('#link[data-state="live"]')
     assert not page.is_visible("#cut")
     cluster.wait_for(all_ready(3), 60)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_full_lane_shows_the_newest_marks_and_counts_the_others(
+    opened: Open, cluster: LiveCluster, size: str
+) -> None:
+    page = opened(size)
+    many = inference.GenerateRequest(
+        text=PROMPTS[0], sampling=inference.SamplingParams(max_tokens=300, ignore_eos=True, temperature=1.0)
+    )
+    calls = [cluster.start(many) for _ in range(NUM_MANY)]
+    lane = page.locator("#lanes [data-stage=decode]")
+    try:
+        page.wait_for_selector(f"#lanes [data-stage=decode] .count:text-is('{NUM_MANY}')")
+        assert lane.locator("button").count() == MAX_OF_STAGE
+        assert lane.locator("ul").get_attribute("class") == "dense"
+        assert lane.locator(".more").text_content() == f"and {NUM_MANY - MAX_OF_STAGE} more"
+        boxes = lane.locator("button").evaluate_all("all => all.map((each) => each.getBoundingClientRect().toJSON())")
+        assert not any(overlap(one, other) for one, other in combinations(boxes, 2))
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert violations(page) == []
+    finally:
+        for call in calls:
+            call.cancel()
+    page.wait_for_selector("#lanes [data-stage=decode] button", state="detached")
+
+
+def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    """Return whether two boxes have more in common than an edge."""
+    return all(
+        one[start] < other[end] - 1 and other[start] < one[end] - 1
+        for start, end in (("left", "right"), ("top", "bottom"))
+    )
 
 
 def test_the_keyboard_alone_suffices(opened: Open, cluster: LiveCluster) -> None:
