@@ -6,7 +6,7 @@ from pathlib import Path
 from http_door import StartHttp
 from router_fakes import TOKENIZER, tokens_of
 
-from pdserve.batch import Pace, Tally, check, client, run_batch
+from pdserve.batch import Tally, check, client, run_batch
 
 
 async def test_a_batch_has_its_answers_and_its_refusals(start_http: StartHttp, tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ async def test_a_batch_has_its_answers_and_its_refusals(start_http: StartHttp, t
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert check(source) == 2
     async with client(door.router.addresses.http) as http:
-        tally = await run_batch(source, out, http, Pace(), lambda: None)
+        tally = await run_batch(source, out, http, 2, 0, lambda: None)
     assert tally == Tally(num_done=1, num_failed=1)
     results = {line["custom_id"]: line["response"] for line in map(json.loads, out.read_text().splitlines())}
     prompt = TOKENIZER.encode("hello", add_special=False)
