@@ -1,17 +1,17 @@
 """What an autoscaler decided last is shown beside its policy, and by itself with what went before."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from cluster_states import cluster_state
 from typer.testing import CliRunner
 
 from pdserve.autoscaler.decisions import Add, Binds, Decision
 from pdserve.autoscaler.journal import Journal
 from pdserve.cli.app import app
 from pdserve.errors import ConfigError
-from pdserve.launch.folder import RECORD_FILE, ClusterState, state_file
+from pdserve.launch.folder import RECORD_FILE, state_file
 from pdserve.roles import Role
 
 POLICY = Path(__file__).resolve().parents[2] / "deploy" / "policies" / "local.yaml"
@@ -24,17 +24,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = state_file("c")
     path.parent.mkdir(parents=True)
-    state = ClusterState(
-        name="c",
-        supervisor_pid=os.getpid(),
-        endpoint="127.0.0.1:1",
-        admin="127.0.0.1:2",
-        secret_file=path.with_name("secret"),
-        model="m",
-        ready=True,
-        processes=(),
-    )
-    path.write_text(state.model_dump_json(), encoding="utf-8")
+    path.write_text(cluster_state(path.with_name("secret")).model_dump_json(), encoding="utf-8")
     return Journal(path.with_name(RECORD_FILE), POLICY)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cluster_states import cluster_state
 
 from pdserve import rpc
 from pdserve.clock import MonotonicClock
@@ -98,16 +99,7 @@ async def scene(*children: ChildSpec, backoff: Backoff | None = None) -> AsyncIt
         add_AdminServiceServicer_to_server(operators, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        state = ClusterState(
-            name="tests",
-            supervisor_pid=os.getpid(),
-            endpoint="127.0.0.1:1",
-            admin=f"127.0.0.1:{port}",
-            secret_file=secret_file,
-            model="m",
-            ready=False,
-            processes=(),
-        )
+        state = cluster_state(secret_file, admin=f"127.0.0.1:{port}", ready=False)
         notices: list[str] = []
         heard = asyncio.Event()
 

@@ -1,9 +1,8 @@
 """The state's table has every number that an operator needs, and says why a worker gets nothing."""
 
-import io
 import re
 
-from rich.console import Console
+from cluster_states import printed
 
 from pdserve.cli.status import render
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -11,9 +10,7 @@ from pdserve.proto.v1 import link_pb2 as link
 
 
 def shown(status: admin.ClusterStatus) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(render(status))
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+    return printed(render(status))
 
 
 def row(text: str, name: str) -> list[str]:

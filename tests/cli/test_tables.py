@@ -1,6 +1,5 @@
 """Tables fit where they are printed, and never cut a header."""
 
-import io
 import json
 import sys
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from rich.console import Console
+from cluster_states import printed
 
 from pdserve.cli.status import render
 from pdserve.measure import tables
@@ -25,12 +24,6 @@ COLUMNS = (
     Column("utilization", rank=2),
 )
 SHEET = Sheet("a title", COLUMNS, [("one", "1.5", "90.1", "12 34"), ("another", "2.5", "80.2", "56 78")], ["a note"])
-
-
-def printed(shown: Sheet | Comparison, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(shown)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_with_room_every_column_has_its_full_name_and_units_are_told_below() -> None:

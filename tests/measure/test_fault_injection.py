@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+
+from cluster_states import cluster_state
 
 from pdserve.clock import MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
@@ -26,17 +27,8 @@ def state(**pids: int | None) -> Callable[[], ClusterState]:
         ProcessState(name=name, role="router" if name == "router" else "decode", pid=pid, incarnation=1, num_restarts=0)
         for name, pid in pids.items()
     )
-    told = ClusterState(
-        name="c",
-        supervisor_pid=1,
-        endpoint="",
-        admin="",
-        secret_file=Path(),
-        model="m",
-        ready=True,
-        processes=processes,
-    )
-    return lambda: told
+    shown = cluster_state(processes=processes)
+    return lambda: shown
 
 
 @asynccontextmanager

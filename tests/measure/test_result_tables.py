@@ -1,11 +1,10 @@
 """Every measurement has a table and JSON: a row or column for each result, and numbers that JSON can hold."""
 
-import io
 import json
 from math import inf
 
 import pytest
-from rich.console import Console
+from cluster_states import printed
 
 from pdserve.capacity.replay import replay_table
 from pdserve.measure.accuracy import Accuracy, accuracy_json, error_table
@@ -41,12 +40,6 @@ FINDINGS = Findings("work", 10.0, OBJECTIVE, RUNS)
 LATE = LateRouter("router-1", 1.0, 2.0, 3, 4, 0.5, 0.75)
 FAULTS = (Fault("decode-0", 1, 0.5, was_attached=True, noticed_s=0.25),)
 VERDICT = Verdict(tally("chaos", [served(), served("token 0")]), FAULTS, TIMES, None, "a page", 1, {"OK": 2})
-
-
-def printed(shown: object) -> str:
-    console = Console(file=io.StringIO(), width=300)
-    console.print(shown)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.mark.parametrize(

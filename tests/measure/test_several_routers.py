@@ -1,13 +1,13 @@
 """What the measurement with several routers sends to whom."""
 
-import secrets
 from pathlib import Path
 
 import pytest
+from cluster_states import cluster_state
 
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
-from pdserve.launch.folder import ClusterState, free_port
+from pdserve.launch.folder import free_port, write_secret
 from pdserve.launch.local import LaunchError
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import Client, connect
@@ -32,33 +32,16 @@ def test_equal_seeds_deal_requests_out_alike() -> None:
     assert split(ARRIVALS, 3, seed=5) == split(ARRIVALS, 3, seed=5) != split(ARRIVALS, 3, seed=6)
 
 
-def state_of(folder: Path) -> ClusterState:
-    """Return the state of a cluster that has a secret, and no router."""
-    secret = folder / "secret"
-    secret.write_text(secrets.token_hex(32))
-    secret.chmod(0o600)
-    return ClusterState(
-        name="counting",
-        supervisor_pid=1,
-        endpoint="",
-        admin="127.0.0.1:9",
-        secret_file=secret,
-        model="m",
-        ready=True,
-        processes=(),
-    )
-
-
 async def test_a_late_router_that_does_not_start_ends_the_measurement_with_its_exit_status(tmp_path: Path) -> None:
     spec = ClusterSpec(str(tmp_path / "no-model"), "counting")
     with pytest.raises(ExceptionGroup) as caught:
-        async with late_router(spec, state_of(tmp_path), "router-1", free_port("127.0.0.1")):
+        async with late_router(spec, cluster_state(write_secret(tmp_path)), "router-1", free_port("127.0.0.1")):
             pass
     assert caught.group_contains(LaunchError, match="router-1 ended with status 2 before its workers were attached")
 
 
 async def test_a_measurement_shows_the_operators_certificate_where_the_cluster_asks_for_one(tmp_path: Path) -> None:
-    state = state_of(tmp_path).model_copy(update={"identity_dir": tmp_path / "identity"})
+    state = cluster_state(write_secret(tmp_path), identity_dir=tmp_path / "identity")
     async with connect(state.admin, None) as channel:
         live = LiveCluster(state, Client(channel, MonotonicClock()), 1)
         with pytest.raises(ConfigError, match="identity_dir"):

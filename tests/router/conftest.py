@@ -1,6 +1,5 @@
 """Real routers in this process, each of which has to be idle at its test's end."""
 
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,14 +8,12 @@ import pytest
 from router_fakes import TEMPLATE, RouterUnderTest, StartRouter, running_router
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults
+from pdserve.launch.folder import write_secret
 
 
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.write_text(secrets.token_hex(32))
-    path.chmod(0o600)
-    return path
+    return write_secret(tmp_path)
 
 
 @pytest.fixture

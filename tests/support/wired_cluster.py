@@ -3,7 +3,6 @@
 No launcher: nothing is started again, and nobody reports a process's end but the test.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster_states import cluster_state
 from fault_proxy import FaultProxy, fault_proxies
 from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 
@@ -91,16 +91,9 @@ class Wiring:
         return self.start(role, name, {**self._flags[name], **fresh, **flags})
 
     def state(self) -> ClusterState:
-        return ClusterState(
-            name="wired",
-            supervisor_pid=os.getpid(),
-            endpoint=f"{HOST}:{self.public_port}",
-            admin=f"{HOST}:{self.internal_port}",
-            secret_file=self.secret_file,
-            model="wired",
-            ready=True,
-            processes=tuple(state for _, state in self.started.values()),
-        )
+        endpoint, admin = f"{HOST}:{self.public_port}", f"{HOST}:{self.internal_port}"
+        processes = tuple(state for _, state in self.started.values())
+        return cluster_state(self.secret_file, name="wired", endpoint=endpoint, admin=admin, processes=processes)
 
     def log_of(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
