@@ -152,7 +152,7 @@ class PodActuator:
         return f"/apis/apps/v1/namespaces/{self._settings.namespace}/deployments/{workload.name}/scale"
 
     async def _list(self, selector: str) -> tuple[list[Pod], str]:
-        return await self._client.list(self._pods_path, Pod, selector)
+        return await self._client.pods(self._pods_path, selector)
 
     async def _annotate(self, pod: Pod, cost: str | None) -> None:
         await self._patch(pod, {"annotations": {DELETION_COST: cost}})

@@ -17,7 +17,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.core.exceptions import ConfigError as SettingsError
 
 from pdserve.errors import CommandError, ConfigError
-from pdserve.kubernetes.objects import Listing, Object, Status
+from pdserve.kubernetes.objects import Object, Pod, PodList, Status
 
 TIMEOUT_S = 10.0  # of a request, without the waits that the API asks for
 QUIET_S = 90.0  # of a watch, after which its connection counts as lost; the API sends a bookmark each minute
@@ -88,13 +88,13 @@ class Client:
     async def get(self, path: str, kind: type[T]) -> T:
         return decoded(await self._ask("GET", path), kind)
 
-    async def list(self, path: str, kind: type[T], selector: str = "") -> tuple[list[T], str]:
-        """Return all objects as the API has them now, and the version of that list."""
-        found: list[T] = []
+    async def pods(self, path: str, selector: str = "") -> tuple[list[Pod], str]:
+        """Return all pods as the API has them now, and the version of that list."""
+        found: list[Pod] = []
         params = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
-            page = decoded(await self._ask("GET", path, params=params), Listing)
-            found += [converted(item, kind) for item in page.items]
+            page = decoded(await self._ask("GET", path, params=params), PodList)
+            found += page.items
             if not page.metadata.continue_:
                 return found, page.metadata.resource_version
             params["continue"] = page.metadata.continue_
@@ -160,14 +160,6 @@ def decoded(text: bytes, kind: type[T]) -> T:
     """Return an object from JSON; UnreachableError where it is none."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError as error:
-        raise UnreachableError(f"the API answered something else: {error}") from error
-
-
-def converted(item: Any, kind: type[T]) -> T:  # noqa: ANN401 - whatever JSON holds
-    """Return an object from decoded JSON; UnreachableError where it is none."""
-    try:
-        return msgspec.convert(item, type=kind)
     except msgspec.MsgspecError as error:
         raise UnreachableError(f"the API answered something else: {error}") from error
 

@@ -1,7 +1,5 @@
 """What is read of Kubernetes' objects. Fields that are not named here are dropped as they are decoded."""
 
-from typing import Any
-
 from msgspec import Struct, field
 
 ROLE_LABEL = "pdserve.dev/role"
@@ -137,16 +135,16 @@ class Status(Object, frozen=True):
     reason: str = ""
 
 
-class Listing(Object, frozen=True):
-    """A page of a list; its items are decoded one by one."""
-
-    metadata: "ListMetadata"
-    items: list[Any] = field(default_factory=list)
-
-
 class ListMetadata(Object, frozen=True):
     resource_version: str = ""
     continue_: str = field(name="continue", default="")
+
+
+class PodList(Object, frozen=True):
+    """A page of a list."""
+
+    metadata: ListMetadata
+    items: tuple[Pod, ...] = ()
 
 
 def has(conditions: tuple[Condition, ...], kind: str) -> bool:

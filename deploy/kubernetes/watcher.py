@@ -12,7 +12,7 @@ from pdserve.clock import Clock
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kubernetes.client import ApiError, Client, RefusedError
 from pdserve.kubernetes.ends import Ended, Ends
-from pdserve.kubernetes.objects import Lease, Node, Pod
+from pdserve.kubernetes.objects import Lease, Node
 from pdserve.kubernetes.rights import NODE_LEASES
 from pdserve.kubernetes.watching import Changed, Listed, watch
 from pdserve.launch.admin import AdminClient
@@ -122,9 +122,9 @@ class PodWatcher:
 
     async def _confirm(self, uids: set[str]) -> None:
         """Report the processes of these pods as ended, if a list that is read now has none of them."""
-        items, _ = await self._client.list(self._path, Pod)
-        self._report(self._ends.listed(items, self._clock.now_s()))
-        self._report(self._ends.proved(uids - {pod.metadata.uid for pod in items}))
+        pods, _ = await self._client.pods(self._path)
+        self._report(self._ends.listed(pods, self._clock.now_s()))
+        self._report(self._ends.proved(uids - {pod.metadata.uid for pod in pods}))
 
     async def _node(self, name: str) -> set[str]:
         """Read a node and its Lease; return the uids of its removed pods whose processes must have ended."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError, converted
+from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError
 from pdserve.kubernetes.objects import Object, Pod, Status
 from pdserve.values import value
 
@@ -42,7 +42,7 @@ async def watch(client: Client, path: str) -> AsyncIterator[Listed | Changed]:
         error: ApiError | None = None
         try:
             if not version:
-                pods, version = await client.list(path, Pod)
+                pods, version = await client.pods(path)
                 failures = 0
                 yield Listed(tuple(pods))
             async for text in client.changes(path, version):
@@ -71,6 +71,6 @@ def _read(text: bytes) -> tuple[str, Pod]:
         if line.type == "ERROR":
             status = msgspec.json.decode(line.object, type=Status)
             raise RefusedError(status.code, status.message)
-        return line.type, converted(msgspec.json.decode(line.object), Pod)
+        return line.type, msgspec.json.decode(line.object, type=Pod)
     except msgspec.MsgspecError as error:
         raise RefusedError(GONE, f"a watch sent something else: {error}") from error
