@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
-from pdserve.kernels.cpu.library import DTYPES, Float, Pointer, Size, function
+from pdserve.kernels.cpu.calls import Call, Calls, Kind
+from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
 
 SPLIT = 256  # keys of an item, as in src/attention.c
 LANES = 16
@@ -41,14 +42,13 @@ class Rows:
 class PagedAttention:
     """The library's attention over one pool of pages, for one model's heads."""
 
-    def __init__(self, loaded: ctypes.CDLL, pool: Tensor, num_heads: int) -> None:
+    def __init__(self, pool: Tensor, num_heads: int) -> None:
         """pool: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], float32 or bfloat16, contiguous."""
         require_tensor("pool", pool, (None, None, 2, None, None, None), tuple(DTYPES))
         require(pool.is_contiguous(), "pool must be contiguous")
         _, num_layers, _, num_kv_heads, page_size, head_dim = pool.shape
         require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
         require(serves(head_dim, pool.dtype), f"head_dim must be a multiple of {LANES} to {MAX_HEAD_DIM}")
-        self._attend = function(loaded, "pdserve_attend", Pointer, Size, *[Pointer] * 4, Float)
         self._pool = pool
         self._partials = torch.empty(0)
         self._step = _Step(
@@ -89,22 +89,26 @@ class PagedAttention:
         step.num_keys = int((rows.ends - rows.begins).sum())
         self._arrays = (kept, cos_sin)
 
-    def run(self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, *, out: Tensor) -> None:
-        """Norm and rotate q and k in place, write K and V into the pages, and attend with the rows.
+    def run(self, calls: Calls, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
+        """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. norms: the weights
-        [head_dim] of q's and of k's norm. out: [num_rows, num_heads * head_dim].
+        [head_dim] of q's and of k's norm. Returns [num_tokens, num_heads * head_dim], of which the rows come first.
         """
         step, dtype = self._step, self._pool.dtype
         num_heads = step.num_heads + 2 * step.num_kv_heads
-        require_tensor("qkv", qkv, (step.num_tokens, num_heads, step.head_dim), (dtype,))
-        require_tensor("out", out, (step.num_rows, step.num_heads * step.head_dim), (dtype,))
-        require(qkv.is_contiguous() and out.is_contiguous(), "qkv and out must be contiguous")
+        require_tensor("qkv", qkv, (None, num_heads, step.head_dim), (dtype,))
+        require(qkv.is_contiguous(), "qkv must be contiguous")
+        require(len(qkv) >= step.num_tokens, f"qkv must be of {step.num_tokens} tokens, got {len(qkv)}")
         require(0 <= layer < step.num_layers, f"layer must be below {step.num_layers}, got {layer}")
         for name, weight in zip(("q_norm", "k_norm"), norms or (), strict=False):
             require_tensor(name, weight, (step.head_dim,), (dtype,))
         q_norm, k_norm = (None, None) if norms is None else (weight.data_ptr() for weight in norms)
-        self._attend(ctypes.byref(step), layer, qkv.data_ptr(), out.data_ptr(), q_norm, k_norm, eps)
+        out = calls.empty(len(qkv), step.num_heads * step.head_dim, dtype)
+        where = {"x": qkv.data_ptr(), "step": ctypes.addressof(step), "layer": layer, "out": out.data_ptr()}
+        placing = Call(kind=Kind.PLACING, q_norm=q_norm, k_norm=k_norm, eps=eps, **where)
+        calls.take(len(qkv), placing, Call(kind=Kind.RANGES, **where), Call(kind=Kind.COMBINING, **where))
+        return out
 
 
 def serves(head_dim: int, dtype: torch.dtype) -> bool:

@@ -2,12 +2,14 @@
 
 import ctypes
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
-from pdserve.kernels.cpu.library import Pointer, Size, function
+from pdserve.kernels.cpu.calls import Call, Calls, Kind
+from pdserve.kernels.cpu.library import DTYPES, Size
 
 TILE = 32  # outputs
 LANES = 16  # of one vector
@@ -60,11 +62,6 @@ def require_bias(bias: Tensor | None, num_outputs: int, dtype: torch.dtype) -> N
         require_tensor("bias", bias, (num_outputs,), (dtype,))
 
 
-def embedded(tiles: Tiles, rows: Tensor) -> Tensor:
-    """Return rows of the matrix: rows int64 [num_rows] -> [num_rows, inputs]."""
-    return tiles.data[rows // TILE, :, rows % TILE].flatten(1)
-
-
 def multiplies_bfloat16(loaded: ctypes.CDLL) -> bool:
     """Say whether the library multiplies bfloat16 on this processor."""
     return answer(loaded, "pdserve_multiplies_bfloat16")
@@ -77,30 +74,70 @@ def answer(loaded: ctypes.CDLL, name: str) -> bool:
     return bool(found())
 
 
-class Products:
-    """The library's products of bfloat16. What a row becomes depends on that row alone, not on how many there are."""
+class AnyTiles(Protocol):
+    """What products need to know of a matrix in tiles, whatever its elements are."""
 
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        arguments = (Pointer, Size, Pointer, Size, Size, Size, Pointer, Pointer, Pointer, Size, Size, Size)
-        self._product = function(loaded, "pdserve_product_bfloat16", *arguments)
+    @property
+    def data(self) -> Tensor: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def inputs(self) -> int: ...
 
-    def product(self, x: Tensor, tiles: Tiles, residual: Tensor | None = None) -> Tensor:
-        """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias and residual added or gated.
 
-        Bias, residual and gate are applied to float32 sums.
-        """
-        require_tensor("x", x, (None, tiles.inputs), (torch.bfloat16,))
-        num_rows, inputs = x.shape
-        after, added, stride = GATED if tiles.gated else PLAIN, None, 0
-        if residual is not None:
-            require(not tiles.gated, "residual: none with gated tiles")
-            require_tensor("residual", residual, (num_rows, tiles.width), (torch.bfloat16,))
-            after, added, stride = ADDED, residual.data_ptr(), residual.stride(0)
-        bias = None if tiles.bias is None else tiles.bias.data_ptr()
-        out = torch.empty((num_rows, tiles.width), dtype=torch.bfloat16)
-        rows = (out.data_ptr(), tiles.width, x.data_ptr(), x.stride(0), num_rows, inputs)
-        self._product(*rows, tiles.data.data_ptr(), bias, added, stride, tiles.width, after)
-        return out
+def multiply(calls: Calls, x: Tensor, tiles: Tiles, residual: Tensor | None = None) -> Tensor:
+    """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias and residual added or gated.
+
+    Bias, residual and gate are applied to float32 sums. The result overwrites the residual, if there is one. What a row
+    becomes depends on that row alone, not on how many there are.
+    """
+    call, out = product_call(calls, x, tiles, residual, torch.bfloat16)
+    call.kind = Kind.PRODUCT_BFLOAT16
+    calls.take(len(x), call)
+    return out
+
+
+def look_up(calls: Calls, ids: Tensor, tiles: Tiles) -> Tensor:
+    """Return rows of the matrix: ids int64 [num_rows], all below the width -> [num_rows, inputs]."""
+    call, out = lookup_call(calls, ids, tiles, torch.bfloat16)
+    call.kind = Kind.LOOKUP_BFLOAT16
+    calls.take(len(ids), call)
+    return out
+
+
+def product_call(
+    calls: Calls, x: Tensor, tiles: AnyTiles, residual: Tensor | None, dtype: torch.dtype
+) -> tuple[Call, Tensor]:
+    """Describe a product, all but what depends on the elements of the matrix; returns the result's memory too."""
+    require_tensor("x", x, (None, tiles.inputs), (dtype,))
+    num_rows, inputs = x.shape
+    if residual is not None:
+        require(not tiles.gated, "residual: none with gated tiles")
+        require_tensor("residual", residual, (num_rows, tiles.width), (dtype,))
+    out = calls.empty(num_rows, tiles.width, dtype) if residual is None else residual
+    call = Call(
+        type=DTYPES[dtype], out=out.data_ptr(), x=x.data_ptr(), out_stride=out.stride(0), x_stride=x.stride(0),
+        inputs=inputs, width=tiles.width, weights=tiles.data.data_ptr(),
+        bias=None if tiles.bias is None else tiles.bias.data_ptr(), after=GATED if tiles.gated else PLAIN,
+    )  # fmt: skip
+    if residual is not None:
+        call.after, call.residual, call.residual_stride = ADDED, residual.data_ptr(), residual.stride(0)
+    return call, out
+
+
+def lookup_call(calls: Calls, ids: Tensor, tiles: AnyTiles, dtype: torch.dtype) -> tuple[Call, Tensor]:
+    """Describe a lookup, as `product_call` does a product."""
+    require_tensor("ids", ids, (None,), (torch.int64,))
+    out = calls.empty(len(ids), tiles.inputs, dtype)
+    call = Call(
+        type=DTYPES[dtype], out=out.data_ptr(), x=ids.data_ptr(), out_stride=tiles.inputs, inputs=tiles.inputs,
+        weights=tiles.data.data_ptr(),
+    )  # fmt: skip
+    return call, out
 
 
 def _tiles(weight: Tensor) -> Tensor:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.kernels.checks import require, require_tensor
-from pdserve.kernels.cpu.library import DTYPES, Pointer, Size, function
-from pdserve.kernels.cpu.products import ADDED, GATED, LANES, PLAIN, TILE, answer, filled, require_bias
+from pdserve.kernels.cpu.calls import Call, Calls, Kind
+from pdserve.kernels.cpu.products import LANES, TILE, answer, filled, lookup_call, product_call, require_bias
 
 BLOCK = 32  # inputs that share a scale and a minimum
 
@@ -52,38 +51,26 @@ def _steps(codes: Tensor) -> Tensor:
     return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, num_blocks, TILE * num_bytes)
 
 
-class QuantizedProducts:
-    """The library's quantized products. What a row becomes depends on that row alone."""
+def multiplies_bytes(loaded: ctypes.CDLL) -> bool:
+    """Say whether the library has the processor's own products of bytes."""
+    return answer(loaded, "pdserve_multiplies_bytes")
 
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        arguments = (Pointer, Size, Pointer, Size, Size, Size, Pointer, Pointer, Pointer, Size, Size, Size, Size, Size)
-        self._product = function(loaded, "pdserve_product_quantized", *arguments)
-        self.is_fast = answer(loaded, "pdserve_multiplies_bytes")  # with the processor's own products of bytes
-        self._rows = function(loaded, "pdserve_rows_quantized", Pointer, Pointer, Size, Size, Pointer, Size, Size)
 
-    def product(self, x: Tensor, tiles: QuantizedTiles, residual: Tensor | None = None) -> Tensor:
-        """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias and residual added or gated.
+def multiply_codes(calls: Calls, x: Tensor, tiles: QuantizedTiles, residual: Tensor | None = None) -> Tensor:
+    """Multiply rows as `products.multiply` does, with inputs that are coded with 8 bits."""
+    call, out = product_call(calls, x, tiles, residual, tiles.dtype)
+    scratch = calls.empty(len(x), tiles.inputs + tiles.inputs // 4, torch.uint8)
+    call.kind, call.bits, call.scratch = Kind.PRODUCT_QUANTIZED, tiles.bits, scratch.data_ptr()
+    coding = Call(
+        kind=Kind.CODING, type=call.type, x=call.x, x_stride=call.x_stride, inputs=call.inputs, scratch=call.scratch
+    )
+    calls.take(len(x), coding, call)
+    return out
 
-        Inputs are coded with 8 bits. Bias, residual and gate are applied to float32 sums.
-        """
-        require_tensor("x", x, (None, tiles.inputs), (tiles.dtype,))
-        num_rows, inputs = x.shape
-        after, added, stride = GATED if tiles.gated else PLAIN, None, 0
-        if residual is not None:
-            require(not tiles.gated, "residual: none with gated tiles")
-            require_tensor("residual", residual, (num_rows, tiles.width), (x.dtype,))
-            after, added, stride = ADDED, residual.data_ptr(), residual.stride(0)
-        bias = None if tiles.bias is None else tiles.bias.data_ptr()
-        out = torch.empty((num_rows, tiles.width), dtype=x.dtype)
-        rows = (out.data_ptr(), tiles.width, x.data_ptr(), x.stride(0), num_rows, inputs)
-        kind = (tiles.bits, DTYPES[x.dtype])
-        self._product(*rows, tiles.data.data_ptr(), bias, added, stride, tiles.width, after, *kind)
-        return out
 
-    def rows(self, ids: Tensor, tiles: QuantizedTiles) -> Tensor:
-        """Decode rows of the matrix: ids int64 [num_rows], all below the width -> [num_rows, inputs]."""
-        require_tensor("ids", ids, (None,), (torch.int64,))
-        out = torch.empty((len(ids), tiles.inputs), dtype=tiles.dtype)
-        where = (out.data_ptr(), ids.data_ptr(), len(ids), tiles.inputs)
-        self._rows(*where, tiles.data.data_ptr(), tiles.bits, DTYPES[tiles.dtype])
-        return out
+def decode(calls: Calls, ids: Tensor, tiles: QuantizedTiles) -> Tensor:
+    """Decode rows of the matrix: ids int64 [num_rows], all below the width -> [num_rows, inputs]."""
+    call, out = lookup_call(calls, ids, tiles, tiles.dtype)
+    call.kind, call.bits = Kind.LOOKUP_QUANTIZED, tiles.bits
+    calls.take(len(ids), call)
+    return out

@@ -4,7 +4,7 @@ chunks of one token attend in the same call, straight over their pages.
 Longer chunks take torch's fused attention, which multiplies whole blocks of queries and keys.
 """
 
-import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,26 +13,44 @@ from torch import Tensor
 from pdserve.engine.attention_torch import GroupedAttention
 from pdserve.engine.batch import Batch
 from pdserve.kernels.cpu.attention import PagedAttention, Rows
+from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
 from pdserve.model.rope import Rope
 
 
+@dataclass(frozen=True, slots=True)
+class SingleTokens:
+    """Attention of a step's chunks of one token; longer chunks are only rotated and put into pages."""
+
+    paged: PagedAttention
+    calls: Calls
+    eps: float
+
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+        norms = None if qk_norm is None else (qk_norm.q, qk_norm.k)
+        return self.paged.run(self.calls, layer, qkv, norms, self.eps)
+
+
 class CompiledAttention:
     """Plans a step once, then serves each layer of it."""
 
-    def __init__(self, loaded: ctypes.CDLL, config: ModelConfig, kv: Tensor, rope: Rope) -> None:
+    def __init__(self, calls: Calls, config: ModelConfig, kv: Tensor, rope: Rope) -> None:
         """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
         self._config = config
         self._rope = rope
-        self._paged = PagedAttention(loaded, kv, config.num_heads)
+        self._paged = PagedAttention(kv, config.num_heads)
+        self._single = self.single_tokens(calls)
         self._grouped = GroupedAttention(config, kv)
-        self._width = config.num_heads * config.head_dim
-        self._out = torch.empty((0, self._width), dtype=kv.dtype)  # of one layer, until the next one
+        self._num_rows = 0
+
+    def single_tokens(self, calls: Calls) -> SingleTokens:
+        """Return the attention of steps of single tokens that are planned here."""
+        return SingleTokens(self._paged, calls, self._config.rms_norm_eps)
 
     def plan(self, batch: Batch) -> None:
         """Prepare what all layers share of the step."""
-        num_rows = int(np.searchsorted(batch.query_lens, 1, side="right"))  # chunks are ordered by query length
+        self._num_rows = num_rows = int(np.searchsorted(batch.query_lens, 1, side="right"))  # chunks are in that order
         ends = batch.kv_lens[:num_rows]
         window = self._config.sliding_window
         begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
@@ -42,13 +60,10 @@ class CompiledAttention:
             Rows(batch.page_table[:num_rows], begins, ends),
         )
         self._grouped.plan(batch, num_rows)
-        if len(self._out) != num_rows:
-            self._out = torch.empty((num_rows, self._width), dtype=self._out.dtype)
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
         """Attend in one layer; see `pdserve.model.ops.Attention`."""
-        norms = None if qk_norm is None else (qk_norm.q, qk_norm.k)
-        self._paged.run(layer, qkv, norms, self._config.rms_norm_eps, out=self._out)
-        if len(self._out) == len(qkv):
-            return self._out
-        return torch.cat((self._out, *self._grouped.run(layer, qkv)))
+        out = self._single.run(layer, qkv, qk_norm)
+        if self._num_rows == len(qkv):
+            return out
+        return torch.cat((out[: self._num_rows], *self._grouped.run(layer, qkv)))

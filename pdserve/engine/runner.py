@@ -19,6 +19,7 @@ from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
+from pdserve.engine.programs import DecodePrograms, is_compiled
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scoring import Scorer
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
@@ -26,10 +27,9 @@ from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kernels.cpu.attention import serves
 from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.library import library
-from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
-from pdserve.model.rope import Rope
 from pdserve.sampling import PromptLogprobs, SampledToken
 
 
@@ -73,7 +73,7 @@ class Runner:
         self.kv = zeroed(shape, model.dtype, model.device)
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
-        self._attention = _attention(config, self.kv, model.rope)
+        self._attention, self._programs = _attention(model, self.kv)
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
         self._beside = ThreadPoolExecutor(1, "masks", _unbind)  # its thread starts with the first mask
@@ -112,9 +112,12 @@ class Runner:
 
     def _logits(self, batch: Batch) -> Tensor:
         """Compute a batch; returns the logits of its samples."""
+        token_ids = self._planned(batch)
         every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))
+        if every_token and self._programs is not None and batch.num_tokens == len(batch.query_lens):
+            return self._programs.logits(batch.token_ids)
         rows = None if every_token else torch.from_numpy(batch.sample_rows)
-        return self._model.forward(self._planned(batch), self._attention, rows)
+        return self._model.forward(token_ids, self._attention, rows)
 
     def _scored(self, batch: Batch) -> tuple[Tensor, dict[int, PromptLogprobs]]:
         """Do as `_logits`, and score the prompts that want it."""
@@ -138,12 +141,14 @@ def _unbind() -> None:
     os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # by that number Linux knows the main thread
 
 
-def _attention(config: ModelConfig, kv: Tensor, rope: Rope) -> TorchAttention | CompiledAttention:
-    """Return the attention that this machine computes fastest."""
+def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAttention, DecodePrograms | None]:
+    """Return the attention that this machine computes fastest, and programs where they serve the whole model."""
     loaded = library()
-    if isinstance(loaded, Missing) or not serves(config.head_dim, kv.dtype):
-        return TorchAttention(config, kv, rope)
-    return CompiledAttention(loaded, config, kv, rope)
+    if isinstance(loaded, Missing) or not serves(model.config.head_dim, kv.dtype):
+        return TorchAttention(model.config, kv, model.rope), None
+    calls = Immediate(loaded)
+    attention = CompiledAttention(calls, model.config, kv, model.rope)
+    return attention, DecodePrograms(model, attention, calls) if is_compiled(model) else None
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:

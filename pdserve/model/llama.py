@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model.config import ModelConfig
-from pdserve.model.ops import Attention, GateUp, Linear, Matrix, Ops, QkNorm, joined
+from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Matrix, Ops, QkNorm, joined
 from pdserve.model.rope import Rope
 
 EMBEDDING = "model.embed_tokens"
@@ -95,7 +95,7 @@ class Model:
         return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.lm_head)
 
     @classmethod
-    def build(cls, config: ModelConfig, tensors: Tensors, ops: Ops) -> "Model":
+    def build(cls, config: ModelConfig, tensors: Tensors, ops: DeviceOps) -> "Model":
         """Put a model together from all tensors that `shapes` names."""
         tied = config.tie_word_embeddings
         embedding, head = ops.held_embedding(tensors.take_matrix(EMBEDDING), tied=tied)
@@ -129,7 +129,7 @@ class Model:
         return name.endswith("rotary_emb.inv_freq") or (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings)
 
 
-def _build_layer(config: ModelConfig, prefix: str, tensors: Tensors, ops: Ops) -> Layer:
+def _build_layer(config: ModelConfig, prefix: str, tensors: Tensors, ops: DeviceOps) -> Layer:
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     qk_norm = None
     if config.qk_norm:

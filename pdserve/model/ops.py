@@ -70,18 +70,6 @@ class QkNorm:
 class Ops(Protocol):
     """The operations of one device. x: [num_tokens, features]."""
 
-    def held(self, weight: Matrix) -> Linear:
-        """Return a loaded weight as the type that this device multiplies."""
-        ...
-
-    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
-        """Return SwiGLU's matrices as this device multiplies them: joined into one, or apart."""
-        ...
-
-    def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
-        """Return the embedding as rows are looked up in it, and the head where it is the same matrix."""
-        ...
-
     def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
         """Return rows of an embedding: token_ids int64 [num_tokens] -> [num_tokens, hidden_size]."""
         ...
@@ -101,6 +89,22 @@ class Ops(Protocol):
         ...
 
 
+class DeviceOps(Ops, Protocol):
+    """The same, and the types in which the device holds weights."""
+
+    def held(self, weight: Matrix) -> Linear:
+        """Return a loaded weight as the type that this device multiplies."""
+        ...
+
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
+        """Return SwiGLU's matrices as this device multiplies them: joined into one, or apart."""
+        ...
+
+    def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
+        """Return the embedding as rows are looked up in it, and the head where it is the same matrix."""
+        ...
+
+
 class Attention(Protocol):
     """One step's attention, already planned."""
 
@@ -113,7 +117,7 @@ class Attention(Protocol):
         ...
 
 
-def ops_for(device: torch.device, eps: float) -> Ops:
+def ops_for(device: torch.device, eps: float) -> DeviceOps:
     """Return the operations of a device. eps: of every norm."""
     if device.type == "cuda":
         from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton

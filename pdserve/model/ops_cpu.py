@@ -6,34 +6,69 @@ import logging
 import torch
 from torch import Tensor
 
+from pdserve.errors import ConfigError
+from pdserve.kernels.cpu.calls import Calls, Immediate
 from pdserve.kernels.cpu.library import DTYPES
 from pdserve.kernels.cpu.products import (
-    Products,
     Tiles,
-    embedded,
     interleaved,
+    look_up,
     multiplies_bfloat16,
+    multiply,
     tiled,
     tiled_gate_up,
 )
-from pdserve.kernels.cpu.quantized import QuantizedProducts, QuantizedTiles, tiled_codes
-from pdserve.kernels.cpu.rows import Rows
+from pdserve.kernels.cpu.quantized import QuantizedTiles, decode, multiplies_bytes, multiply_codes, tiled_codes
+from pdserve.kernels.cpu.rows import rms_norm
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized, TorchOps
 
 logger = logging.getLogger(__name__)
 
 
+class CompiledOps:
+    """The operations that are compiled, with weights in tiles. A token's results depend on that token alone."""
+
+    def __init__(self, eps: float, calls: Calls) -> None:
+        self._eps = eps
+        self._calls = calls
+
+    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
+        if isinstance(weight, QuantizedTiles):
+            return decode(self._calls, token_ids, weight)
+        return look_up(self._calls, token_ids, in_tiles(weight))
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(self._calls, x, weight, self._eps)
+
+    def linear(self, x: Tensor, weight: Linear | GateUp, residual: Tensor | None = None) -> Tensor:
+        if isinstance(weight, QuantizedTiles):
+            return multiply_codes(self._calls, x, weight, residual)
+        return multiply(self._calls, x, in_tiles(weight), residual)
+
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
+        return self.linear(x, weight, residual)
+
+    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
+        return self.linear(x, weight)
+
+
+def in_tiles(weight: Linear | GateUp) -> Tiles:
+    """Return a weight that is in tiles; ConfigError for the types that are not."""
+    if not isinstance(weight, Tiles):
+        raise ConfigError(f"weights: no compiled product of {type(weight).__name__} weights")
+    return weight
+
+
 class CpuOps(TorchOps):
-    """The operations of a CPU. A token's results depend on that token alone, however many are computed with it."""
+    """The operations of a CPU: compiled for weights in tiles, in plain torch for others."""
 
     def __init__(self, eps: float, loaded: ctypes.CDLL) -> None:
         super().__init__(eps)
-        self._rms_eps = eps
-        self._rows = Rows(loaded)
-        self._quantized = QuantizedProducts(loaded)
+        self._compiled = CompiledOps(eps, Immediate(loaded))
+        self._multiplies_bytes = multiplies_bytes(loaded)
+        self._multiplies_bfloat16 = multiplies_bfloat16(loaded) and not _has_matrix_units()
         self._noted = False  # that quantized products are slow
-        self._products = Products(loaded) if multiplies_bfloat16(loaded) and not _has_matrix_units() else None
 
     def held(self, weight: Matrix) -> Linear:
         if isinstance(weight, Quantized):
@@ -53,46 +88,30 @@ class CpuOps(TorchOps):
         return super().held_gate_up(gate, up)
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
-        if isinstance(weight, Quantized) or (tied and self._fits(weight)):
+        if isinstance(weight, Quantized) or self._fits(weight):
             held = self.held(weight)
             return held, held if tied else None
         return super().held_embedding(weight, tied=tied)
 
     def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        match weight:
-            case Tiles():
-                return embedded(weight, token_ids)
-            case QuantizedTiles():
-                return self._quantized.rows(token_ids, weight)
-            case _:
-                return super().embed(token_ids, weight)
+        return self._compiled.embed(token_ids, weight) if _is_tiled(weight) else super().embed(token_ids, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dtype not in DTYPES:
-            return super().rms_norm(x, weight)
-        return self._rows.rms_norm(x, weight, self._rms_eps)
+        return self._compiled.rms_norm(x, weight) if x.dtype in DTYPES else super().rms_norm(x, weight)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        if isinstance(weight, QuantizedTiles):
-            return self._quantized.product(x, weight)
-        if self._products is not None and isinstance(weight, Tiles):
-            return self._products.product(x, weight)
-        return super().linear(x, weight)
+        return self._compiled.linear(x, weight) if _is_tiled(weight) else super().linear(x, weight)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
-        if isinstance(weight, QuantizedTiles):
-            return self._quantized.product(x, weight, residual)
-        if self._products is not None and isinstance(weight, Tiles):
-            return self._products.product(x, weight, residual)
+        if _is_tiled(weight):
+            return self._compiled.linear_add(x, weight, residual)
         return super().linear_add(x, weight, residual)
 
     def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
-        if isinstance(weight, Tiles | QuantizedTiles):
-            return self.linear(x, weight)
-        return super().swiglu(x, weight)
+        return self._compiled.swiglu(x, weight) if _is_tiled(weight) else super().swiglu(x, weight)
 
     def _note_slow_codes(self) -> None:
-        if not self._quantized.is_fast and not self._noted:
+        if not self._multiplies_bytes and not self._noted:
             self._noted = True
             logger.warning(
                 "quantized weights: this processor has no AVX-512 VNNI, products of bytes take several times as long"
@@ -100,7 +119,11 @@ class CpuOps(TorchOps):
 
     def _fits(self, weight: Dense) -> bool:
         """Say whether a matrix is multiplied in tiles."""
-        return self._products is not None and weight.data.dtype == torch.bfloat16 and weight.data.shape[1] % 2 == 0
+        return self._multiplies_bfloat16 and weight.data.dtype == torch.bfloat16 and weight.data.shape[1] % 2 == 0
+
+
+def _is_tiled(weight: Linear | GateUp) -> bool:
+    return isinstance(weight, Tiles | QuantizedTiles)
 
 
 def _quantized_gate_up(gate: Quantized, up: Quantized) -> QuantizedTiles:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.kernels import reference
 from pdserve.kernels.cpu.attention import SPLIT, PagedAttention, Rows, serves
+from pdserve.kernels.cpu.calls import Immediate
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -86,13 +87,11 @@ def random_case(
 def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None)) -> Tensor:
     """Return what some of the case's rows attend to, as one step."""
     num_heads = case.qkv.shape[1] - 2 * case.pool.shape[3]
-    paged = PagedAttention(loaded, case.pool, num_heads)
+    paged = PagedAttention(case.pool, num_heads)
     chosen = Rows(case.rows.page_table[rows], case.rows.begins[rows], case.rows.ends[rows])
     paged.plan(case.cos_sin[rows], case.targets[rows], chosen)
     qkv = case.qkv[rows].clone()
-    out = torch.empty((len(qkv), num_heads * case.pool.shape[-1]), dtype=case.pool.dtype)
-    paged.run(LAYER, qkv, case.norms, EPS, out=out)
-    return out
+    return paged.run(Immediate(loaded), LAYER, qkv, case.norms, EPS)
 
 
 GRID = [
@@ -173,25 +172,25 @@ def test_only_the_slots_of_the_tokens_are_written(loaded: ctypes.CDLL) -> None:
 
 def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
     case = random_case(torch.float32, 64, (6, 2), 16)
-    paged = PagedAttention(loaded, case.pool, 6)
+    paged = PagedAttention(case.pool, 6)
     paged.plan(case.cos_sin, case.targets, case.rows)
-    out = torch.empty(len(CONTEXTS), 6 * 64)
+    calls = Immediate(loaded)
     short = Rows(case.rows.page_table[:, :2], case.rows.begins, case.rows.ends)
     empty = Rows(case.rows.page_table, case.rows.ends, case.rows.ends)
     ones, wide = torch.ones(64), torch.ones(128)[::2]
     for bad, message in (
-        (lambda: PagedAttention(loaded, case.pool.transpose(3, 4), 6), "pool must be contiguous"),
-        (lambda: PagedAttention(loaded, case.pool, 5), "num_heads must be a multiple of 2"),
-        (lambda: PagedAttention(loaded, case.pool[..., :63].contiguous(), 6), "head_dim must be"),
+        (lambda: PagedAttention(case.pool.transpose(3, 4), 6), "pool must be contiguous"),
+        (lambda: PagedAttention(case.pool, 5), "num_heads must be a multiple of 2"),
+        (lambda: PagedAttention(case.pool[..., :63].contiguous(), 6), "head_dim must be"),
         (lambda: paged.plan(case.cos_sin, case.targets, short), "page_table must be"),
         (lambda: paged.plan(case.cos_sin, case.targets, empty), "kv_lens must count"),
         (lambda: paged.plan(case.cos_sin[:1], case.targets, case.rows), "targets must be"),
-        (lambda: paged.run(LAYER, case.qkv.double(), None, EPS, out=out), "qkv must be one of"),
-        (lambda: paged.run(NUM_LAYERS, case.qkv, None, EPS, out=out), "layer must be below 2"),
-        (lambda: paged.run(LAYER, case.qkv, None, EPS, out=out[:3]), "out must have shape"),
-        (lambda: paged.run(LAYER, case.qkv, (ones, ones[:63]), EPS, out=out), "k_norm must have shape"),
-        (lambda: paged.run(LAYER, case.qkv, (ones.bfloat16(), ones), EPS, out=out), "q_norm must be one of"),
-        (lambda: paged.run(LAYER, case.qkv, (ones, wide), EPS, out=out), "k_norm must have stride 1"),
+        (lambda: paged.run(calls, LAYER, case.qkv.double(), None, EPS), "qkv must be one of"),
+        (lambda: paged.run(calls, NUM_LAYERS, case.qkv, None, EPS), "layer must be below 2"),
+        (lambda: paged.run(calls, LAYER, case.qkv[:3], None, EPS), f"qkv must be of {len(CONTEXTS)} tokens"),
+        (lambda: paged.run(calls, LAYER, case.qkv, (ones, ones[:63]), EPS), "k_norm must have shape"),
+        (lambda: paged.run(calls, LAYER, case.qkv, (ones.bfloat16(), ones), EPS), "q_norm must be one of"),
+        (lambda: paged.run(calls, LAYER, case.qkv, (ones, wide), EPS), "k_norm must have stride 1"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pdserve.kernels import reference
-from pdserve.kernels.cpu.rows import Rows
+from pdserve.kernels.cpu.calls import Immediate
+from pdserve.kernels.cpu.rows import rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 15, 16, 17, 64, 100, 576, 4096]
@@ -15,46 +16,46 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
 @pytest.fixture(scope="module")
-def rows(loaded: ctypes.CDLL) -> Rows:
-    return Rows(loaded)
+def calls(loaded: ctypes.CDLL) -> Immediate:
+    return Immediate(loaded)
 
 
 def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(num_rows, width, generator=torch.Generator().manual_seed(width)) * 3).to(dtype)
 
 
-def check_norms(rows: Rows, width: int, dtype: torch.dtype) -> None:
+def check_norms(calls: Immediate, width: int, dtype: torch.dtype) -> None:
     for num_rows in (0, 1, 3, 40):
         x, weight = random_rows(num_rows, width, dtype), random_rows(1, width, dtype)[0]
         expected = reference.rms_norm(x.double(), weight.double(), 1e-5)
         torch.testing.assert_close(
-            rows.rms_norm(x, weight, 1e-5).double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype]
+            rms_norm(calls, x, weight, 1e-5).double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype]
         )
 
 
 @pytest.mark.parametrize(("width", "dtype"), list(product(WIDTHS, DTYPES)))
-def test_norms_are_the_formula(rows: Rows, width: int, dtype: torch.dtype) -> None:
-    check_norms(rows, width, dtype)
+def test_norms_are_the_formula(calls: Immediate, width: int, dtype: torch.dtype) -> None:
+    check_norms(calls, width, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_by_vectors_of_any_width_are_the_formula(narrow: ctypes.CDLL, dtype: torch.dtype) -> None:
     for width in WIDTHS:
-        check_norms(Rows(narrow), width, dtype)
+        check_norms(Immediate(narrow), width, dtype)
 
 
-def test_a_row_depends_on_itself_alone(rows: Rows) -> None:
+def test_a_row_depends_on_itself_alone(calls: Immediate) -> None:
     x, weight = random_rows(300, 576, torch.bfloat16), random_rows(1, 576, torch.bfloat16)[0]
-    together = rows.rms_norm(x, weight, 1e-5)
-    assert torch.equal(together, torch.cat([rows.rms_norm(row[None], weight, 1e-5) for row in x]))
+    together = rms_norm(calls, x, weight, 1e-5)
+    assert torch.equal(together, torch.cat([rms_norm(calls, row[None], weight, 1e-5) for row in x]))
 
 
-def test_what_does_not_fit_is_refused_by_name(rows: Rows) -> None:
+def test_what_does_not_fit_is_refused_by_name(calls: Immediate) -> None:
     x = torch.zeros(2, 8)
     for bad, message in (
-        (lambda: rows.rms_norm(x.double(), torch.zeros(8), 1e-5), "x must be one of"),
-        (lambda: rows.rms_norm(x, torch.zeros(9), 1e-5), "weight must have shape"),
-        (lambda: rows.rms_norm(x.t(), torch.zeros(2), 1e-5), "x must have stride 1"),
+        (lambda: rms_norm(calls, x.double(), torch.zeros(8), 1e-5), "x must be one of"),
+        (lambda: rms_norm(calls, x, torch.zeros(9), 1e-5), "weight must have shape"),
+        (lambda: rms_norm(calls, x.t(), torch.zeros(2), 1e-5), "x must have stride 1"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

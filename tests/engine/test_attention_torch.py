@@ -18,6 +18,7 @@ from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import PageId
 from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
 from pdserve.model.rope import Rope, rotate_
@@ -66,7 +67,7 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
 def compiled(config: ModelConfig, kv: Tensor, rope: Rope) -> CompiledAttention:
     loaded = library()
     assert not isinstance(loaded, Missing), loaded
-    return CompiledAttention(loaded, config, kv, rope)
+    return CompiledAttention(Immediate(loaded), config, kv, rope)
 
 
 KINDS = {"torch": TorchAttention, "compiled": compiled}

@@ -8,6 +8,7 @@ import torch
 from greedy_runs import greedy_texts, spec
 
 from pdserve.checkpoint.quantization import ChosenQuantization, in_form
+from pdserve.engine.programs import is_compiled
 from pdserve.engine.runner import Runner, run
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.errors import InvariantError
@@ -139,6 +140,28 @@ def test_in_bfloat16_the_same_chunking_gives_the_same_text() -> None:
     model = model_in(torch.bfloat16)
     texts = [greedy_texts(Runner(model, 60, PAGE_SIZE), [PROMPT], 32, chunk_tokens=8) for _ in range(2)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_a_decode_step_is_one_program_with_the_bits_of_its_operations(
+    monkeypatch: pytest.MonkeyPatch, quantization: ChosenQuantization
+) -> None:
+    model = model_in(torch.bfloat16, quantization)
+    if not is_compiled(model):
+        pytest.skip("this processor has no products of bfloat16")
+    asked = SamplingParams(temperature=0.0, logprobs=5)
+    steps = []
+    for count in (1, 3, 20, 2):  # programs have room for 1, 4, 32 and again 32 rows
+        chunks = (
+            Chunk([7 + k], k, tuple(PageId(4 * k + i) for i in range(3)), (spec((), asked),)) for k in range(count)
+        )
+        steps.append(StepPlan(tuple(chunks)))
+    runner = Runner(model, 100, PAGE_SIZE)
+    together = [run(runner, step).tokens for step in steps]
+    monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
+    one_by_one = Runner(model, 100, PAGE_SIZE)
+    assert together == [run(one_by_one, step).tokens for step in steps]
+    assert torch.equal(runner.kv, one_by_one.kv)
 
 
 def forced_logprob(model: Model) -> float:

@@ -7,18 +7,10 @@
 
 #define OWN_WIDTH
 
+#include "attention_pass.h"
+#include "calls.h"
 #include "norm.h"
-#include "vectors.h"
 
-#define SPLIT 256        /* keys of an item */
-#define MAX_DIM 256      /* of a head */
-#define MAX_VECTORS (MAX_DIM / LANES)
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#define REGISTERS 8 /* vectors that one pass accumulates: of 16 registers */
-#else
-#define REGISTERS 16 /* of 32 */
-#endif
-#define MAX_PASS 4       /* heads of a pass */
 #define WORTH_THREADS 4096 /* keys times heads of a step; fewer take less time than waking threads */
 
 /* What all layers of a step share. kernels/cpu/attention.py has the same fields. */
@@ -80,29 +72,6 @@ INLINE void place_token(
                    heads + (queries + which * kv_heads + head) * bytes, bytes);
 }
 
-/* The sum of each of LANES vectors, in their order. */
-INLINE floats sums_of(const floats *v) {
-#if defined(__AVX512F__)
-    __m512 pairs[8], fours[4];
-    for (int i = 0; i < 8; i++) {
-        __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
-        pairs[i] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
-    }
-    for (int i = 0; i < 4; i++) {
-        __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
-        fours[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
-    }
-    __m512 a = _mm512_shuffle_f32x4(fours[0], fours[1], 0x44) + _mm512_shuffle_f32x4(fours[0], fours[1], 0xee);
-    __m512 b = _mm512_shuffle_f32x4(fours[2], fours[3], 0x44) + _mm512_shuffle_f32x4(fours[2], fours[3], 0xee);
-    return (floats)(_mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd));
-#else
-    float out[LANES];
-    for (int i = 0; i < LANES; i++)
-        out[i] = sum_of(v[i]);
-    return load_float32(out);
-#endif
-}
-
 /* Where the keys of a range lie, of KV head 0; its values, and those of other heads, lie as far away in every page.
  * Positions past the end, up to the next multiple of LANES, repeat the last one: no slot is read that holds nothing of
  * this sequence. */
@@ -119,187 +88,6 @@ INLINE void locate(
     }
     for (; count % LANES; count++)
         at[count] = at[count - 1];
-}
-
-/* What one pass reads: up to MAX_PASS heads over one range, which share K and V. */
-struct pass {
-    const char *queries;     /* [heads, head_dim] */
-    const char *const *keys; /* of head 0 */
-    int64_t keys_offset, values_offset, next_offset; /* bytes from there; next: what will be read after this pass */
-    int64_t count;
-    float scale;
-};
-
-/* Asks for the keys two blocks ahead and for the values of this block: a page begins before the processor sees a
- * pattern in what is read. */
-INLINE void ask_for(const struct pass *pass, int64_t first, int64_t bytes) {
-    const int64_t ahead = 2 * LANES, padded = (pass->count + LANES - 1) / LANES * LANES;
-    for (int64_t i = first; i < first + LANES; i++)
-        for (int64_t line = 0; line < bytes; line += 64) {
-            __builtin_prefetch(pass->keys[i] + pass->values_offset + line, 0, 2);
-            if (i + ahead < padded)
-                __builtin_prefetch(pass->keys[i + ahead] + pass->keys_offset + line);
-            else if (i < LANES || i + LANES >= padded)
-                __builtin_prefetch(pass->keys[i % LANES] + pass->next_offset + line);
-        }
-}
-
-/* Turns scores into weights in place, with zeros past the count; writes the largest score and the weights' sum. */
-INLINE void weigh(float *weights, float *largest_and_sum, int64_t count, int type) {
-    floats most = splat(-INFINITY), total = {0};
-    for (int64_t i = 0; i < count; i += LANES)
-        most = larger(most, load_float32(weights + i));
-    float peak = max_of(most);
-    for (int64_t i = 0; i < count; i += LANES) {
-        floats weight = rounded_to(exp_of(load_float32(weights + i) - peak), type);
-        if (count - i < LANES)
-            weight = load_part(&weight, 0, count - i, FLOAT32);
-        total += weight;
-        store_float32(weights + i, weight);
-    }
-    largest_and_sum[0] = peak;
-    largest_and_sum[1] = sum_of(total);
-}
-
-/* Scores of one block of keys: [heads][LANES]. */
-INLINE void score_block(floats *scores, const struct pass *pass, int64_t first, int heads, int vectors, int type) {
-    floats q[MAX_PASS * MAX_VECTORS], parts[MAX_PASS][LANES];
-    for (int v = 0; v < heads * vectors; v++)
-        q[v] = load(pass->queries, v * LANES, type);
-    for (int lane = 0; lane < LANES; lane++) {
-        const char *key = pass->keys[first + lane] + pass->keys_offset;
-        floats dots[MAX_PASS] = {{0}};
-        for (int v = 0; v < vectors; v++) {
-            floats k = load(key, v * LANES, type);
-            for (int head = 0; head < heads; head++)
-                dots[head] += q[head * vectors + v] * k;
-        }
-        for (int head = 0; head < heads; head++)
-            parts[head][lane] = dots[head];
-    }
-    for (int head = 0; head < heads; head++)
-        scores[head] = sums_of(parts[head]);
-}
-
-/* Sums of values by their weights: out [heads, head_dim + 2]. */
-INLINE void sum_values(
-    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int vectors, int type
-) {
-    floats sums[MAX_PASS][MAX_VECTORS] = {{{0}}};
-    for (int64_t i = 0; i < pass->count; i++) {
-        const char *values = pass->keys[i] + pass->values_offset;
-        for (int v = 0; v < vectors; v++) {
-            floats value = load(values, v * LANES, type);
-            for (int head = 0; head < heads; head++)
-                sums[head][v] += value * weights[head][i];
-        }
-    }
-    for (int head = 0; head < heads; head++)
-        for (int v = 0; v < vectors; v++)
-            store_float32(out + head * (vectors * LANES + 2) + v * LANES, sums[head][v]);
-}
-
-#if defined(__AVX512BF16__)
-
-/* The same in bfloat16, by products of pairs. */
-INLINE void score_block_in_pairs(floats *scores, const struct pass *pass, int64_t first, int heads, int pairs) {
-    __m512bh q[MAX_PASS * MAX_VECTORS / 2];
-    floats parts[MAX_PASS][LANES];
-    for (int v = 0; v < heads * pairs; v++)
-        q[v] = (__m512bh)_mm512_loadu_si512(pass->queries + v * 64);
-    for (int lane = 0; lane < LANES; lane++) {
-        const char *key = pass->keys[first + lane] + pass->keys_offset;
-        __m512 dots[MAX_PASS];
-        for (int head = 0; head < heads; head++)
-            dots[head] = _mm512_setzero_ps();
-        for (int v = 0; v < pairs; v++) {
-            __m512bh k = (__m512bh)_mm512_loadu_si512(key + v * 64);
-            for (int head = 0; head < heads; head++)
-                dots[head] = _mm512_dpbf16_ps(dots[head], q[head * pairs + v], k);
-        }
-        for (int head = 0; head < heads; head++)
-            parts[head][lane] = (floats)dots[head];
-    }
-    for (int head = 0; head < heads; head++)
-        scores[head] = sums_of(parts[head]);
-}
-
-/* Values of two keys side by side: the first 4 dimensions of every 8 in one vector, the last 4 in the other. */
-INLINE void sum_values_in_pairs(
-    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int pairs
-) {
-    uint16_t halves[MAX_PASS][SPLIT];
-    __m512 firsts[MAX_PASS][MAX_VECTORS / 2], lasts[MAX_PASS][MAX_VECTORS / 2];
-    for (int head = 0; head < heads; head++) {
-        for (int64_t i = 0; i < pass->count; i += LANES)
-            store_bfloat16(halves[head] + i, load_float32(weights[head] + i));
-        for (int v = 0; v < pairs; v++)
-            firsts[head][v] = lasts[head][v] = _mm512_setzero_ps();
-    }
-    for (int64_t i = 0; i < pass->count; i += 2) {
-        const char *a = pass->keys[i] + pass->values_offset, *b = pass->keys[i + 1] + pass->values_offset;
-        for (int v = 0; v < pairs; v++) {
-            __m512i x = _mm512_loadu_si512(a + v * 64), y = _mm512_loadu_si512(b + v * 64);
-            __m512bh first = (__m512bh)_mm512_unpacklo_epi16(x, y), last = (__m512bh)_mm512_unpackhi_epi16(x, y);
-            for (int head = 0; head < heads; head++) {
-                int32_t both;
-                memcpy(&both, halves[head] + i, sizeof both);
-                __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
-                firsts[head][v] = _mm512_dpbf16_ps(firsts[head][v], weight, first);
-                lasts[head][v] = _mm512_dpbf16_ps(lasts[head][v], weight, last);
-            }
-        }
-    }
-    for (int head = 0; head < heads; head++)
-        for (int v = 0; v < pairs; v++) {
-            float *to = out + head * (pairs * 2 * LANES + 2) + v * 2 * LANES, lanes[2][LANES];
-            _mm512_storeu_ps(lanes[0], firsts[head][v]);
-            _mm512_storeu_ps(lanes[1], lasts[head][v]);
-            for (int part = 0; part < 8; part++)
-                memcpy(to + 4 * part, lanes[part % 2] + part / 2 * 4, 16);
-        }
-}
-
-#define IN_PAIRS(type, vectors) ((type) == BFLOAT16 && (vectors) % 2 == 0)
-
-#else
-
-#define IN_PAIRS(type, vectors) 0
-#define score_block_in_pairs(...) (void)0
-#define sum_values_in_pairs(...) (void)0
-
-#endif
-
-/* out: [heads, head_dim + 2]. */
-INLINE void attend_pass(float *out, const struct pass *pass, int heads, int vectors, int type) {
-    float weights[MAX_PASS][SPLIT];
-    int64_t stride = vectors * LANES + 2;
-    for (int64_t first = 0; first < pass->count; first += LANES) {
-        floats scores[MAX_PASS];
-        ask_for(pass, first, vectors * LANES * size_of(type));
-        if (IN_PAIRS(type, vectors))
-            score_block_in_pairs(scores, pass, first, heads, vectors / 2);
-        else
-            score_block(scores, pass, first, heads, vectors, type);
-        for (int head = 0; head < heads; head++)
-            store_float32(weights[head] + first, scores[head] * pass->scale);
-    }
-    for (int head = 0; head < heads; head++)
-        weigh(weights[head], out + head * stride + vectors * LANES, pass->count, type);
-    if (IN_PAIRS(type, vectors))
-        sum_values_in_pairs(out, pass, weights, heads, vectors / 2);
-    else
-        sum_values(out, pass, weights, heads, vectors, type);
-}
-
-/* The same with the number of heads and vectors known to the compiler, for the usual ones. */
-INLINE void attend_heads(float *out, const struct pass *pass, int heads, int vectors, int type) {
-    switch (heads) {
-    case 1: attend_pass(out, pass, 1, vectors, type); break;
-    case 2: if (2 * vectors <= REGISTERS) attend_pass(out, pass, 2, vectors, type); break;
-    case 3: if (3 * vectors <= REGISTERS) attend_pass(out, pass, 3, vectors, type); break;
-    default: if (4 * vectors <= REGISTERS) attend_pass(out, pass, 4, vectors, type); break;
-    }
 }
 
 INLINE void attend_item(const struct step *step, int64_t layer, const char *qkv, int64_t item, int type) {
@@ -351,31 +139,47 @@ INLINE void combine_row(const struct step *step, char *out, int64_t row, int typ
     }
 }
 
-INLINE void attend(
-    const struct step *step, int64_t layer, char *qkv, char *out, const char *const *norms, float eps, int type
-) {
-#pragma omp parallel if (step->num_tokens > 64 || step->num_keys * step->num_heads >= WORTH_THREADS)
-    {
-#pragma omp for
-        for (int64_t token = 0; token < step->num_tokens; token++)
-            place_token(step, layer, qkv, token, norms, eps, type);
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < step->num_items; item++)
-            attend_item(step, layer, qkv, item, type);
-#pragma omp for
-        for (int64_t row = 0; row < step->num_rows; row++)
-            combine_row(step, out, row, type);
+int pdserve_attention_is_long(const struct call *call) {
+    return call->step->num_tokens > 64 || call->step->num_keys * call->step->num_heads >= WORTH_THREADS;
+}
+
+/* Attention is three calls: q and k of all tokens are normed and rotated in place, and K and V written into the pages;
+ * the first num_rows tokens attend to each range of their keys; a row's ranges are put together.
+ * x: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; out: [num_rows, num_heads * head_dim]. */
+
+int64_t pdserve_units_placing(const struct call *call, int64_t rows) { return (void)rows, call->step->num_tokens; }
+
+int64_t pdserve_units_ranges(const struct call *call, int64_t rows) { return (void)rows, call->step->num_items; }
+
+int64_t pdserve_units_combining(const struct call *call, int64_t rows) { return (void)rows, call->step->num_rows; }
+
+void pdserve_placing(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const char *const norms[2] = {call->q_norm, call->k_norm};
+    (void)rows;
+    for (int64_t token = begin; token < end; token++) {
+        if (call->step->type == FLOAT32)
+            place_token(call->step, call->layer, call->x, token, norms, (float)call->eps, FLOAT32);
+        else
+            place_token(call->step, call->layer, call->x, token, norms, (float)call->eps, BFLOAT16);
     }
 }
 
-/* Norms and rotates q and k of all tokens in place, writes K and V into the pages, and attends with the first num_rows
- * tokens. qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; q_norm, k_norm: [head_dim] or NULL. */
-void pdserve_attend(
-    const struct step *step, int64_t layer, void *qkv, void *out, const void *q_norm, const void *k_norm, float eps
-) {
-    const char *norms[2] = {q_norm, k_norm};
-    if (step->type == FLOAT32)
-        attend(step, layer, qkv, out, norms, eps, FLOAT32);
-    else
-        attend(step, layer, qkv, out, norms, eps, BFLOAT16);
+void pdserve_ranges(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    (void)rows;
+    for (int64_t item = begin; item < end; item++) {
+        if (call->step->type == FLOAT32)
+            attend_item(call->step, call->layer, call->x, item, FLOAT32);
+        else
+            attend_item(call->step, call->layer, call->x, item, BFLOAT16);
+    }
+}
+
+void pdserve_combining(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    (void)rows;
+    for (int64_t row = begin; row < end; row++) {
+        if (call->step->type == FLOAT32)
+            combine_row(call->step, call->out, row, FLOAT32);
+        else
+            combine_row(call->step, call->out, row, BFLOAT16);
+    }
 }

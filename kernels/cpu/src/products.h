@@ -7,26 +7,16 @@
 #ifndef PDSERVE_PRODUCTS_H
 #define PDSERVE_PRODUCTS_H
 
+#include "calls.h"
 #include "vectors.h"
 
 #define TILE (2 * LANES)
 #define BLOCK_ROWS 240 /* whose activations stay in a core's cache while all weights pass by */
-#define RUNS_PER_LOOP 16
 
 /* What becomes of sums, as kernels/cpu/products.py numbers it. With GATED, a tile holds 16 gates and their 16 ups. */
 enum { PLAIN = 0, ADDED = 1, GATED = 2 };
 
-struct outcome {
-    char *out;
-    int64_t out_stride; /* elements, as all strides */
-    const char *bias;   /* of each output, in the order of the weights, or NULL */
-    const char *residual;
-    int64_t residual_stride;
-    int64_t width; /* outputs of a row */
-    int64_t after;
-};
-
-INLINE int64_t tiles_of(const struct outcome *to) {
+INLINE int64_t tiles_of(const struct call *to) {
     int64_t each = to->after == GATED ? LANES : TILE;
     return (to->width + each - 1) / each;
 }
@@ -42,7 +32,7 @@ INLINE void store_up_to(char *out, int64_t index, int64_t count, floats value, i
         store_part(out, index, count, value, type);
 }
 
-INLINE void finish_half(const struct outcome *to, int64_t row, int64_t column, floats sums, int type) {
+INLINE void finish_half(const struct call *to, int64_t row, int64_t column, floats sums, int type) {
     int64_t left = to->width - column;
     if (left <= 0)
         return;
@@ -54,7 +44,7 @@ INLINE void finish_half(const struct outcome *to, int64_t row, int64_t column, f
 }
 
 /* Writes one row of one tile. first, second: its sums. */
-INLINE void finish(const struct outcome *to, int64_t row, int64_t tile, floats first, floats second, int type) {
+INLINE void finish(const struct call *to, int64_t row, int64_t tile, floats first, floats second, int type) {
     if (to->after != GATED) {
         finish_half(to, row, tile * TILE, first, type);
         finish_half(to, row, tile * TILE + LANES, second, type);
@@ -72,7 +62,9 @@ INLINE void finish(const struct outcome *to, int64_t row, int64_t tile, floats f
 /* Cuts `rows` into parts of at most `most` rows, as even as can be. */
 INLINE int64_t parts_of(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
 
-/* How many tiles in a row one thread takes. */
-INLINE int64_t run_length(int64_t pieces) { return pieces >= 2 * RUNS_PER_LOOP ? pieces / RUNS_PER_LOOP : 1; }
+/* A unit is one tile for one block of rows; a block's tiles follow one another. */
+INLINE int64_t units_of(const struct call *call, int64_t rows, int64_t most) {
+    return tiles_of(call) * parts_of(parts_of(rows, most), BLOCK_ROWS / most);
+}
 
 #endif

@@ -11,53 +11,48 @@
 
 #if defined(__AVX512BF16__)
 
-struct task {
-    const uint16_t *x, *weights;
-    int64_t x_stride, inputs;
-    struct outcome to;
-};
-
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(
-    const struct outcome *to, int64_t row, int64_t tile, __m512 first, __m512 second
+    const struct call *to, int64_t row, int64_t tile, __m512 first, __m512 second
 ) {
     finish(to, row, tile, (floats)first, (floats)second, BFLOAT16);
 }
 
-INLINE void multiply(const struct task *task, int64_t row, int64_t tile, const int rows) {
+INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows) {
     __m512 first[MOST_ROWS], second[MOST_ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
         first[r] = second[r] = _mm512_setzero_ps();
-    const int64_t pairs = task->inputs / 2, x_stride = task->x_stride;
-    const uint16_t *weights = task->weights + tile * TILE * task->inputs, *x = task->x + row * x_stride;
-    for (int64_t pair = 0; pair < pairs; pair++) {
+    const int64_t inputs = call->inputs, x_stride = call->x_stride;
+    const uint16_t *weights = (const uint16_t *)call->weights + tile * TILE * inputs;
+    const uint16_t *x = (const uint16_t *)call->x + row * x_stride;
+    for (int64_t pair = 0; pair < inputs / 2; pair++) {
         const uint16_t *here = weights + pair * 2 * TILE;
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(here), w1 = (__m512bh)_mm512_loadu_si512(here + TILE);
         if (rows <= STREAMED_ROWS) {
-            _mm_prefetch((const char *)(here + TILE * task->inputs), _MM_HINT_T1);
-            _mm_prefetch((const char *)(here + TILE * task->inputs + TILE), _MM_HINT_T1);
+            _mm_prefetch((const char *)(here + TILE * inputs), _MM_HINT_T1);
+            _mm_prefetch((const char *)(here + TILE * inputs + TILE), _MM_HINT_T1);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t both;
             memcpy(&both, x + r * x_stride + 2 * pair, sizeof both);
-            __m512bh inputs = (__m512bh)_mm512_set1_epi32(both);
-            first[r] = _mm512_dpbf16_ps(first[r], w0, inputs);
-            second[r] = _mm512_dpbf16_ps(second[r], w1, inputs);
+            __m512bh pairs = (__m512bh)_mm512_set1_epi32(both);
+            first[r] = _mm512_dpbf16_ps(first[r], w0, pairs);
+            second[r] = _mm512_dpbf16_ps(second[r], w1, pairs);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        finish_row(&task->to, row + r, tile, first[r], second[r]);
+        finish_row(call, row + r, tile, first[r], second[r]);
 }
 
 #define CASE(rows) \
     case rows: \
-        multiply(task, row, tile, rows); \
+        multiply(call, row, tile, rows); \
         break;
 
-static void multiply_some(const struct task *task, int64_t row, int64_t tile, int64_t rows) {
+static void multiply_some(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
@@ -65,21 +60,16 @@ static void multiply_some(const struct task *task, int64_t row, int64_t tile, in
 
 int64_t pdserve_multiplies_bfloat16(void) { return 1; }
 
-/* out: [rows, width]; x: [rows, inputs], an even number; weights: as above; strides in elements. */
-void pdserve_product_bfloat16(
-    void *out, int64_t out_stride, const void *x, int64_t x_stride, int64_t rows, int64_t inputs, const void *weights,
-    const void *bias, const void *residual, int64_t residual_stride, int64_t width, int64_t after
-) {
-    const struct outcome to = {out, out_stride, bias, residual, residual_stride, width, after};
-    const struct task task = {x, weights, x_stride, inputs, to};
-    const int64_t tiles = tiles_of(&to), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
-    const int64_t pieces = tiles * parts_of(parts, parts_of_block), run = run_length(pieces);
-#pragma omp parallel for schedule(dynamic, run)
-    for (int64_t piece = 0; piece < pieces; piece++) {
-        int64_t begin = piece / tiles * parts_of_block, end = begin + parts_of_block;
-        for (int64_t part = begin; part < end && part < parts; part++) {
+int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return units_of(call, rows, MOST_ROWS); }
+
+/* inputs: an even number; weights: as above. */
+void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const int64_t tiles = tiles_of(call), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
+    for (int64_t unit = begin; unit < end; unit++) {
+        int64_t part = unit / tiles * parts_of_block, last = part + parts_of_block;
+        for (; part < last && part < parts; part++) {
             int64_t row = part * rows / parts;
-            multiply_some(&task, row, piece % tiles, (part + 1) * rows / parts - row);
+            multiply_some(call, row, unit % tiles, (part + 1) * rows / parts - row);
         }
     }
 }
@@ -88,4 +78,22 @@ void pdserve_product_bfloat16(
 
 int64_t pdserve_multiplies_bfloat16(void) { return 0; }
 
+int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return (void)call, (void)rows, 0; }
+
+void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    (void)call, (void)rows, (void)begin, (void)end;
+}
+
 #endif
+
+/* Copies rows of the matrix that a call's x names. */
+void pdserve_lookup_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const int64_t *ids = call->x, pairs = call->inputs / 2;
+    (void)rows;
+    for (int64_t row = begin; row < end; row++) {
+        const uint32_t *from = (const uint32_t *)call->weights + ids[row] / TILE * TILE * pairs + ids[row] % TILE;
+        char *to = (char *)call->out + row * call->out_stride * 2;
+        for (int64_t pair = 0; pair < pairs; pair++)
+            memcpy(to + 4 * pair, from + pair * TILE, 4);
+    }
+}

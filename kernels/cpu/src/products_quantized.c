@@ -6,8 +6,6 @@
  * 4 bits a step's high halves are the inputs 16 further on.
  */
 
-#include <stdlib.h>
-
 #include "products.h"
 
 #define BLOCK 32
@@ -17,24 +15,16 @@
 #define MOST_ROWS 2 /* there are fewer registers */
 #endif
 #define STREAMED_ROWS 2 /* up to here memory is the limit, and the next tile is asked for early */
-#define WORTH_THREADS 65536 /* inputs to code; fewer take less time than waking threads */
 #define SCALES_BYTES (TILE * 2)
 
 typedef uint8_t bytes __attribute__((vector_size(64)));
 typedef int8_t codes __attribute__((vector_size(16)));
 
+/* A call's inputs in codes, in its scratch. */
 struct coded {
-    int8_t *codes;   /* [rows, inputs] */
-    float *scales;   /* [rows, blocks, 2]: a block's scale, and that times the sum of its codes */
-    int64_t bytes;   /* of both, as they were reserved */
-};
-
-struct task {
-    struct coded x;
-    const uint8_t *weights;
-    int64_t inputs;
-    struct outcome to;
-    int type;
+    const struct call *call;
+    float *scales; /* [rows, blocks, 2]: a block's scale, and that times the sum of its codes */
+    int8_t *codes; /* [rows, inputs] */
 };
 
 INLINE int64_t block_bytes(int bits) { return BLOCK * TILE * bits / 8 + 2 * SCALES_BYTES; }
@@ -115,37 +105,40 @@ INLINE void code_block(int8_t *out, float *scale, const char *x, int64_t index, 
     scale[1] = scale[0] * (float)total(a + b);
 }
 
-/* Codes rows of inputs into memory of the calling thread, which its next call writes again. */
-static struct coded code_rows(const char *x, int64_t x_stride, int64_t rows, int64_t inputs, int type) {
-    static _Thread_local struct coded held;
-    const int64_t blocks = inputs / BLOCK, scales_bytes = rows * blocks * 2 * sizeof(float);
-    if (held.bytes < rows * inputs + scales_bytes) {
-        free(held.scales);
-        held.bytes = rows * inputs + scales_bytes;
-        held.scales = malloc(held.bytes);
-        if (!held.scales)
-            abort();
+INLINE struct coded coded_of(const struct call *call, int64_t rows) {
+    float *scales = call->scratch;
+    return (struct coded){call, scales, (int8_t *)(scales + rows * (call->inputs / BLOCK) * 2)};
+}
+
+INLINE void code_row(const struct coded *to, int64_t row, int type) {
+    const struct call *call = to->call;
+    const int64_t inputs = call->inputs, blocks = inputs / BLOCK;
+    const char *x = (const char *)call->x + row * call->x_stride * size_of(type);
+    for (int64_t block = 0; block < blocks; block++)
+        code_block(
+            to->codes + row * inputs + block * BLOCK, to->scales + (row * blocks + block) * 2, x, block * BLOCK, type
+        );
+}
+
+/* A unit is a row. The product that follows has the same inputs and scratch. */
+void pdserve_coding(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const struct coded coded = coded_of(call, rows);
+    for (int64_t row = begin; row < end; row++) {
+        if (call->type == FLOAT32)
+            code_row(&coded, row, FLOAT32);
+        else
+            code_row(&coded, row, BFLOAT16);
     }
-    held.codes = (int8_t *)held.scales + scales_bytes;
-    const struct coded to = held;
-#pragma omp parallel for if (rows * inputs >= WORTH_THREADS)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t block = 0; block < blocks; block++)
-            code_block(
-                to.codes + row * inputs + block * BLOCK, to.scales + (row * blocks + block) * 2,
-                x + row * x_stride * size_of(type), block * BLOCK, type
-            );
-    return to;
 }
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(
-    const struct task *task, int64_t row, int64_t tile, floats first, floats second
+    const struct call *call, int64_t row, int64_t tile, floats first, floats second
 ) {
-    if (task->type == FLOAT32)
-        finish(&task->to, row, tile, first, second, FLOAT32);
+    if (call->type == FLOAT32)
+        finish(call, row, tile, first, second, FLOAT32);
     else
-        finish(&task->to, row, tile, first, second, BFLOAT16);
+        finish(call, row, tile, first, second, BFLOAT16);
 }
 
 INLINE void multiply_block(ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int rows, int bits) {
@@ -171,15 +164,15 @@ INLINE void multiply_block(ints *sums, const uint8_t *weights, const int8_t *x, 
     }
 }
 
-INLINE void multiply(const struct task *task, int64_t row, int64_t tile, const int rows, const int bits) {
+INLINE void multiply(const struct coded *coded, int64_t row, int64_t tile, const int rows, const int bits) {
     floats results[2 * MOST_ROWS];
 #pragma GCC unroll 12
     for (int i = 0; i < 2 * rows; i++)
         results[i] = splat(0.0f);
-    const int64_t inputs = task->inputs, blocks = inputs / BLOCK, tile_bytes = blocks * block_bytes(bits);
-    const uint8_t *here = task->weights + tile * tile_bytes;
-    const int8_t *x = task->x.codes + row * inputs;
-    const float *scales = task->x.scales + row * blocks * 2;
+    const int64_t inputs = coded->call->inputs, blocks = inputs / BLOCK, tile_bytes = blocks * block_bytes(bits);
+    const uint8_t *here = (const uint8_t *)coded->call->weights + tile * tile_bytes;
+    const int8_t *x = coded->codes + row * inputs;
+    const float *scales = coded->scales + row * blocks * 2;
     for (int64_t block = 0; block < blocks; block++, here += block_bytes(bits), x += BLOCK, scales += 2) {
         if (rows <= STREAMED_ROWS)
             for (int64_t line = 0; line < block_bytes(bits); line += 64)
@@ -204,15 +197,15 @@ INLINE void multiply(const struct task *task, int64_t row, int64_t tile, const i
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
-        finish_row(task, row + r, tile, results[2 * r], results[2 * r + 1]);
+        finish_row(coded->call, row + r, tile, results[2 * r], results[2 * r + 1]);
 }
 
 #define CASE(rows) \
     case rows: \
-        multiply(task, row, tile, rows, bits); \
+        multiply(coded, row, tile, rows, bits); \
         break;
 
-INLINE void multiply_some(const struct task *task, int64_t row, int64_t tile, int64_t rows, const int bits) {
+INLINE void multiply_some(const struct coded *coded, int64_t row, int64_t tile, int64_t rows, const int bits) {
     switch (rows) {
         CASE(1) CASE(2)
 #if MOST_ROWS > 2
@@ -221,12 +214,12 @@ INLINE void multiply_some(const struct task *task, int64_t row, int64_t tile, in
     }
 }
 
-static void multiply_4_bits(const struct task *task, int64_t row, int64_t tile, int64_t rows) {
-    multiply_some(task, row, tile, rows, 4);
+static void multiply_4_bits(const struct coded *coded, int64_t row, int64_t tile, int64_t rows) {
+    multiply_some(coded, row, tile, rows, 4);
 }
 
-static void multiply_8_bits(const struct task *task, int64_t row, int64_t tile, int64_t rows) {
-    multiply_some(task, row, tile, rows, 8);
+static void multiply_8_bits(const struct coded *coded, int64_t row, int64_t tile, int64_t rows) {
+    multiply_some(coded, row, tile, rows, 8);
 }
 
 /* Whether the processor sums products of bytes by itself. */
@@ -238,24 +231,17 @@ int64_t pdserve_multiplies_bytes(void) {
 #endif
 }
 
-/* out: [rows, width]; x: [rows, inputs], a multiple of 32; weights: as above, of 4 or 8 bits; strides in elements. */
-void pdserve_product_quantized(
-    void *out, int64_t out_stride, const void *x, int64_t x_stride, int64_t rows, int64_t inputs, const void *weights,
-    const void *bias, const void *residual, int64_t residual_stride, int64_t width, int64_t after, int64_t bits,
-    int64_t type
-) {
-    const struct outcome to = {out, out_stride, bias, residual, residual_stride, width, after};
-    const struct coded coded = type == FLOAT32 ? code_rows(x, x_stride, rows, inputs, FLOAT32)
-                                               : code_rows(x, x_stride, rows, inputs, BFLOAT16);
-    const struct task task = {coded, weights, inputs, to, type};
-    const int64_t tiles = tiles_of(&to), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
-    const int64_t pieces = tiles * parts_of(parts, parts_of_block), run = run_length(pieces);
-#pragma omp parallel for schedule(dynamic, run)
-    for (int64_t piece = 0; piece < pieces; piece++) {
-        int64_t begin = piece / tiles * parts_of_block, end = begin + parts_of_block;
-        for (int64_t part = begin; part < end && part < parts; part++) {
+int64_t pdserve_units_quantized(const struct call *call, int64_t rows) { return units_of(call, rows, MOST_ROWS); }
+
+/* inputs: a multiple of 32, which are coded already; weights: as above, of 4 or 8 bits. */
+void pdserve_product_quantized(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const struct coded coded = coded_of(call, rows);
+    const int64_t tiles = tiles_of(call), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
+    for (int64_t unit = begin; unit < end; unit++) {
+        int64_t part = unit / tiles * parts_of_block, last = part + parts_of_block;
+        for (; part < last && part < parts; part++) {
             int64_t row = part * rows / parts, count = (part + 1) * rows / parts - row;
-            (bits == 4 ? multiply_4_bits : multiply_8_bits)(&task, row, piece % tiles, count);
+            (call->bits == 4 ? multiply_4_bits : multiply_8_bits)(&coded, row, unit % tiles, count);
         }
     }
 }
@@ -277,14 +263,13 @@ INLINE void decode_row(char *out, const uint8_t *tile, int64_t lane, int64_t inp
     }
 }
 
-/* out: [rows, inputs], of the matrix's rows that `ids` names. */
-void pdserve_rows_quantized(
-    void *out, const int64_t *ids, int64_t rows, int64_t inputs, const void *weights, int64_t bits, int64_t type
-) {
-    const int64_t tile_bytes = inputs / BLOCK * block_bytes((int)bits);
-    for (int64_t row = 0; row < rows; row++) {
-        const uint8_t *tile = (const uint8_t *)weights + ids[row] / TILE * tile_bytes;
-        char *to = (char *)out + row * inputs * size_of((int)type);
-        decode_row(to, tile, ids[row] % TILE, inputs, (int)bits, (int)type);
+/* Decodes rows of the matrix that a call's x names. */
+void pdserve_lookup_quantized(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const int64_t *ids = call->x, inputs = call->inputs, tile_bytes = inputs / BLOCK * block_bytes((int)call->bits);
+    (void)rows;
+    for (int64_t row = begin; row < end; row++) {
+        const uint8_t *tile = (const uint8_t *)call->weights + ids[row] / TILE * tile_bytes;
+        char *to = (char *)call->out + row * call->out_stride * size_of((int)call->type);
+        decode_row(to, tile, ids[row] % TILE, inputs, (int)call->bits, (int)call->type);
     }
 }

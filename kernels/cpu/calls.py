@@ -1,0 +1,114 @@
+"""What the compiled library computes over a step's rows, one call after the other: at once, or all as one program.
+
+A program is a run of calls whose weights and buffers stay where they are. Python takes no part in it, and its threads
+wait for none that its core is not given to (src/team.c).
+"""
+
+import ctypes
+import weakref
+from collections import defaultdict
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.cpu.library import Pointer, Size, function
+
+
+class Kind(IntEnum):
+    """As src/calls.h numbers them."""
+
+    NORM = 0
+    LOOKUP_BFLOAT16 = 1
+    LOOKUP_QUANTIZED = 2
+    PRODUCT_BFLOAT16 = 3
+    CODING = 4
+    PRODUCT_QUANTIZED = 5
+    PLACING = 6
+    RANGES = 7
+    COMBINING = 8
+
+
+class Call(ctypes.Structure):
+    """`struct call` of src/calls.h."""
+
+    _fields_ = (
+        *((name, Size) for name in ("kind", "type")),
+        *((name, Pointer) for name in ("out", "x")),
+        *((name, Size) for name in ("out_stride", "x_stride", "inputs", "width")),
+        *((name, Pointer) for name in ("weights", "bias", "residual")),
+        *((name, Size) for name in ("residual_stride", "after", "bits")),
+        *((name, Pointer) for name in ("scratch", "step")),
+        ("layer", Size),
+        *((name, Pointer) for name in ("q_norm", "k_norm")),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_uint64) for name in ("taken", "done")),
+    )
+
+
+class Calls(Protocol):
+    """Takes calls in the order in which they are to be computed."""
+
+    loaded: ctypes.CDLL
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for the result of a call, or for what only the call uses."""
+        ...
+
+    def take(self, num_rows: int, *calls: Call) -> None:
+        """Compute the calls of one operation over rows, now or later. Weights, results and steps have to stay."""
+        ...
+
+
+class Immediate:
+    """Computes each call as it comes."""
+
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        self.loaded = loaded
+        self._run = function(loaded, "pdserve_run", Pointer, Size, Size)
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((num_rows, width), dtype=dtype)
+
+    def take(self, num_rows: int, *calls: Call) -> None:
+        self._run((Call * len(calls))(*calls), len(calls), num_rows)
+
+
+_ALL_PACKED: list[ctypes.Array[Call]] = []  # of programs that are gone too: a thread that comes late looks at them
+
+
+class Program:
+    """Keeps calls, to compute all of them with any number of rows up to the one that they came with.
+
+    Buffers are reused: once nobody holds the tensor that `empty` returned, a later call may get the same memory.
+    """
+
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        self.loaded = loaded
+        self._run = function(loaded, "pdserve_run_program", Pointer, Size, Size, Size)
+        self._calls: list[Call] = []
+        self._packed: ctypes.Array[Call] | None = None
+        self._buffers: list[Tensor] = []
+        self._free: defaultdict[tuple[int, int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        free = self._free[num_rows, width, dtype]
+        if not free:
+            free.append(torch.empty((num_rows, width), dtype=dtype))
+            self._buffers.append(free[-1])
+        buffer = free.pop()
+        lent = buffer.view(num_rows, width)
+        weakref.finalize(lent, free.append, buffer).atexit = False
+        return lent
+
+    def take(self, num_rows: int, *calls: Call) -> None:
+        del num_rows
+        self._calls += calls
+
+    def run(self, num_rows: int) -> None:
+        """Compute all calls over so many rows, in as many threads as torch has. The first run ends the taking."""
+        if self._packed is None:
+            self._packed = (Call * len(self._calls))(*self._calls)
+            _ALL_PACKED.append(self._packed)
+        self._run(self._packed, len(self._packed), num_rows, torch.get_num_threads())

@@ -1,0 +1,54 @@
+/* What the library computes over a step's rows: a call is one operation of a layer, or one part of it that needs
+ * another one done before. A program is a run of calls.
+ *
+ * A call's work is a number of units that do not depend on one another: rows, tiles of outputs, ranges of keys. */
+
+#ifndef PDSERVE_CALLS_H
+#define PDSERVE_CALLS_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+/* As kernels/cpu/calls.py numbers them. */
+enum { NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING };
+
+struct step;
+
+/* kernels/cpu/calls.py has the same fields. Strides are in elements. */
+struct call {
+    int64_t kind, type; /* type: of elements of x and out */
+    void *out, *x;      /* [rows, width]; [rows, inputs], or of a lookup int64 [rows] */
+    int64_t out_stride, x_stride, inputs, width;
+    const void *weights;
+    const void *bias;     /* of each output, in the order of the weights, or NULL */
+    const void *residual; /* [rows, width]; may be out */
+    int64_t residual_stride, after, bits;
+    void *scratch;           /* for inputs in codes: rows * (inputs + inputs / 4) bytes */
+    const struct step *step; /* of attention, whose x is qkv */
+    int64_t layer;
+    const void *q_norm, *k_norm; /* [head_dim], or NULL */
+    double eps;
+    _Atomic uint64_t taken, done; /* in a program: see team.c */
+};
+
+/* How many units there are. */
+typedef int64_t units(const struct call *call, int64_t rows);
+units pdserve_units_bfloat16, pdserve_units_quantized, pdserve_units_placing, pdserve_units_ranges,
+    pdserve_units_combining;
+
+/* Each does the units from begin to before end. */
+typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t end);
+work pdserve_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16, pdserve_coding,
+    pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining;
+
+/* The same for a call of any kind; see run.c. */
+units pdserve_units_of;
+work pdserve_work;
+
+/* Whether an attention takes longer than waking threads. */
+int pdserve_attention_is_long(const struct call *call);
+
+/* Units that are taken at once: few enough for threads to end together, many enough to be worth the taking. */
+static inline int64_t pdserve_run_length(int64_t units) { return units >= 32 ? units / 16 : 1; }
+
+#endif

@@ -1,0 +1,47 @@
+/* Runs calls at once, one after the other, in OpenMP's team, which torch's own operations have just used. */
+
+#include "calls.h"
+
+#define WORTH_THREADS 65536 /* elements of rows; fewer take less time than waking threads */
+
+int64_t pdserve_units_of(const struct call *call, int64_t rows) {
+    switch (call->kind) {
+    case PRODUCT_BFLOAT16: return pdserve_units_bfloat16(call, rows);
+    case PRODUCT_QUANTIZED: return pdserve_units_quantized(call, rows);
+    case PLACING: return pdserve_units_placing(call, rows);
+    case RANGES: return pdserve_units_ranges(call, rows);
+    case COMBINING: return pdserve_units_combining(call, rows);
+    default: return rows;
+    }
+}
+
+void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    static work *const works[] = {
+        [NORM] = pdserve_norm, [LOOKUP_BFLOAT16] = pdserve_lookup_bfloat16,
+        [LOOKUP_QUANTIZED] = pdserve_lookup_quantized, [PRODUCT_BFLOAT16] = pdserve_product_bfloat16,
+        [CODING] = pdserve_coding, [PRODUCT_QUANTIZED] = pdserve_product_quantized, [PLACING] = pdserve_placing,
+        [RANGES] = pdserve_ranges, [COMBINING] = pdserve_combining,
+    };
+    works[call->kind](call, rows, begin, end);
+}
+
+static int is_worth_threads(const struct call *call, int64_t rows) {
+    switch (call->kind) {
+    case NORM: return rows * call->width >= WORTH_THREADS;
+    case LOOKUP_BFLOAT16:
+    case LOOKUP_QUANTIZED: return rows * call->inputs >= WORTH_THREADS;
+    case PLACING: return pdserve_attention_is_long(call);
+    default: return 1;
+    }
+}
+
+/* Whether threads are worth waking is decided by the first call: those with it are of one operation. */
+void pdserve_run(const struct call *calls, int64_t count, int64_t rows) {
+#pragma omp parallel if (is_worth_threads(calls, rows))
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t total = pdserve_units_of(&calls[i], rows), run = pdserve_run_length(total);
+#pragma omp for schedule(dynamic)
+        for (int64_t begin = 0; begin < total; begin += run)
+            pdserve_work(&calls[i], rows, begin, begin + run < total ? begin + run : total);
+    }
+}
