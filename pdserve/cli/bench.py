@@ -43,6 +43,13 @@ def load(
     top_p: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of likelihood that tokens are drawn from.")
     ] = 1.0,
+    door: Annotated[
+        list[str] | None, typer.Option(help="grpc or http; repeatable: then they take turns. By default grpc.")
+    ] = None,
+    http_url: Annotated[
+        str, typer.Option(metavar="URL", help="OpenAI's API of a router; by default of the cluster that runs here.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each workload is sent.")] = 1,
     json_file: JsonFile = None,
     html: HtmlFile = None,
     router: Reached = THIS_MACHINES_ROUTER,
@@ -50,7 +57,7 @@ def load(
     """Send workloads of random prompts, answered to full length, and measure what a client sees."""
     from pdserve.errors import ConfigError
     from pdserve.measure.client import Drawing
-    from pdserve.measure.live import measure_load
+    from pdserve.measure.load import Load, door_notes, measure_load
     from pdserve.measure.summary import summary_tables
 
     rates = [checked_rate(rate) for rate in request_rate] if request_rate else [None]
@@ -60,10 +67,11 @@ def load(
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
     goal = objective(goodput)
     drawing = Drawing(temperature, top_p, sizes.seed)
-    runs = run(measure_load(router.router(), workloads, goal, sizes.seed, max_concurrency, drawing))
+    doors = router.doors(door or ["grpc"], http_url)
+    runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, drawing, rounds)))
     summaries = [each.summary for each in runs]
-    note = f"goodput counts requests that ended well ({goal})"
-    show(json_file, {"objective": goal, "runs": summaries}, *summary_tables(summaries), note)
+    notes = [f"goodput counts requests that ended well ({goal})", *door_notes(runs)]
+    show(json_file, {"objective": goal, "runs": summaries}, *summary_tables(summaries), *notes)
     if html is not None:
         from pdserve.measure.html_report import write_report
 
@@ -99,7 +107,8 @@ def frontend(
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
     from itertools import product
 
-    from pdserve.measure.frontend import Door, Load, frontend_table, measure_frontend
+    from pdserve.measure.client import Door
+    from pdserve.measure.frontend import Load, frontend_table, measure_frontend
     from pdserve.measure.router_speed import measure_steps
 
     shapes = product(step_ms or (20.0, 2.0), door or ("grpc", "http"), streams or (64, 256), output_len or (64, 8))

@@ -10,9 +10,11 @@ import typer
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.launch.admin import AdminClient
     from pdserve.launch.plan import ClusterSpec
-    from pdserve.measure.client import Access
+    from pdserve.measure.client import Access, Door
     from pdserve.measure.live import Trial
     from pdserve.measure.objectives import Objective
     from pdserve.measure.workload import Workload
@@ -78,6 +80,19 @@ class Reached:
         from pdserve.cli.stream import router_of
 
         return router_of(self.endpoint, self.name, self.ca_file)
+
+    def doors(self, names: "Sequence[str]", http_url: str) -> "dict[Door, tuple[str, Access | None]]":
+        """Return where each door is, and what a client shows there. ConfigError where one is not known."""
+        from pdserve.cli.stream import http_of
+        from pdserve.measure.client import Door
+
+        if unknown := set(names) - set(Door):
+            raise ConfigError(f"--door: {min(unknown)!r} is neither grpc nor http")
+        found = {}
+        for door in map(Door, names):
+            is_http = door is Door.HTTP
+            found[door] = http_of(http_url, self.endpoint, self.name, self.ca_file) if is_http else self.router()
+        return found
 
 
 @dataclass(frozen=True, slots=True)

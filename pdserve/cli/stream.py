@@ -43,11 +43,26 @@ def router_of(endpoint: str | None, cluster: str, ca_file: Path | None) -> tuple
     """Return a router's public endpoint, as given or of a cluster of this machine, and what its clients need."""
     state = read_state(cluster) if endpoint is None else None
     address = endpoint if state is None else state.endpoint
-    believed = ca_file if ca_file is not None or state is None else state.ca_file
+    return address or "", _access(ca_file if ca_file is not None or state is None else state.ca_file)
+
+
+def http_of(url: str, endpoint: str | None, cluster: str, ca_file: Path | None) -> tuple[str, Access | None]:
+    """Return the URL of a router's HTTP port, as given or of a cluster of this machine, and what its clients need."""
+    if url:
+        return url, _access(ca_file)
+    if endpoint is not None:
+        raise ConfigError("--http-url is needed beside --endpoint")
+    state = read_state(cluster)
+    if not state.http:
+        raise ConfigError(f"--door: cluster {cluster} does not serve http")
+    return state.http, _access(ca_file or state.ca_file)
+
+
+def _access(ca_file: Path | None) -> Access | None:
     api_key = os.environ.get(API_KEY, "")
-    if api_key and believed is None:
+    if api_key and ca_file is None:
         raise ConfigError(f"{API_KEY}: a key is sent over TLS alone: --ca-file is needed")
-    return address or "", None if believed is None else Access(believed, api_key)
+    return None if ca_file is None else Access(ca_file, api_key)
 
 
 async def ask(

@@ -2,9 +2,11 @@
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import isfinite
 from pathlib import Path
 
@@ -20,6 +22,13 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 Timed = tuple[float, inference.GenerateRequest]  # seconds after the run's start, and what is sent then
+
+
+class Door(StrEnum):
+    """A protocol that clients speak."""
+
+    GRPC = "grpc"
+    HTTP = "http"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +51,19 @@ class Drawing:
 GREEDY = Drawing()
 
 
-class Client:
-    """One connection over which a measurement sends its requests."""
+class OpenLoop(ABC):
+    """Sends requests at their times."""
 
-    def __init__(self, channel: grpc.aio.Channel, clock: Clock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.stub = InferenceServiceStub(channel)
 
+    @abstractmethod
     async def vocab_size(self) -> int:
         """Return the size of the served model's vocabulary."""
-        models = (await self.stub.ListModels(inference.ListModelsRequest(), timeout=30)).models
-        return models[0].vocab_size
+
+    @abstractmethod
+    async def send(self, request: inference.GenerateRequest, began_s: float = 0.0) -> Outcome:
+        """Send one request now; return what came of it, with times after `began_s`."""
 
     async def run(
         self,
@@ -76,8 +87,19 @@ class Client:
             sent = [tasks.create_task(send(number, *timed)) for number, timed in enumerate(requests)]
         return [each.result() for each in sent]
 
+
+class Client(OpenLoop):
+    """One gRPC connection over which a measurement sends its requests."""
+
+    def __init__(self, channel: grpc.aio.Channel, clock: Clock) -> None:
+        super().__init__(clock)
+        self.stub = InferenceServiceStub(channel)
+
+    async def vocab_size(self) -> int:
+        models = (await self.stub.ListModels(inference.ListModelsRequest(), timeout=30)).models
+        return models[0].vocab_size
+
     async def send(self, request: inference.GenerateRequest, began_s: float = 0.0) -> Outcome:
-        """Send one request now; return what came of it, with times after `began_s`."""
         outcome = Outcome(
             sent_s=self.clock.now_s() - began_s,
             prompt_tokens=len(request.token_ids.ids),
@@ -94,7 +116,7 @@ class Client:
                     outcome.times_s.setdefault(delta.index, []).extend([outcome.last_s] * len(delta.token_ids))
                 if reply.HasField("ledger"):
                     outcome.cached_tokens = reply.usage.cached_tokens
-                    _take_ledger(outcome, reply.ledger)
+                    take_ledger(outcome, reply.ledger)
         except grpc.aio.AioRpcError as error:
             outcome.status, outcome.detail = error.code().name, error.details() or ""
             _take_hints(outcome, error)
@@ -102,7 +124,8 @@ class Client:
         return outcome
 
 
-def _take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
+def take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
+    """Note what a request's ledger says."""
     outcome.attempts = ledger.attempts
     outcome.prefill_worker = ledger.prefill_worker
     outcome.handoff_bytes, outcome.handoff_s = ledger.handoff_bytes, ledger.handoff_ms / 1e3

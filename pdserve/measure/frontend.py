@@ -12,7 +12,6 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -25,20 +24,13 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
+from pdserve.measure.client import Door
 from pdserve.measure.live import Report, router_process
 from pdserve.measure.percentiles import percentiles, shown
 from pdserve.measure.replayed import replay
 from pdserve.measure.tables import Column, Sheet
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.rpc import split_address
-
-
-class Door(StrEnum):
-    """A protocol that clients speak."""
-
-    GRPC = "grpc"
-    HTTP = "http"
-
 
 _HOST = "127.0.0.1"
 _MODEL = "replayed"

@@ -10,7 +10,7 @@ import jinja2
 
 from pdserve import __version__
 from pdserve.measure import plots
-from pdserve.measure.live import Run
+from pdserve.measure.load import Run
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.plots import Bar, Line, Plot, Timeline, plot, shares, timeline
@@ -76,7 +76,7 @@ def _over_rate(runs: Sequence[Run]) -> list[Plot]:
 
 def _timelines(run: Run) -> Iterator[Timeline]:
     """Yield what the first requests that ended well went through: from arrival to decoding, and over the run."""
-    shown = sorted((each for each in run.outcomes if each.stages_s), key=lambda each: each.sent_s)[:MAX_ROWS]
+    shown = sorted((each for each in run.rounds[-1] if each.stages_s), key=lambda each: each.sent_s)[:MAX_ROWS]
     rows = [
         (f"request {each.number}, {each.prompt_tokens} + {each.num_tokens} tokens", each.sent_s, _bars(each))
         for each in shown

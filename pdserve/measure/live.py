@@ -15,11 +15,11 @@ from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import PDSERVE, ClusterSpec, Flags, flag_arguments
 from pdserve.measure.board import StatusBoard
-from pdserve.measure.client import GREEDY, Access, Client, Drawing, connect, requests_of
+from pdserve.measure.client import Access, Client, connect, requests_of
 from pdserve.measure.objectives import ANY, Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.saturation import saturate
-from pdserve.measure.summary import Summary, summarize
+from pdserve.measure.summary import Summary
 from pdserve.measure.tables import counted
 from pdserve.measure.workload import Arrival, Workload, random_prompts
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -145,37 +145,3 @@ async def router_process(flags: Flags) -> AsyncIterator[Process]:
         if process.returncode is None:
             process.terminate()
         await process.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A workload at one rate, and what came of it."""
-
-    workload: str
-    rate_per_s: float | None  # None: at the workload's own times
-    summary: Summary
-    outcomes: Sequence[Outcome]
-
-
-async def measure_load(
-    router: tuple[str, Access | None],
-    workloads: Sequence[tuple[Workload, float | None]],
-    objective: Objective,
-    seed: int,
-    max_concurrency: int | None,
-    drawing: Drawing = GREEDY,
-) -> list[Run]:
-    """Return what the clients of each workload saw at its rate. seed: of prompts and moments."""
-    runs, rates = [], {rate for _, rate in workloads}
-    async with connect(*router) as channel:
-        client = Client(channel, MonotonicClock())
-        vocab_size = await client.vocab_size()
-        for each, rate in workloads:
-            arrivals = each.sent_at(rate, seed).arrivals
-            prompts = random_prompts(arrivals, vocab_size, seed)
-            requests = requests_of(arrivals, prompts, objective, drawing)
-            name = f"{each.name}, {rate:g}/s" if len(rates) > 1 else each.name
-            with counted(Console(stderr=True), name, len(requests)) as advance:
-                outcomes = await client.run(requests, lambda _: advance(), max_concurrency)
-            runs.append(Run(each.name, rate, summarize(name, outcomes, objective), outcomes))
-    return runs

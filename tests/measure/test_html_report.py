@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.measure.client import Door
 from pdserve.measure.html_report import write_report
-from pdserve.measure.live import Run
+from pdserve.measure.load import Run
 from pdserve.measure.objectives import ANY, Objective
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.measure.plots import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Line, plot, shares, timeline
-from pdserve.measure.summary import summarize
 
 STAGES = ("received", "tokenized", "admitted", "placed", "prefill_queued", "prefill_started", "prefill_done")
 
@@ -27,7 +27,7 @@ def outcome(number: int) -> Outcome:
 
 def run(name: str, rate_per_s: float | None, count: int = 20) -> Run:
     outcomes = [outcome(number) for number in range(count)]
-    return Run(name, rate_per_s, summarize(f"{name} {rate_per_s}", outcomes, Objective(0.1)), outcomes)
+    return Run(name, rate_per_s, f"{name} {rate_per_s}", Door.GRPC, Objective(0.1), [outcomes])
 
 
 class Checked(HTMLParser):
@@ -86,7 +86,7 @@ def test_one_rate_alone_has_no_plot_over_the_rate(tmp_path: Path) -> None:
 
 def test_a_run_of_failures_is_reported_too(tmp_path: Path) -> None:
     failed = [Outcome(0.0, 8, 4, status="UNAVAILABLE", ended_s=1.0) for _ in range(2)]
-    written(tmp_path / "report.html", Run("w", 1.0, summarize("w", failed, ANY), failed))
+    written(tmp_path / "report.html", Run("w", 1.0, "w", Door.GRPC, ANY, [failed]))
 
 
 def test_points_lie_where_the_axes_say() -> None:
