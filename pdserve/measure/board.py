@@ -3,7 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
+from pdserve.clock import MonotonicClock
+from pdserve.launch.local import LocalCluster
 from pdserve.proto.v1 import admin_pb2 as admin
+
+FREE_WITHIN_S = 15.0
+RECOVER_WITHIN_S = 90.0  # after the last fault, until all workers are ready again
 
 Condition = Callable[[admin.ClusterStatus], bool]
 
@@ -62,3 +67,15 @@ def is_busy(worker: admin.WorkerStatus) -> bool:
 
 def num_ready(status: admin.ClusterStatus) -> int:
     return sum(worker.registration.ready for worker in status.workers)
+
+
+async def recovered(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None, str]:
+    """Wait for recovery; return how long until all pages were free, and what is still not free or not ready."""
+    clock = MonotonicClock()
+    ended_s = clock.now_s()
+    is_free = await board.until(all_free, FREE_WITHIN_S)
+    free_after_s, left_over = clock.now_s() - ended_s if is_free else None, not_free(board.last)
+    num_workers = len(cluster.state.processes) - 1
+    if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
+        left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
+    return free_after_s, left_over

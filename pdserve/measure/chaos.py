@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from rich.console import Console
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.local import LocalCluster
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import StatusBoard, all_free, not_free, num_ready
+from pdserve.measure.board import recovered
 from pdserve.measure.client import Client
 from pdserve.measure.faults import Fault, FaultInjector, FaultPlan
-from pdserve.measure.known_answers import KnownRequest, difference
+from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import started
 from pdserve.measure.objectives import ANY
 from pdserve.measure.outcomes import OK, Outcome
@@ -22,8 +21,6 @@ from pdserve.measure.summary import Summary, summarize
 from pdserve.measure.tables import Comparison, counted
 
 REQUEST_DEADLINE_S = 120.0
-FREE_WITHIN_S = 15.0
-RECOVER_WITHIN_S = 90.0  # after the last fault, until all workers are ready again
 _MOST_EXAMPLES = 10
 
 
@@ -77,8 +74,8 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
         if injector is not None:
             board.watchers.append(injector.see)
             injector.see(board.last)
-        outcomes = await _attack(trial, live.client, injector, requests, console)
-        free_after_s, left_over = await look(cluster, board)
+        outcomes = await _send(trial, live.client, injector, requests, console)
+        free_after_s, left_over = await recovered(cluster, board)
         faults = () if injector is None else tuple(injector.faults)
         return Verdict(
             tally=tally(trial.name, outcomes),
@@ -92,7 +89,7 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
         )
 
 
-async def _attack(
+async def _send(
     trial: ChaosTrial,
     client: Client,
     injector: FaultInjector | None,
@@ -105,36 +102,17 @@ async def _attack(
     with counted(console, trial.name, trial.num_requests) as advance:
 
         def on_end(outcome: Outcome) -> None:
-            judge(outcome, requests)
+            check_answer(outcome, requests)
             advance()
             if not outcome.is_good:
                 console.print(f"{outcome}", highlight=False, markup=False)
 
         async with asyncio.TaskGroup() as tasks:
-            striking = None if injector is None else tasks.create_task(injector.run())
+            injecting = None if injector is None else tasks.create_task(injector.run())
             outcomes = await client.run(timed, on_end, trial.max_concurrency)
-            if striking is not None:
-                striking.cancel()
+            if injecting is not None:
+                injecting.cancel()
     return outcomes
-
-
-def judge(outcome: Outcome, requests: Sequence[KnownRequest]) -> None:
-    """Compare an answer with the right one, and drop its tokens. Requests are sent in turn, over and over."""
-    right = requests[outcome.number % len(requests)].answer
-    outcome.wrong = difference(outcome.tokens, right, is_whole=outcome.status == OK)
-    outcome.tokens, outcome.times_s = {}, {}
-
-
-async def look(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None, str]:
-    """Wait for recovery; return how long until all pages were free, and what is still not free or not ready."""
-    clock = MonotonicClock()
-    ended_s = clock.now_s()
-    is_free = await board.until(all_free, FREE_WITHIN_S)
-    free_after_s, left_over = clock.now_s() - ended_s if is_free else None, not_free(board.last)
-    num_workers = len(cluster.state.processes) - 1
-    if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
-        left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
-    return free_after_s, left_over
 
 
 def tally(name: str, outcomes: Sequence[Outcome]) -> Tally:

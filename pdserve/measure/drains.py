@@ -8,10 +8,9 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import StatusBoard
-from pdserve.measure.chaos import judge, look
+from pdserve.measure.board import StatusBoard, recovered
 from pdserve.measure.client import Client, new_tenant
-from pdserve.measure.known_answers import KnownRequest
+from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, started
 from pdserve.measure.moves import MovedGap, moved_gaps
 from pdserve.measure.operations import drained
@@ -56,7 +55,7 @@ async def measure_drain(
 
         def on_end(outcome: Outcome) -> None:
             gaps.extend(moved_gaps(outcome))
-            judge(outcome, requests)
+            check_answer(outcome, requests)
 
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(_send(live.client, requests, count, on_end))
@@ -70,7 +69,7 @@ async def measure_drain(
             drain_s = await drained(cluster, LEAVING, clock, operator.drain(LEAVING))
             report(f"it has left after {drain_s:.2f} s")
             outcomes = await running
-        _, left_over = await look(cluster, board)
+        _, left_over = await recovered(cluster, board)
         idle_drain_s = await drained(cluster, STAYING, clock, operator.drain(STAYING))
         return DrainFindings(
             num_answers=count,

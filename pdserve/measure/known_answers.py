@@ -14,6 +14,7 @@ import torch
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.engine.alone import LoneEngine
+from pdserve.measure.outcomes import OK, Outcome
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import SamplingParams
@@ -56,19 +57,13 @@ def known_requests(model: str, dtype: str, count: int, lengths: Lengths, seed: i
     form = choose_quantization("auto", checkpoint, dtype, "cpu")
     loaded = load_model(checkpoint.config, weights_in_form(checkpoint, form), _DTYPES[dtype])
     engine = LoneEngine(loaded, checkpoint.eos_token_ids, lengths.prompt + lengths.answer)
-    drawn = _random_requests(checkpoint.config.vocab_size, lengths, seed)
+    drawn = random_requests(checkpoint.config.vocab_size, lengths, seed)
     requests = islice((request for request in drawn if not engine.is_tied(*request)), count)
     return [KnownRequest(prompt, params, engine.answer(prompt, params)) for prompt, params in requests]
 
 
-def random_requests(
-    count: int, vocab_size: int, lengths: Lengths, seed: int
-) -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Return requests with short and long prompts and answers; some prompts begin alike."""
-    return list(islice(_random_requests(vocab_size, lengths, seed), count))
-
-
-def _random_requests(vocab_size: int, lengths: Lengths, seed: int) -> Iterator[tuple[tuple[int, ...], SamplingParams]]:
+def random_requests(vocab_size: int, lengths: Lengths, seed: int) -> Iterator[tuple[tuple[int, ...], SamplingParams]]:
+    """Yield requests with short and long prompts and answers; some prompts begin alike."""
     rng = random.Random(f"asks {seed}")
     stem = [rng.randrange(vocab_size) for _ in range(lengths.prompt // 4)]
     while True:
@@ -102,3 +97,10 @@ def difference(tokens: Answer, expected: Answer, *, is_whole: bool) -> str:
             return f"continuation {index}: {len(got)} tokens came, {len(right)} were expected"
     extra = set(tokens) - set(expected)
     return f"continuations {sorted(extra)} were not asked for" if extra else ""
+
+
+def check_answer(outcome: Outcome, requests: Sequence[KnownRequest]) -> None:
+    """Compare an answer with the right one, and drop its tokens. Requests are sent in turn, over and over."""
+    right = requests[outcome.number % len(requests)].answer
+    outcome.wrong = difference(outcome.tokens, right, is_whole=outcome.status == OK)
+    outcome.tokens, outcome.times_s = {}, {}

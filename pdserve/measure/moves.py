@@ -10,9 +10,10 @@ from statistics import fmean
 from pdserve.clock import MonotonicClock
 from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, judge, look, tally
+from pdserve.measure.board import recovered
+from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, tally
 from pdserve.measure.client import Client, new_tenant
-from pdserve.measure.known_answers import KnownRequest
+from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, started
 from pdserve.measure.operations import Operations, OperationsPlan, Record
 from pdserve.measure.outcomes import Outcome
@@ -77,13 +78,13 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
     async with started(trial.spec, report) as (cluster, live, board):
         report("calibrating: keeping the cluster full")
         capacity = await saturate(live.client, *_as_arrivals(requests), trial.calibration_s)
-        await look(cluster, board)
+        await recovered(cluster, board)
         before, rate = sum(board.last.ended.values()), trial.load * capacity
         report(f"capacity {capacity:.2f} requests/s; operating under {rate:.2f} requests/s")
 
         def on_end(outcome: Outcome) -> None:
             gaps.extend(moved_gaps(outcome))
-            judge(outcome, requests)
+            check_answer(outcome, requests)
             if not outcome.is_good:
                 report(f"{outcome}")
 
@@ -96,7 +97,7 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
             async with asyncio.TaskGroup() as tasks:
                 operating = tasks.create_task(operations.run())
                 outcomes = await _load(live.client, requests, rate, operating, on_end)
-        free_after_s, left_over = await look(cluster, board)
+        free_after_s, left_over = await recovered(cluster, board)
         return MovesVerdict(
             capacity_per_s=capacity,
             rate_per_s=rate,

@@ -13,9 +13,9 @@ from pdserve.autoscaler.journal import read_record
 from pdserve.clock import MonotonicClock
 from pdserve.launch.folder import RECORD_FILE
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.chaos import REQUEST_DEADLINE_S, judge
+from pdserve.measure.chaos import REQUEST_DEADLINE_S
 from pdserve.measure.client import Timed, new_tenant
-from pdserve.measure.known_answers import KnownRequest, Lengths, known_requests
+from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
 from pdserve.measure.live import Report, started
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import OK, Outcome
@@ -116,7 +116,7 @@ async def measure_scale(
                 await asyncio.sleep(LOOK_EVERY_S)
 
         def on_end(outcome: Outcome) -> None:
-            judge(outcome, [sent[outcome.number][2]])
+            check_answer(outcome, [sent[outcome.number][2]])
 
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch())
