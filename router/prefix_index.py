@@ -50,9 +50,8 @@ class _Worker:
 class PrefixIndex:
     """The pages that each worker is taken to hold, by their hashes."""
 
-    def __init__(self, hasher: PrefixHasher = UNKEYED, life_s: float = LIFE_S) -> None:
+    def __init__(self, hasher: PrefixHasher) -> None:
         self.hasher = hasher
-        self._life_s = life_s
         self._workers: dict[LinkId, _Worker] = {}
 
     def __len__(self) -> int:
@@ -70,7 +69,7 @@ class PrefixIndex:
             worker = self._workers.get(link)
             if worker is None:
                 continue
-            routed, until_s = worker.routed, now_s + (REPORTED_LIFE_S if worker.reports else self._life_s)
+            routed, until_s = worker.routed, now_s + (REPORTED_LIFE_S if worker.reports else LIFE_S)
             for page in reversed(_pages(hashes, worker.page_blocks)):  # a prefix is kept longer than what it leads to
                 routed[page] = until_s
                 routed.move_to_end(page)

@@ -54,13 +54,13 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "pdserve")
 
 
-def resolve_model(name_or_path: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
     """Return an existing path as it is, or fetch the model of that name; ConfigError where there is none."""
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
     if name_or_path in CATALOG:
-        return fetch(name_or_path, cache_dir or default_cache_dir(), progress)
+        return fetch(name_or_path, default_cache_dir(), progress)
     if (model := hub.parse(name_or_path)) is not None:
         return hub.fetch_snapshot(model)
     known = ", ".join(CATALOG)
