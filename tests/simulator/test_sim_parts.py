@@ -6,9 +6,8 @@ from faultsim.engine import FakeRunner
 from faultsim.memory import Memory
 from faultsim.mover import Host, Mover
 from faultsim.network import KEEPALIVE_S, End, Network
-from faultsim.process import Process
 from faultsim.witness import WorkerWitness
-from faultsim.world import ViolationError, World
+from faultsim.world import Process, ViolationError, World
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import Chunk, StepPlan

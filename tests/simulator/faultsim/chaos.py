@@ -5,10 +5,10 @@ from collections.abc import Callable
 from faultsim.cluster import Cluster
 from faultsim.hostile import Hostile
 from faultsim.operators import Operators
-from faultsim.process import Process
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
 from faultsim.worker import WorkerProcess
+from faultsim.world import Process
 from faultsim.zombies import Zombies
 from pdserve.router.events import DrainAsked
 

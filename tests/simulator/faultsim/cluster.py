@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from faultsim.network import Network
-from faultsim.process import Process
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
 from faultsim.sharing import Sharing
 from faultsim.worker import WorkerProcess
-from faultsim.world import ViolationError, World
+from faultsim.world import Process, ViolationError, World
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer
 from pdserve.roles import Role, lacks_pages

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from faultsim.handoffs import ReceiverStreams, SenderStreams
 from faultsim.mover import Host, Mover, digest
-from faultsim.process import Process
-from faultsim.world import ViolationError
+from faultsim.world import Process, ViolationError
 from pdserve.kvtransfer.doors import (
     CancelCopies,
     CheckDigests,

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from faultsim.network import End, Network
-from faultsim.process import Process
-from faultsim.world import ViolationError
+from faultsim.world import Process, ViolationError
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import dialling, roster, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling

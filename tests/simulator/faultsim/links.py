@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from faultsim.network import End, Network
-from faultsim.process import Process
+from faultsim.world import Process
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import attaching, wire
 from pdserve.worker.attaching import Attaching, Dial

@@ -12,7 +12,7 @@ from zlib import crc32
 
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
-from faultsim.process import Process
+from faultsim.world import Process
 from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.copies import Copy, CopyQueue
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer

@@ -6,8 +6,7 @@ ends the stream; a reset tells both ends, at different times; a dead process's p
 
 from collections.abc import Callable
 
-from faultsim.process import Process
-from faultsim.world import World
+from faultsim.world import Process, World
 from pdserve.virtual_time import Action
 
 KEEPALIVE_S = 15.0  # a silent path ends its streams: rpc's ping interval and time-out

@@ -8,10 +8,9 @@ from typing import Protocol
 
 from faultsim.links import Dismissed
 from faultsim.network import End, Network
-from faultsim.process import Process
 from faultsim.registration import MODEL
 from faultsim.witness import RouterWitness
-from faultsim.world import ViolationError
+from faultsim.world import Process, ViolationError
 from pdserve.errors import InvariantError
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer

@@ -15,10 +15,9 @@ from faultsim.links import SimLinks
 from faultsim.memory import Memory
 from faultsim.mover import CopyFaults, Host
 from faultsim.network import End, Network
-from faultsim.process import Process
 from faultsim.registration import MODEL, Size, registration
 from faultsim.witness import WorkerWitness
-from faultsim.world import ViolationError
+from faultsim.world import Process, ViolationError
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
