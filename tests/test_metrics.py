@@ -18,9 +18,9 @@ from pdserve.errors import ConfigError
 from pdserve.launch.authority import write_certificates
 from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families, span_samples
 from pdserve.metrics_server import MAX_CONNECTIONS, showing
+from pdserve.perfmodel.curve import Step
 from pdserve.router.config import RouterConfig
 from pdserve.worker.metrics import Steps, handoff_samples, load_samples, refusal_samples
-from pdserve.worker.wire import StepCost
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 ALL = {metric.name: metric for shown in SHOWN.values() for metric in shown}
@@ -57,8 +57,8 @@ def test_a_number_is_no_histogram(metric: Metric, amount: float | Distribution) 
 def test_a_worker_shows_its_metrics_and_no_others() -> None:
     node = Workers().nodes["s"]
     steps = Steps()
-    steps.note(StepCost(20_000, 100, 3, 500, 10_000, 30), 4)
-    steps.note(StepCost(10_000, 0, 4, 500, 0, 40), 4)
+    steps.note(Step(100, 10_000, 3, 30), 0.02, 4)
+    steps.note(Step(0, 0, 4, 40), 0.01, 4)
     samples = [
         *steps.samples("m"),
         *load_samples(node.core.load(), node.scheduler.cache, "m"),

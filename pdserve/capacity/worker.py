@@ -11,12 +11,13 @@ from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.engine.step import StepPlan
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.session import Peer
-from pdserve.perfmodel.curve import Step, StepCosts, attention_work
+from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.router.events import LinkId
 from pdserve.values import value
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Due, Event
+from pdserve.worker.wire import computed
 
 
 @value
@@ -125,7 +126,7 @@ class SimWorker:
         plan = self.core.plan(now_s)
         if plan is not None:
             self._is_stepping = True
-            step = _step(plan)
+            step = computed(plan)
             elapsed_s = self._costs.seconds(step)
             self._clock.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
 
@@ -189,19 +190,6 @@ class _Leap:
         while count > 1 and self._after_s(count - 1) >= now_s:
             count -= 1
         return min(self.num_steps, max(1, count))
-
-
-def _step(plan: StepPlan) -> Step:
-    tokens = work = sequences = kv_tokens = 0
-    for chunk in plan.chunks:
-        count = len(chunk.token_ids)
-        if count > 1:
-            tokens += count
-            work += attention_work(count, chunk.start)
-        else:
-            sequences += 1
-            kv_tokens += chunk.start + 1
-    return Step(tokens, work, sequences, kv_tokens)
 
 
 def _nothing(*_: object) -> None:

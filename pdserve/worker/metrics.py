@@ -8,9 +8,9 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.errors import Refusal
 from pdserve.kvtransfer import receiver, sender
 from pdserve.metrics import Distribution, Sample
+from pdserve.perfmodel.curve import Step
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Load
-from pdserve.worker.wire import StepCost
 
 _ENDED = ("CLOSED", "COMMITTED", "FREE")  # no hand-off that is open is in these states
 
@@ -20,11 +20,12 @@ class Steps:
         self._gaps, self._sizes = Distribution(metrics.ITL), Distribution(metrics.STEP_TOKENS)
         self._num_computed = self._num_sampled = 0
 
-    def note(self, cost: StepCost, num_tokens: int) -> None:
-        if cost.decode_sequences:
-            self._gaps.observe(cost.elapsed_us / 1e6, cost.decode_sequences)
-        self._sizes.observe(cost.prefill_tokens + cost.decode_sequences)
-        self._num_computed += cost.prefill_tokens
+    def note(self, computed: Step, elapsed_s: float, num_tokens: int) -> None:
+        """Count a step that brought so many tokens of answers."""
+        if computed.sequences:
+            self._gaps.observe(elapsed_s, computed.sequences)
+        self._sizes.observe(computed.prefill_tokens + computed.sequences)
+        self._num_computed += computed.prefill_tokens
         self._num_sampled += num_tokens
 
     def samples(self, model: str) -> Iterator[Sample]:

@@ -60,10 +60,13 @@ class Reporter:
                 stages[report.router].append(report)
             else:
                 self._links.send(report.router, wire.report(report, now_s))
-        cost = wire.step_cost(*step)
-        self.steps.note(cost, sum(map(len, tokens.values())))
+        plan, result = step
+        computed = wire.computed(plan)
+        self.steps.note(computed, result.elapsed_s, sum(map(len, tokens.values())))
         for router in self._links.attached:
-            message = wire.step_report(cost, tokens.get(router, ()), stages.get(router, ()), now_s)
+            message = wire.step_report(
+                computed, result.elapsed_s, tokens.get(router, ()), stages.get(router, ()), now_s
+            )
             for scored in prompts.get(router, ()):
                 wire.write_prompt(scored, message.step.prompts.add())
             self._links.send(router, message)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from pdserve.engine.sequence import Finish, Job
-from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.step import StepPlan
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.wire import handoff_key
 from pdserve.load import LoadPart
-from pdserve.perfmodel.curve import attention_work
+from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -24,7 +24,6 @@ from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.sampling_wire import logprobs_to_proto, params_from_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.tracecontext import read_trace
-from pdserve.values import value
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
 
@@ -58,48 +57,35 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> mess
             return None
 
 
-@value
-class StepCost:
-    """What a step took and what it computed: of interest to every router, whatever it brought them."""
-
-    elapsed_us: int
-    prefill_tokens: int
-    decode_sequences: int
-    context_tokens: int
-    prefill_work: int
-    decode_kv_tokens: int
-
-
-def step_cost(plan: StepPlan, result: StepResult) -> StepCost:
-    num_decoding = prefill_tokens = prefill_work = kv_tokens = context_tokens = 0
+def computed(plan: StepPlan) -> Step:
+    """Return what a step computes."""
+    num_decoding = prefill_tokens = prefill_work = kv_tokens = 0
     for chunk in plan.chunks:
-        count, start = len(chunk.token_ids), chunk.start
-        context_tokens += start + count
+        count = len(chunk.token_ids)
         if count > 1:
             prefill_tokens += count
-            prefill_work += attention_work(count, start)
+            prefill_work += attention_work(count, chunk.start)
         else:
             num_decoding += 1
-            kv_tokens += start + 1
-    elapsed_us = round(result.elapsed_s * 1e6)
-    return StepCost(elapsed_us, prefill_tokens, num_decoding, context_tokens, prefill_work, kv_tokens)
+            kv_tokens += chunk.start + 1
+    return Step(prefill_tokens, prefill_work, num_decoding, kv_tokens)
 
 
 def step_report(
-    cost: StepCost, tokens: Seq[messages.Tokens], stages: Seq[messages.Progress], now_s: float
+    computed: Step, elapsed_s: float, tokens: Seq[messages.Tokens], stages: Seq[messages.Progress], now_s: float
 ) -> link.AttachRequest:
-    """Return one message for everything that a step brought to one router.
+    """Return one message for a step's cost, and for everything that it brought to one router.
 
     Its parts are written where they belong: protobuf copies a message that is given to another one. What is not there
     is not asked for: protobuf makes an object of it.
     """
     message = link.AttachRequest()
     step = message.step
-    step.elapsed_us, step.context_tokens = cost.elapsed_us, cost.context_tokens
-    if cost.prefill_tokens:
-        step.prefill_tokens, step.prefill_work = cost.prefill_tokens, cost.prefill_work
-    if cost.decode_sequences:
-        step.decode_sequences, step.decode_kv_tokens = cost.decode_sequences, cost.decode_kv_tokens
+    step.elapsed_us = round(elapsed_s * 1e6)
+    if computed.prefill_tokens:
+        step.prefill_tokens, step.prefill_work = computed.prefill_tokens, computed.prefill_work
+    if computed.sequences:
+        step.decode_sequences, step.decode_kv_tokens = computed.sequences, computed.kv_tokens
     if tokens:
         deltas = step.deltas
         for each in tokens:
@@ -134,14 +120,11 @@ def heartbeat(
     """Return the message that reports to a router how full this worker is, and what it has refused."""
     fields = {name: getattr(load, name) for name in messages.Load.__slots__ if name not in ("parts", "role")}
     counts = {refusal.value: count for refusal, count in refused.items()}
-    others = _others(load.parts.others(router))
+    part = load.parts.others(router)
+    others = link.OthersLoad(**{name: getattr(part, name) for name in LoadPart.__annotations__})
     role = ROLE_NUMBERS[load.role]
     beat = link.Heartbeat(num_steps=num_steps, refused=counts, others=others, role=role, **fields)
     return link.AttachRequest(heartbeat=beat)
-
-
-def _others(part: LoadPart) -> link.OthersLoad:
-    return link.OthersLoad(**{name: getattr(part, name) for name in LoadPart.__annotations__})
 
 
 def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:

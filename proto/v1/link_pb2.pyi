@@ -666,7 +666,6 @@ class StepReport(_message.Message):
     ELAPSED_US_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_SEQUENCES_FIELD_NUMBER: _builtins.int
-    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     PREFILL_WORK_FIELD_NUMBER: _builtins.int
     DECODE_KV_TOKENS_FIELD_NUMBER: _builtins.int
@@ -677,12 +676,10 @@ class StepReport(_message.Message):
     """Prompt tokens computed in it."""
     decode_sequences: _builtins.int
     """Sequences that decoded in it."""
-    context_tokens: _builtins.int
-    """KV tokens that its attention read."""
     prefill_work: _builtins.int
     """Work of its prompts' attention: for each chunk, tokens * (2 * tokens before it + tokens)."""
     decode_kv_tokens: _builtins.int
-    """KV tokens that the sequences which decoded have read, of context_tokens."""
+    """KV tokens that the sequences which decoded have read."""
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]:
         """Tokens, one entry a sequence that gained some."""
@@ -702,7 +699,6 @@ class StepReport(_message.Message):
         elapsed_us: _builtins.int = ...,
         prefill_tokens: _builtins.int = ...,
         decode_sequences: _builtins.int = ...,
-        context_tokens: _builtins.int = ...,
         progress: _abc.Iterable[Global___Progress] | None = ...,
         prefill_work: _builtins.int = ...,
         decode_kv_tokens: _builtins.int = ...,
@@ -710,7 +706,7 @@ class StepReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work", "progress", b"progress", "prompts", b"prompts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work", "progress", b"progress", "prompts", b"prompts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
