@@ -170,13 +170,19 @@ def handoff_key(request_id: bytes, attempt: int) -> HandoffKey:
     return HandoffKey(RequestId(request_id), Attempt(attempt))
 
 
-def _grant(message: handoff.Grant) -> session.Grant:
+def _places(message: handoff.Grant | handoff.Commit) -> tuple[session.Pages, tuple[Generation, ...]]:
+    """Return the pages that a message names, and the generation of each."""
     num_pages = len(message.pages)
     if not 1 <= num_pages <= MAX_PAGES:
-        raise ProtocolError(f"pages: {num_pages} granted, 1 to {MAX_PAGES} are allowed")
+        raise ProtocolError(f"pages: {num_pages} named, 1 to {MAX_PAGES} are allowed")
     if len(message.generations) != num_pages:
         raise ProtocolError(f"generations: {len(message.generations)} for {num_pages} pages")
-    if len(set(message.pages)) != num_pages:
+    return tuple(map(PageId, message.pages)), tuple(map(Generation, message.generations))
+
+
+def _grant(message: handoff.Grant) -> session.Grant:
+    pages, generations = _places(message)
+    if len(set(pages)) != len(pages):
         raise ProtocolError("pages: one is granted twice")
     if message.first_page > MAX_PAGES:
         raise ProtocolError(f"first_page: {message.first_page} is over {MAX_PAGES}")
@@ -184,8 +190,8 @@ def _grant(message: handoff.Grant) -> session.Grant:
         raise ProtocolError(f"lease_ms: {message.lease_ms} is under {session.MIN_LEASE_S * 1e3:.0f}")
     return session.Grant(
         first_page=message.first_page,
-        pages=tuple(PageId(page) for page in message.pages),
-        generations=tuple(Generation(generation) for generation in message.generations),
+        pages=pages,
+        generations=generations,
         capability=_capability(message.capability),
         lease_s=message.lease_ms / 1e3,
         region=message.region,
@@ -199,15 +205,9 @@ def _digests(message: handoff.Landed) -> tuple[int, ...]:
 
 
 def _commit(message: handoff.Commit) -> session.Commit:
-    num_pages = len(message.pages)
-    if not 1 <= num_pages <= MAX_PAGES:
-        raise ProtocolError(f"pages: {num_pages} named, 1 to {MAX_PAGES} are allowed")
-    if len(message.generations) != num_pages:
-        raise ProtocolError(f"generations: {len(message.generations)} for {num_pages} pages")
     return session.Commit(
         message.region,
-        tuple(PageId(page) for page in message.pages),
-        tuple(Generation(generation) for generation in message.generations),
+        *_places(message),
         _capability(message.capability),
         _capsule(message.capsule),
         min(message.handoff_bytes, MAX_REPORTED),

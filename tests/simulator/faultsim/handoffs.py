@@ -1,7 +1,6 @@
 """Hand-off streams in virtual time: the machines of `kvtransfer.client` and `server`, over simulated streams."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from faultsim.network import End, Network
 from faultsim.world import Process, ViolationError
@@ -15,13 +14,6 @@ from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
 from pdserve.kvtransfer.wire import Request, Response
 
 MOVER = "simulated"
-
-
-@dataclass(slots=True)
-class Dialled:
-    """A stream to another process, or a try at one."""
-
-    end: End | None = None
 
 
 class SenderStreams:
@@ -39,7 +31,7 @@ class SenderStreams:
         self._network = network
         self._report = report
         self._dialling = Dialling(introduction)
-        self._streams: dict[DialId, Dialled] = {}
+        self._ends: dict[DialId, End | None] = {}  # None: being dialled
 
     def beat(self) -> None:
         for dial in self._dialling.attached:
@@ -55,7 +47,7 @@ class SenderStreams:
                 case dialling.Send(dial, key, message):
                     self._write(dial, wire.from_sender(key, message))
                 case dialling.Close(dial):
-                    end = self._streams.pop(dial).end
+                    end = self._ends.pop(dial)
                     if end is not None:
                         end.close("closed by the process that dialled")
                 case dialling.Finish():
@@ -64,12 +56,12 @@ class SenderStreams:
                     self._report(report)
 
     def _write(self, dial: DialId, message: Request) -> None:
-        dialled = self._streams.get(dial)
-        if dialled is not None and dialled.end is not None:
-            dialled.end.send(message.SerializeToString())
+        end = self._ends.get(dial)
+        if end is not None:
+            end.send(message.SerializeToString())
 
     def _dial(self, dial: Dial) -> None:
-        self._streams[dial.dial] = Dialled()
+        self._ends[dial.dial] = None
         self._owner.world.after(dial.timeout_s, self._owner, self.handle, dialling.TimedOut(dial.dial))
         self._network.dial(
             self._owner,
@@ -79,11 +71,10 @@ class SenderStreams:
         )
 
     def _opened(self, dial: Dial, end: End) -> None:
-        dialled = self._streams.get(dial.dial)
-        if dialled is None:
+        if dial.dial not in self._ends:
             end.close("not wanted any more")
             return
-        dialled.end = end
+        self._ends[dial.dial] = end
         end.receive = lambda message: self._receive(dial.dial, message)
         end.lost = lambda reason: self.handle(dialling.Ended(dial.dial, reason))
         age_s = self._owner.world.now - self._owner.started_s
@@ -112,10 +103,6 @@ class ReceiverStreams:
         self._roster = Roster(introduction, MOVER)
         self._ends: dict[StreamId, End] = {}
         self._last_stream = 0
-
-    @property
-    def attached(self) -> tuple[Peer, ...]:
-        return self._roster.attached
 
     def accept(self, end: End) -> None:
         self._last_stream += 1
