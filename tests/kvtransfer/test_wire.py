@@ -49,7 +49,7 @@ def test_a_false_grant_is_refused_and_the_field_named(field: str, value: list[in
 def test_a_grant_of_more_pages_than_any_hand_off_has_is_refused() -> None:
     message = grant()
     message.grant.pages.extend(range(1, wire.MAX_PAGES + 1))
-    with pytest.raises(ProtocolError, match=r"pages: 1048578 granted"):
+    with pytest.raises(ProtocolError, match=r"pages: 1048578 named"):
         wire.to_sender(message)
 
 
