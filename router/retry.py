@@ -83,7 +83,11 @@ class Retry:
             return
         if event.failure is Failure.INVALID:
             self._placements.emit(Warn(f"{request} cannot be served: {cause}", names_request=True))
-            self._placements.end(request, Refused(Status.INTERNAL, cause))
+            structured = request.params.structured_output
+            why = Refused(Status.INTERNAL, cause)
+            if structured is not None:  # nothing goes on with the answer, or it takes too much to find out what does
+                why = Refused(Status.INVALID_ARGUMENT, f"{structured.field}: {event.detail}")
+            self._placements.end(request, why)
             return
         others = {other.link for other in placement.workers() if other is not worker}
         avoid = others if event.failure in _BLAMED_ON_PEER else {worker.link}

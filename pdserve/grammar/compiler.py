@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from random import Random
 from typing import Any
 
 import llguidance
@@ -21,8 +22,9 @@ from pdserve.sampling import StructuredOutput
 WHITESPACE = r"\n? {0,20}"
 # Of one token: what the engine's step waits for. The twenty schemas of the tests take a tenth of it.
 _LIMITS = llguidance.LLParserLimits(
-    verbose_errors=False, step_max_items=10_000, max_items_in_row=1000, step_lexer_fuel=100_000, max_lexer_states=50_000
+    verbose_errors=False, step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=50_000
 )
+NUM_TRIED = 24  # tokens
 _QUIET = 0
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # begins one within a grammar
 _ENDLESS = "it is recursive without end: no finite JSON value matches it"
@@ -46,31 +48,38 @@ class Compiler:
     def compile(self, structured: StructuredOutput, *, tries: bool = False) -> llguidance.LLMatcher:
         """Return a matcher before its first token; GrammarError says why there is none.
 
-        With `tries`, also where no answer gets beyond a token of those that may be the first.
+        With `tries`, also where an answer of random tokens is stuck, or too complex, within its first ones.
         """
         matcher = llguidance.LLMatcher(self._tokenizer, _grammar(structured), log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(reason(matcher))
         first = matcher.deep_copy()
-        may_be_first = first.compute_bitmask()  # warms what copies share, too
+        first.compute_bitmask()  # warms what copies share, too
         if tries and not first.is_error():
-            first.consume_tokens(_lowest(may_be_first))
-            if not first.is_error() and not first.is_stopped():
-                first.compute_bitmask()
+            _walk(first)
         if first.is_error():
             raise GrammarError(reason(first))
         return matcher
+
+
+def _walk(matcher: llguidance.LLMatcher) -> None:
+    """Let random tokens follow, always the same ones."""
+    draw = Random(0)
+    for _ in range(NUM_TRIED):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        places = [place for place, byte in enumerate(mask) if byte]
+        if not places:
+            return
+        place = draw.choice(places)
+        matcher.consume_token(8 * place + draw.choice([bit for bit in range(8) if mask[place] >> bit & 1]))
 
 
 def reason(matcher: llguidance.LLMatcher) -> str:
     """Return what is wrong with a matcher, in one line."""
     text = matcher.get_error().partition("\n<")[0].strip()
     return "nothing matches it" if not text or text.startswith("NoExtension") else text
-
-
-def _lowest(mask: bytes) -> list[int]:
-    """Return the lowest token of a mask, if it has any."""
-    return next(([8 * place + (byte & -byte).bit_length() - 1] for place, byte in enumerate(mask) if byte), [])
 
 
 def _grammar(structured: StructuredOutput) -> str:

@@ -12,6 +12,7 @@ from pdserve.reports import Failure, Stage
 from pdserve.router.commands import DropLink, Refused, SendProcessGone
 from pdserve.router.config import Limits
 from pdserve.router.events import LinkLost, LoadReported, ProcessEnded
+from pdserve.sampling import StructuredOutput
 
 
 def test_a_lost_worker_before_the_first_token_costs_only_time() -> None:
@@ -189,6 +190,14 @@ def test_what_no_worker_can_serve_is_not_tried_again() -> None:
     d, prefill, _, request = placed_request()
     d.fail(prefill, request, Failure.INVALID)
     assert d.refusal(request) == Refused(Status.INTERNAL, "p0: INVALID: no luck")
+
+
+def test_an_answer_that_its_grammar_leads_nowhere_is_its_client_s_fault() -> None:
+    d = Driver()
+    prefill, _ = d.pair()
+    request = d.arrive(structured_output=StructuredOutput("regex", ("a{1000000}",)))
+    d.fail(prefill, request, Failure.INVALID)
+    assert d.refusal(request) == Refused(Status.INVALID_ARGUMENT, "structured_output.regex: no luck")
 
 
 def test_the_last_worker_of_a_pool_takes_its_requests_with_it() -> None:

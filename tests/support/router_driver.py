@@ -115,7 +115,7 @@ class Driver:
         ttft_s: float | None = None,
         slo_s: float | None = None,
         prompt: Sequence[int] = PROMPT,
-        **params: int,
+        **params: object,
     ) -> RequestId:
         """Let a request come. `slo_s`: the objective for both times."""
         self._num_requests += 1
