@@ -40,11 +40,11 @@ MoveContext: TypeAlias = "grpc.aio.ServicerContext[admin.MoveSequencesRequest, a
 class AdminEndpoint(AdminServiceServicer):
     """Shows the state of the cluster, drains workers for operators, and takes launchers' proofs of processes' ends."""
 
-    def __init__(self, shell: Shell, router_id: str, model: str, metrics_address: str = "") -> None:
+    def __init__(self, shell: Shell, router_id: str, model: str) -> None:
         self._shell = shell
         self._router_id = router_id
         self._model = model
-        self._metrics_address = metrics_address
+        self.metrics_address = ""  # host:port; empty: nowhere
         self._started_s = shell.clock.now_s()
 
     async def GetStatus(  # noqa: N802
@@ -187,7 +187,7 @@ class AdminEndpoint(AdminServiceServicer):
             costs=[_costs(kind, costs, core.predictor) for kind, costs in core.predictor.costs.kinds()],
             refused_because={cause.value: count for cause, count in core.placements.refused_because.items()},
             demand=demand_to_proto(core.placements.demand.counted()),
-            metrics_address=self._metrics_address,
+            metrics_address=self.metrics_address,
             num_without_handoff=core.placements.num_without_handoff,
             without_handoff_because=core.placements.without_handoff_because,
         )

@@ -1,7 +1,7 @@
 """What a router shows of itself as metrics: the ends of requests, counted as they pass by, and its state as it is."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
@@ -12,8 +12,9 @@ from pdserve.router.because import Cause
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.core import RouterCore
 from pdserve.router.demand import judge
+from pdserve.router.frontend.backend import Slos
 from pdserve.router.frontend.clients import DENIALS, Clients
-from pdserve.router.frontend.prompts import Terms
+from pdserve.router.frontend.limits import Uses
 from pdserve.router.placements import DONE
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger
@@ -33,7 +34,7 @@ _PARTS = (  # of a request's life, from one stage to another
 )
 
 
-class Outcomes:
+class Ends:
     def __init__(self, model: str) -> None:
         self._model = model
         self._parts = [(Distribution(metric), start, end) for metric, start, end in _PARTS]
@@ -51,7 +52,7 @@ class Outcomes:
     def reject(self, status: Status) -> None:
         self._invalid[status] += 1
 
-    def end(self, terms: Terms, outcome: Finished | Refused, finish_reasons: Iterable[int]) -> None:
+    def end(self, priority: int, slo_s: Slos, outcome: Finished | Refused, finish_reasons: Iterable[int]) -> None:
         """Count a valid request, and why each of its continuations finished."""
         if isinstance(outcome, Finished):
             self._finished.update(finish_reasons)
@@ -60,11 +61,10 @@ class Outcomes:
             self._cached_tokens += outcome.usage.cached_tokens
             self._prompts.observe(outcome.usage.prompt_tokens)
             self._answers.observe(outcome.usage.completion_tokens)
-        slo_s = terms.ttft_slo_s, terms.tpot_slo_s
         verdict = judge(slo_s, outcome)
         if verdict is None:
             return
-        name = _CLASSES[0 if terms.priority > 0 else 1 if terms.priority == 0 else 2]
+        name = _CLASSES[0 if priority > 0 else 1 if priority == 0 else 2]
         self._goodput[name] += verdict.ttft and verdict.tpot
         for objective, asked_s, is_met in zip(_OBJECTIVES, slo_s, (verdict.ttft, verdict.tpot), strict=True):
             if asked_s is not None:
@@ -110,12 +110,12 @@ class Outcomes:
 
 
 def router_samples(
-    shell: Shell, outcomes: Outcomes, clients: Clients, spans: Callable[[], Mapping[str, int]], model: str
+    shell: Shell, ends: Ends, clients: Clients, tenants: Uses, spans: Mapping[str, int], model: str
 ) -> Iterator[Sample]:
-    yield from outcomes.samples()
+    yield from ends.samples()
     core, label = shell.core, (model,)
-    yield from _requests(core, clients)
-    yield from (Sample(metrics.DENIED, clients.denied[each], (each,)) for each in DENIALS)
+    yield from _requests(core, tenants)
+    yield from (Sample(metrics.DENIED, tenants.denied[each], (each,)) for each in DENIALS)
     yield Sample(metrics.REFUSED_KEY_FILES, clients.num_refused_files)
     num_waiting = core.num_held + sum(
         not request.timeline.ms(Stage.PREFILL_STARTED) for request in core.placements.requests.values()
@@ -125,12 +125,12 @@ def router_samples(
     yield Sample(metrics.KV_USAGE, max(_usage(core, Role.PREFILL), _usage(core, Role.DECODE)), label)
     yield from _workers(core)
     yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in Refusal)
-    yield from span_samples(spans())
+    yield from span_samples(spans)
 
 
-def _requests(core: RouterCore, clients: Clients) -> Iterator[Sample]:
+def _requests(core: RouterCore, tenants: Uses) -> Iterator[Sample]:
     placements = core.placements
-    refused = placements.refused_because + clients.over_limit
+    refused = placements.refused_because + tenants.over_limit
     yield Sample(metrics.ARRIVED, placements.demand.counted().num_requests)
     yield from _all(metrics.ENDED, (_OK, *(status.value for status in Status)), placements.ended)
     yield from (Sample(metrics.REFUSED, refused[cause], (cause.value,)) for cause in Cause)

@@ -1,16 +1,13 @@
 """Who may call the public doors: clients with a key of the file. Knows no protocol; doors translate what it raises."""
 
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from pdserve.clock import Clock
 from pdserve.errors import echo, invalid
-from pdserve.router.because import Cause
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.api_keys import ApiKeys, Client, read_keys
-from pdserve.router.frontend.limits import Use
+from pdserve.router.frontend.backend import Tenants
 from pdserve.router.frontend.prompts import Terms
 from pdserve.values import value
 from pdserve.watched import Watched
@@ -38,21 +35,21 @@ class OverLimitError(Exception):
 
 
 class Clients:
-    """The clients of one router, and what they use of their limits."""
+    """The clients of one router."""
 
-    def __init__(self, file: Path | None, clock: Clock) -> None:
+    def __init__(self, file: Path | None, tenants: Tenants) -> None:
         """`file`: the API keys; None asks nobody for one."""
         self._keys = None if file is None else Watched((file,), partial(read_keys, file))
         self._seen: ApiKeys | None = None
-        self._clock = clock
-        self._uses: dict[str, Use] = {}  # by tenant
-        self.denied: Counter[str] = Counter()  # calls, by what was wrong
-        self.over_limit: Counter[Cause] = Counter()  # requests, by the limit
+        self._tenants = tenants
 
     @property
     def num_refused_files(self) -> int:
         """How often a file that had changed was refused."""
-        return 0 if self._keys is None else self._keys.num_refused
+        if self._keys is None:
+            return 0
+        self._keys.look()  # calls may come to other processes alone
+        return self._keys.num_refused
 
     def identify(self, key: bytes | None) -> Client | None:
         """Return whose key a call shows; None where no keys are asked for. Raises DeniedError."""
@@ -61,15 +58,15 @@ class Clients:
         keys = self._keys.look()
         if keys is not self._seen:
             self._seen = keys
-            self._uses = {name: use for name, use in self._uses.items() if name in keys.tenants or use.num_running}
+            self._tenants.keep(keys.tenants)
         client = None if key is None else keys.find(key)
         if client is None:
             reason = NO_KEY if key is None else WRONG_KEY
-            self.denied[reason] += 1
+            self._tenants.deny(reason)
             raise DeniedError(reason)
         return client
 
-    def visit(self, key: bytes | None) -> "Visit | None":
+    async def visit(self, key: bytes | None) -> "Visit | None":
         """Take a request in, whose visit must `end` once; None where no keys are asked for.
 
         Raises DeniedError, and OverLimitError where the tenant has used its limits.
@@ -77,13 +74,10 @@ class Clients:
         client = self.identify(key)
         if client is None:
             return None
-        use = self._uses.setdefault(client.tenant, Use())
-        refused = use.begin(client.limits, self._clock.now_s())
+        refused = await self._tenants.begin(client.tenant, client.limits)
         if refused is not None:
-            if refused.because is not None:
-                self.over_limit[refused.because.cause] += 1
             raise OverLimitError(refused, client.tenant)
-        return Visit(client, use)
+        return Visit(client, self._tenants)
 
 
 @value
@@ -91,7 +85,15 @@ class Visit:
     """One request of a client."""
 
     client: Client
-    use: Use  # of the client's tenant
+    tenants: Tenants
+
+    def spend(self, num_tokens: int) -> None:
+        """Note tokens of its prompt, or of its answer once that has ended."""
+        self.tenants.spend(self.client.tenant, num_tokens)
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self.tenants.end(self.client.tenant)
 
     def terms(self, asked: Terms) -> Terms:
         """Return what the client may have of a request's terms; RequestError where it claims to be another."""

@@ -12,12 +12,11 @@ from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Client
+from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, OverLimitError, Visit
 from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
 from pdserve.router.frontend.records import Opened, Records
-from pdserve.router.metrics import Outcomes
-from pdserve.router.shell import Shell
 from pdserve.text.stop import OutputText
 
 
@@ -25,16 +24,21 @@ class Intake:
     """Checks and tokenizes requests, hands them to the core, and counts how they end."""
 
     def __init__(
-        self, shell: Shell, model: ServedModel, prompts: Prompts, config: RouterConfig, records: Records
+        self,
+        backend: Backend,
+        model: ServedModel,
+        prompts: Prompts,
+        clients: Clients,
+        config: RouterConfig,
+        records: Records,
     ) -> None:
+        self.backend = backend
         self.model = model
         self.prompts = prompts
-        self.outcomes = Outcomes(model.name)
-        self.clients = Clients(config.api_keys_file, shell.clock)
-        self._shell = shell
+        self.clients = clients
         self._config = config
-        self.records = records
-        self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), shell.fail)
+        self._records = records
+        self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), backend.fail)
         self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
 
     async def open(
@@ -51,39 +55,39 @@ class Intake:
         when the request had been read, by default the time of the call. The door calls `leave` once it is done with
         the answer. Raises DeniedError, OverLimitError or RequestError: then there is nothing to leave.
         """
-        received_s = self._shell.clock.now_s() if received_s is None else received_s
-        opened, visit = self.records.open(request, received_s), None
+        received_s = self.backend.clock.now_s() if received_s is None else received_s
+        opened, visit = self._records.open(request, received_s), None
         try:
-            visit = self.clients.visit(key)
+            visit = await self.clients.visit(key)
             event, terms = await self._arrival(request, visit, opened, remaining_s)
         except BaseException as error:
             if visit is not None:
-                visit.use.end()
+                visit.end()
             self._note_rejected(opened, visit, error)
             raise
         if visit is not None:
             self._visits[event.request_id] = visit
-        self.records.admit(event.request_id, opened)
+        self._records.admit(event.request_id, opened)
         answer = self._answer(event.request_id, terms, event.token_ids, client)
-        self._shell.admit(event, answer)
+        self.backend.admit(event, answer)
         return answer
 
     def _note_rejected(self, opened: Opened, visit: Visit | None, error: BaseException) -> None:
-        now_s = self._shell.clock.now_s()
+        now_s = self.backend.clock.now_s()
         match error:
             case RequestError():
-                self.outcomes.reject(error.status)
+                self.backend.outcomes.reject(error.status)
                 tenant = "" if visit is None else visit.client.tenant
-                self.records.reject(opened, Refused(error.status, error.message), tenant, now_s)
+                self._records.reject(opened, Refused(error.status, error.message), tenant, now_s)
             case OverLimitError():
-                self.records.reject(opened, error.refused, error.tenant, now_s)
+                self._records.reject(opened, error.refused, error.tenant, now_s)
             case _:
                 pass  # the caller shows no key that is known here, or has left
 
     def leave(self, answer: Answer) -> None:
         """Note that a door is done with an answer. A request that has not ended is cancelled."""
         answer.leave()
-        self._shell.leave(answer.request_id)
+        self.backend.leave(answer.request_id)
 
     async def _arrival(
         self, request: inference.GenerateRequest, visit: Visit | None, opened: Opened, remaining_s: float
@@ -93,12 +97,12 @@ class Intake:
         terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
         if visit is not None:
             terms = visit.terms(terms)
-        deadline_s, clock = opened.received_s + min(terms.deadline_s, remaining_s), self._shell.clock
+        deadline_s, clock = opened.received_s + min(terms.deadline_s, remaining_s), self.backend.clock
         terms = await self.prompts.with_bad_words(request, terms, deadline_s - clock.now_s())
         await self.prompts.check_structured(terms, deadline_s - clock.now_s())
         token_ids = await self.prompts.token_ids(request, self.max_model_len(), deadline_s - clock.now_s())
         if visit is not None:
-            visit.use.spend(len(token_ids))
+            visit.spend(len(token_ids))
         event = RequestArrived(
             request_id=new_request_id(),
             token_ids=token_ids,
@@ -137,14 +141,16 @@ class Intake:
     def _note_end(self, answer: Answer) -> None:
         visit, outcome = self._visits.pop(answer.request_id, None), answer.outcome
         if visit is not None:
-            visit.use.spend(answer.num_tokens)
-            visit.use.end()
-        self.records.end(answer, self._shell.clock.now_s())
+            visit.spend(answer.num_tokens)
+            visit.end()
+        self._records.end(answer, self.backend.clock.now_s())
         if outcome is not None:
-            self.outcomes.end(answer.terms, outcome, answer.finish_reasons)
+            terms = answer.terms
+            slo_s = terms.ttft_slo_s, terms.tpot_slo_s
+            self.backend.outcomes.end(terms.priority, slo_s, outcome, answer.finish_reasons)
 
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""
-        of_workers = self._shell.core.workers.max_model_len()
+        of_workers = self.backend.standing().max_model_len
         known = (self.model.max_model_len, self._config.max_model_len, of_workers)
         return min(length for length in known if length is not None)

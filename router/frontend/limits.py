@@ -5,9 +5,12 @@ max_concurrent of them are under way; and none begins while more tokens were cha
 charged when its length is known, an answer as a whole when it ends: those under way together may overdraw by as much.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, inf
 
+from pdserve.clock import Clock
 from pdserve.errors import Status
 from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
@@ -68,6 +71,35 @@ class Use:
     def end(self) -> None:
         """Note that a request has ended."""
         self.num_running -= 1
+
+
+class Uses:
+    """What each tenant uses, and how often that was refused. The `Tenants` of a router."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._uses: dict[str, Use] = {}
+        self.denied: Counter[str] = Counter()  # calls, by what was wrong
+        self.over_limit: Counter[Cause] = Counter()  # requests, by the limit
+
+    async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
+        refused = self._uses.setdefault(tenant, Use()).begin(limits, self._clock.now_s())
+        if refused is not None and refused.because is not None:
+            self.over_limit[refused.because.cause] += 1
+        return refused
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        self._uses[tenant].spend(num_tokens)
+
+    def end(self, tenant: str) -> None:
+        self._uses[tenant].end()
+
+    def keep(self, tenants: Iterable[str]) -> None:
+        kept = frozenset(tenants)
+        self._uses = {name: use for name, use in self._uses.items() if name in kept or use.num_running}
+
+    def deny(self, reason: str) -> None:
+        self.denied[reason] += 1
 
 
 def _refused(cause: Cause, text: str, retry_after_s: float) -> Refused:

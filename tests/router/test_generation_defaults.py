@@ -10,7 +10,7 @@ from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import ConfigError
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.config import RouterConfig
-from pdserve.router.server import load_model
+from pdserve.router.frontend.served import load_model
 
 PUBLISHED = GenerationDefaults(
     max_tokens=20, temperature=0.25, top_k=40, top_p=0.5, min_p=0.125, repetition_penalty=1.25

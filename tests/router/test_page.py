@@ -18,6 +18,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.api_keys import new_key
 from pdserve.router.frontend.clients import Clients
+from pdserve.router.frontend.limits import Uses
 from pdserve.router.frontend.page import app as page_app
 from pdserve.router.frontend.page.app import MAX_OF_TENANT, MAX_WATCHERS, Page
 from pdserve.router.frontend.page.board import MAX_KEPT, MAX_OF_STAGE, Board, State, difference
@@ -163,7 +164,7 @@ class Visit:
 
 
 def page_of(router: Router, keys: Path | None = None, is_closing: Callable[[], bool] = lambda: False) -> Page:
-    return Page(router.show, Clients(keys, MonotonicClock()), MonotonicClock(), is_closing)
+    return Page(router.show, Clients(keys, Uses(MonotonicClock())), MonotonicClock(), is_closing)
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.dialects.doors import DIALECTS
 from pdserve.router.frontend.openai import server as http
-from pdserve.router.server import CLOSING_S, LAST_WORDS_S, Awaited
+from pdserve.router.hub import Awaited
+from pdserve.router.server import CLOSING_S, LAST_WORDS_S
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
 
 SERVICE = "pdserve.v1.InferenceService"
@@ -56,7 +57,7 @@ async def test_health_follows_the_workers_and_ends_first(start_router: StartRout
 
 
 def test_a_drain_that_ends_in_time_leaves_time_to_close_everything() -> None:
-    assert http.LAST_WORDS_S + LAST_WORDS_S + tracing.CLOSE_TIMEOUT_S < CLOSING_S
+    assert http.LAST_WORDS_S + 2 * LAST_WORDS_S + tracing.CLOSE_TIMEOUT_S < CLOSING_S
 
 
 class HandClock:

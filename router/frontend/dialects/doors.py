@@ -5,22 +5,19 @@ from importlib.util import find_spec
 import grpc
 
 from pdserve.proto.v1.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from pdserve.router.frontend.dialects.engine_state import engine_state
 from pdserve.router.frontend.dialects.open_inference import OpenInference
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.state import RouterState
-from pdserve.router.shell import Shell
 
 HAS_VLLM = find_spec("smg_grpc_proto") is not None  # the extra `dialects` installs it
 DIALECTS = ("inference.GRPCInferenceService", *(("vllm.grpc.engine.VllmEngine",) if HAS_VLLM else ()))  # services
 
 
-def add_dialects(server: grpc.aio.Server, intake: Intake, state: RouterState, shell: Shell) -> None:
+def add_dialects(server: grpc.aio.Server, intake: Intake) -> None:
     """Let a server serve DIALECTS."""
-    add_GRPCInferenceServiceServicer_to_server(OpenInference(intake, state), server)
+    add_GRPCInferenceServiceServicer_to_server(OpenInference(intake), server)
     if HAS_VLLM:
         from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server  # noqa: PLC0415
 
         from pdserve.router.frontend.dialects.vllm_engine import VllmEngine  # noqa: PLC0415
 
-        add_VllmEngineServicer_to_server(VllmEngine(intake, lambda: engine_state(shell)), server)
+        add_VllmEngineServicer_to_server(VllmEngine(intake), server)

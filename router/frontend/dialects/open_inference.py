@@ -32,7 +32,6 @@ from pdserve.router.frontend.dialects.reading import Outcome, Reading, Take
 from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import check_model
-from pdserve.router.frontend.state import RouterState
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 PLATFORM = "pdserve"
@@ -56,9 +55,8 @@ class RefusedError(Exception):
 class OpenInference(GRPCInferenceServiceServicer):
     """Opens requests at the intake."""
 
-    def __init__(self, intake: Intake, state: RouterState) -> None:
+    def __init__(self, intake: Intake) -> None:
         self._intake = intake
-        self._state = state
 
     async def ModelInfer(  # noqa: N802
         self, request: protocol.ModelInferRequest, context: InferContext
@@ -107,20 +105,20 @@ class OpenInference(GRPCInferenceServiceServicer):
         self, request: protocol.ServerLiveRequest, context: Context
     ) -> protocol.ServerLiveResponse:
         del request, context
-        return protocol.ServerLiveResponse(live=self._state.is_live())
+        return protocol.ServerLiveResponse(live=self._intake.backend.standing().is_live)
 
     async def ServerReady(  # noqa: N802
         self, request: protocol.ServerReadyRequest, context: Context
     ) -> protocol.ServerReadyResponse:
         del request, context
-        return protocol.ServerReadyResponse(ready=self._state.is_ready())
+        return protocol.ServerReadyResponse(ready=self._intake.backend.standing().is_ready)
 
     async def ModelReady(  # noqa: N802
         self, request: protocol.ModelReadyRequest, context: Context
     ) -> protocol.ModelReadyResponse:
         del context
         is_served = request.name in self._intake.model.names and request.version in ("", VERSION)
-        return protocol.ModelReadyResponse(ready=is_served and self._state.is_ready())
+        return protocol.ModelReadyResponse(ready=is_served and self._intake.backend.standing().is_ready)
 
     async def ServerMetadata(  # noqa: N802
         self, request: protocol.ServerMetadataRequest, context: Context

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TypeAlias
 
@@ -18,7 +18,6 @@ from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.clients import DeniedError
-from pdserve.router.frontend.dialects.engine_state import EngineState
 from pdserve.router.frontend.dialects.reading import Outcome, Reading
 from pdserve.router.frontend.dialects.vllm_reply import Replies
 from pdserve.router.frontend.dialects.vllm_request import native
@@ -35,9 +34,9 @@ GenerateContext: TypeAlias = "grpc.aio.ServicerContext[vllm.GenerateRequest, vll
 class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no types
     """Opens vLLM's requests at the intake. What is not served answers UNIMPLEMENTED."""
 
-    def __init__(self, intake: Intake, state: Callable[[], EngineState]) -> None:
+    def __init__(self, intake: Intake) -> None:
         self._intake = intake
-        self._state = state
+        intake.backend.on_abort(self._abort)
         self._started_s = time.monotonic()
         self._running: dict[tuple[str, str], set[asyncio.Task[object]]] = {}  # calls, by tenant and the client's name
         self._archive: tuple[bytes, str] | None = None
@@ -88,11 +87,14 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             tenant = self._tenant(bearer(context.invocation_metadata()))
         except DeniedError as error:
             await deny(context, error)
-        for request_id in request.request_ids:
-            calls = self._running.get((tenant, request_id), set())
+        self._intake.backend.abort(tenant, tuple(request.request_ids))
+        return vllm.AbortResponse()
+
+    def _abort(self, tenant: str, names: Sequence[str]) -> None:
+        for name in names:
+            calls = self._running.get((tenant, name), set())
             while calls:
                 calls.pop().cancel()
-        return vllm.AbortResponse()
 
     def _tenant(self, key: bytes | None) -> str:
         """Return whose key it is, empty where none is asked for. Raises DeniedError."""
@@ -103,7 +105,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         self, request: vllm.HealthCheckRequest, context: Context
     ) -> vllm.HealthCheckResponse:
         del request, context
-        is_ready = self._state().is_ready
+        is_ready = (await self._intake.backend.engine()).is_ready
         return vllm.HealthCheckResponse(healthy=is_ready, message="" if is_ready else "no pair of workers can serve")
 
     async def GetModelInfo(  # noqa: N802
@@ -129,7 +131,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         self, request: vllm.GetServerInfoRequest, context: Context
     ) -> vllm.GetServerInfoResponse:
         del request, context
-        state = self._state()
+        state = await self._intake.backend.engine()
         return vllm.GetServerInfoResponse(
             active_requests=state.num_running + state.num_waiting,
             uptime_seconds=time.monotonic() - self._started_s,
@@ -140,7 +142,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: N802
         del request, context
-        state = self._state()
+        state = await self._intake.backend.engine()
         load = vllm.SchedulerLoad(
             num_running_reqs=state.num_running,
             num_waiting_reqs=state.num_waiting,

@@ -13,7 +13,7 @@ import pdserve
 from pdserve.clock import MonotonicClock
 from pdserve.errors import RequestError
 from pdserve.ids import new_request_id
-from pdserve.metrics_server import metrics_text
+from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import DeniedError, OverLimitError
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.errors import HttpError, error_of, first_invalid
@@ -32,7 +32,6 @@ from pdserve.router.frontend.openai.tokens import add_tokens, check_body
 from pdserve.router.frontend.openai.translate import LABEL
 from pdserve.router.frontend.page.app import Page
 from pdserve.router.frontend.prompts import check_model, usable_label
-from pdserve.router.frontend.state import RouterState
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,15 +43,16 @@ Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
 class App:
     """The ASGI application."""
 
-    def __init__(self, intake: Intake, state: RouterState) -> None:
+    def __init__(self, intake: Intake) -> None:
         generator = Generator(intake)
         self._generation: dict[str, Serve] = {
             "/v1/chat/completions": generator.chat,
             "/v1/completions": generator.complete,
         }
         self._intake = intake
-        self._page = Page(state.live, intake.clients, MonotonicClock(), lambda: not state.is_live())
-        self.routes = routes(intake, state)
+        backend = intake.backend
+        self._page = Page(backend.live, intake.clients, MonotonicClock(), lambda: not backend.standing().is_live)
+        self.routes = routes(intake)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -95,14 +95,14 @@ async def _end(error: HttpError, scope: Scope, send: Send) -> None:
     await respond(send, error.status, error.body(), headers)
 
 
-def routes(intake: Intake, state: RouterState) -> FastAPI:
+def routes(intake: Intake) -> FastAPI:
     """Return what is served besides generation, with a description of everything at /openapi.json."""
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_exception_handler(HTTPException, _not_served)
     for kind in (HttpError, DeniedError, OverLimitError, RequestError, ValueError):
         app.add_exception_handler(kind, _refused)
-    _add_state(app, state)
+    _add_state(app, intake.backend)
     _add_models(app, intake)
     add_tokens(app, intake)
     app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
@@ -132,17 +132,17 @@ def _response(error: HttpError) -> Response:
     return Response(error.body(), error.status, headers)
 
 
-def _add_state(app: FastAPI, state: RouterState) -> None:
+def _add_state(app: FastAPI, backend: Backend) -> None:
     @app.get("/health")
     @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
         """Whether this router lives."""
-        return Response(status_code=200 if state.is_live() else 503)
+        return Response(status_code=200 if backend.standing().is_live else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
         """Whether requests may come: some pair of workers serves, or did lately."""
-        return Response(status_code=200 if state.is_ready() else 503)
+        return Response(status_code=200 if backend.standing().is_ready else 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -152,9 +152,9 @@ def _add_state(app: FastAPI, state: RouterState) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
-        if state.collect is None:
+        if backend.metrics is None:
             raise HTTPException(404, "metrics are turned off")
-        return Response(await metrics_text(state.collect), media_type=METRICS_TYPE)
+        return Response(await backend.metrics(), media_type=METRICS_TYPE)
 
 
 def _add_models(app: FastAPI, intake: Intake) -> None:

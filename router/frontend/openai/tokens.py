@@ -1,8 +1,8 @@
 """Text to tokens and back, without an answer. Both count against a tenant's limits, as requests for text do."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from math import inf
 from typing import Any
 
@@ -36,12 +36,12 @@ def add_tokens(app: FastAPI, intake: Intake) -> None:
     @app.post(TOKENIZE)
     async def tokenize(body: TokenizeRequest, call: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it."""
-        with _visit(intake, call) as visit:
+        async with _visit(intake, call) as visit:
             limit, request = intake.max_model_len(), _prompt(body)
             check_model(body.model or "", model)
             tokens = [] if body.prompt == "" else await intake.prompts.token_ids(request, limit, inf)
             if visit is not None:
-                visit.use.spend(len(tokens))
+                visit.spend(len(tokens))
             shown = {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": None}
             tokenizer = model.tokenizer if body.return_token_strs else None
             return Response(await asyncio.to_thread(_written, shown, tokenizer), media_type="application/json")
@@ -49,13 +49,13 @@ def add_tokens(app: FastAPI, intake: Intake) -> None:
     @app.post(DETOKENIZE)
     async def detokenize(body: DetokenizeRequest, call: Request) -> Response:
         """The text of tokens."""
-        with _visit(intake, call) as visit:
+        async with _visit(intake, call) as visit:
             check_model(body.model or "", model)
             limit, num_tokens = intake.max_model_len(), len(body.tokens)
             if num_tokens > limit:
                 raise invalid("tokens", f"{num_tokens} are over the limit of {limit} (max_model_len)")
             if visit is not None:
-                visit.use.spend(num_tokens)
+                visit.spend(num_tokens)
             text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
             return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
 
@@ -66,15 +66,15 @@ def add_tokens(app: FastAPI, intake: Intake) -> None:
         return {**model.special_tokens, "chat_template": template, "vocab_size": model.vocab_size}
 
 
-@contextmanager
-def _visit(intake: Intake, call: Request) -> Iterator[Visit | None]:
+@asynccontextmanager
+async def _visit(intake: Intake, call: Request) -> AsyncIterator[Visit | None]:
     """Take a call in as a request of its tenant; DeniedError or OverLimitError where that cannot be."""
-    visit = intake.clients.visit(key_of(call.scope))
+    visit = await intake.clients.visit(key_of(call.scope))
     try:
         yield visit
     finally:
         if visit is not None:
-            visit.use.end()
+            visit.end()
 
 
 def _prompt(body: TokenizeRequest) -> inference.GenerateRequest:

@@ -1,0 +1,107 @@
+"""What frontends need of the router's core, which decides in this process or in another."""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from pdserve.clock import Clock
+from pdserve.errors import Status
+from pdserve.ids import RequestId
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.desk import Answer
+from pdserve.router.events import RequestArrived
+from pdserve.router.frontend.api_keys import TenantLimits
+from pdserve.values import value
+
+Slos = tuple[float | None, float | None]  # of TTFT and TPOT, in seconds
+Abort = Callable[[str, Sequence[str]], None]  # a tenant, and the names that it gave its requests
+
+
+@value
+class Standing:
+    """How a router stands."""
+
+    is_live: bool  # it does not drain
+    is_ready: bool  # some pair of workers serves, or did lately
+    can_serve: bool  # some pair of workers serves
+    max_model_len: int | None  # that all workers can hold; None: unknown
+
+
+@value
+class EngineState:
+    """The workers of a router as one engine."""
+
+    is_ready: bool  # some pair of workers could serve a request now
+    num_running: int
+    num_waiting: int
+    num_tokens: int  # in pages that are in use on decode workers
+    max_num_tokens: int  # that these have pages for
+    max_num_seqs: int  # that these run at once
+
+
+class Tenants(Protocol):
+    """What tenants use of their limits; counted for all frontends together."""
+
+    async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
+        """Take a request in, whose `end` follows; or return why not, and change nothing."""
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        """Note tokens of a prompt, or of an answer that has ended."""
+
+    def end(self, tenant: str) -> None:
+        """Note that a request has ended."""
+
+    def keep(self, tenants: Iterable[str]) -> None:
+        """Forget all other tenants, but those with requests under way."""
+
+    def deny(self, reason: str) -> None:
+        """Count a call without a key that is known; `reason` is one of clients.DENIALS."""
+
+
+class Outcomes(Protocol):
+    """Counts how requests ended."""
+
+    def reject(self, status: Status) -> None:
+        """Count a request that is not valid."""
+
+    def end(self, priority: int, slo_s: Slos, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
+        """Count a valid request, and why each of its continuations finished."""
+
+
+class Backend(Protocol):
+    """The way to the core."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def tenants(self) -> Tenants: ...
+    @property
+    def outcomes(self) -> Outcomes: ...
+    def standing(self) -> Standing: ...
+
+    def admit(self, event: RequestArrived, answer: Answer) -> None:
+        """Hand a request to the core; `answer` receives its tokens and its end."""
+
+    def leave(self, request_id: RequestId) -> None:
+        """Note that nobody waits for an answer any more."""
+
+    def fail(self, error: Exception) -> None:
+        """Stop the process: an error that is ours leaves its state unknown."""
+
+    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
+        """Return what there is to watch."""
+
+    @property
+    def metrics(self) -> Callable[[], Awaitable[bytes]] | None:
+        """Return the router's metrics as text. None: they are turned off."""
+
+    async def engine(self) -> EngineState: ...
+
+    def abort(self, tenant: str, names: Sequence[str]) -> None:
+        """Let every frontend end requests of a tenant."""
+
+    def on_abort(self, abort: Abort) -> None:
+        """Have `abort` called for each such wish."""
+
+    def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Show in metrics what became of spans: `counts` returns how many were sent, failed and dropped so far."""

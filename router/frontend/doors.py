@@ -1,0 +1,126 @@
+"""Opens the doors for clients: gRPC with its dialects, and HTTP."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.credentials import public_credentials
+from pdserve.errors import ConfigError
+from pdserve.health import HealthMethods
+from pdserve.router.config import RouterConfig
+from pdserve.router.frontend.backend import Backend
+from pdserve.router.frontend.clients import Clients
+from pdserve.router.frontend.dialects.doors import DIALECTS, add_dialects
+from pdserve.router.frontend.generate import INFERENCE_SERVICE, InferenceEndpoint
+from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.prompts import Prompts, ServedModel
+from pdserve.router.frontend.records import Records
+from pdserve.rpc import check_bind, listen, server_options
+
+if TYPE_CHECKING:
+    from pdserve.tracing import SpanExport
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when the servers stop
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Where clients are awaited."""
+
+    public: str  # host:port of gRPC
+    http: str  # a URL; empty: nowhere
+    changed: Callable[[], None]  # to be called when the router's standing may have changed
+
+
+@asynccontextmanager
+async def open_doors(
+    config: RouterConfig, model: ServedModel, backend: Backend, clients: Clients
+) -> AsyncIterator[Doors]:
+    """Serve a model's clients for the length of the block.
+
+    ConfigError where a port cannot be had, or would be reachable by callers that nobody identifies.
+    """
+    prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
+    export = _span_export(config)
+    records = Records(model.name, config, export)
+    backend.show_spans(records.span_counts)
+    intake = Intake(backend, model, prompts, clients, config, records)
+    serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.standing().can_serve)
+    shown = HealthMethods({"": lambda: backend.standing().is_live, **serves})
+    try:
+        async with _listening(config, _server(intake, shown)) as public, _listening_http(config, intake) as http:
+            logger.info("serving %s on %s", model.name, public)
+            if http:
+                logger.info("serving OpenAI's API at %s", http)
+            yield Doors(public, http, shown.changed)
+    finally:
+        await prompts.close()
+        if export is not None:
+            await export.close()
+
+
+def _span_export(config: RouterConfig) -> "SpanExport | None":
+    if config.otlp_traces_endpoint is None:
+        return None
+    from pdserve.tracing import SpanExport  # noqa: PLC0415 - takes long to import
+
+    return SpanExport(config.otlp_traces_endpoint, "pdserve-router", config.router_id)
+
+
+def _server(intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
+    server = grpc.aio.server(
+        interceptors=[RequireKey(intake.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
+    )
+    InferenceEndpoint(intake).add_to(server)
+    shown.add_to(server, may_watch=True)
+    add_dialects(server, intake)
+    names = (INFERENCE_SERVICE, *DIALECTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+@asynccontextmanager
+async def _listening(config: RouterConfig, server: grpc.aio.Server) -> AsyncIterator[str]:
+    """Run a server for the length of the block; yield its address."""
+    has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
+    remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or host to 127.0.0.1"
+    check_bind(config.host, has_identity=has_identity, remedy=remedy)
+    address = listen(server, config.host, config.port, "port", _credentials(config))
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(LAST_WORDS_S)
+
+
+def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
+    match config.ssl_certfile, config.ssl_keyfile:
+        case Path() as certificate, Path() as key:
+            return public_credentials(certificate, key)
+        case None, None:
+            return None
+        case _:
+            raise ConfigError("ssl_certfile: goes with ssl_keyfile, and one of them is not set")
+
+
+@asynccontextmanager
+async def _listening_http(config: RouterConfig, intake: Intake) -> AsyncIterator[str]:
+    """Serve HTTP for the length of the block, unless that is turned off; yield its URL, empty where it is."""
+    if config.http_port is None:
+        yield ""
+        return
+    from pdserve.router.frontend.openai.app import App  # noqa: PLC0415 - takes long to import
+    from pdserve.router.frontend.openai.server import serving_http  # noqa: PLC0415
+
+    async with serving_http(config, App(intake)) as url:
+        yield url

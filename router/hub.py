@@ -1,0 +1,111 @@
+"""The core's side of what frontends need: the `Backend` of those in this process, and of the links of all others."""
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from math import inf
+
+from pdserve.clock import Clock
+from pdserve.ids import RequestId
+from pdserve.metrics import Sample
+from pdserve.metrics_server import metrics_text
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.roles import Role
+from pdserve.router.admin import AdminEndpoint
+from pdserve.router.config import RouterConfig
+from pdserve.router.desk import Answer
+from pdserve.router.events import RequestArrived
+from pdserve.router.frontend.backend import Abort, EngineState, Standing
+from pdserve.router.frontend.clients import Clients
+from pdserve.router.frontend.limits import Uses
+from pdserve.router.metrics import Ends, router_samples
+from pdserve.router.shell import Shell
+
+
+class Awaited:
+    """Whether requests may come: some pair of workers can serve, or could so lately that they wait for another."""
+
+    def __init__(self, is_ready: Callable[[], bool], grace_s: float, clock: Clock) -> None:
+        self._is_ready = is_ready
+        self._grace_s = grace_s
+        self._clock = clock
+        self._until_s = -inf
+
+    def holds(self) -> bool:
+        """Look at it now. Only what was seen counts, so whoever wants to know looks often."""
+        now_s = self._clock.now_s()
+        if not self._is_ready():
+            return now_s < self._until_s
+        self._until_s = now_s + self._grace_s
+        return True
+
+
+class Hub:
+    """A router's core, as frontends see it."""
+
+    def __init__(self, shell: Shell, config: RouterConfig, model: str, is_stopping: Callable[[], bool]) -> None:
+        """`model`: its name."""
+        self.clock = shell.clock
+        self.tenants = Uses(shell.clock)
+        self.outcomes = Ends(model)
+        self.clients = Clients(config.api_keys_file, self.tenants)
+        self.admin = AdminEndpoint(shell, config.router_id, model)
+        self.span_counts: Callable[[], Mapping[str, int]] = dict
+        self._shell = shell
+        self._model = model
+        self._shows_metrics = config.metrics
+        self._is_stopping = is_stopping
+        self._awaited = Awaited(lambda: shell.core.is_ready, config.pool_grace_s, shell.clock)
+        self._aborts: list[Abort] = []
+
+    def standing(self) -> Standing:
+        is_live, core = not self._is_stopping(), self._shell.core
+        return Standing(
+            is_live=is_live,
+            is_ready=self._awaited.holds() and is_live,
+            can_serve=core.is_ready and is_live,
+            max_model_len=core.workers.max_model_len(),
+        )
+
+    def admit(self, event: RequestArrived, answer: Answer) -> None:
+        self._shell.admit(event, answer)
+
+    def leave(self, request_id: RequestId) -> None:
+        self._shell.leave(request_id)
+
+    def fail(self, error: Exception) -> None:
+        self._shell.fail(error)
+
+    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
+        return await self.admin.live(asked)
+
+    @property
+    def metrics(self) -> Callable[[], Awaitable[bytes]] | None:
+        return self._metrics_text if self._shows_metrics else None
+
+    async def _metrics_text(self) -> bytes:
+        return await metrics_text(self.samples)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield all that the router shows."""
+        return router_samples(self._shell, self.outcomes, self.clients, self.tenants, self.span_counts(), self._model)
+
+    async def engine(self) -> EngineState:
+        core, num_tokens, max_num_tokens, max_num_seqs = self._shell.core, 0, 0, 0
+        for worker in core.workers:
+            if not worker.role.is_in(Role.DECODE):
+                continue
+            known, stream = worker.registration, self._shell.streams.get(worker.link)
+            num_free = known.num_pages if stream is None else stream.load.pages_free
+            num_tokens += (known.num_pages - num_free) * known.layout.page_size
+            max_num_tokens += known.num_pages * known.layout.page_size
+            max_num_seqs += known.max_num_seqs
+        return EngineState(core.is_ready, core.num_active, core.num_held, num_tokens, max_num_tokens, max_num_seqs)
+
+    def abort(self, tenant: str, names: Sequence[str]) -> None:
+        for abort in self._aborts:
+            abort(tenant, names)
+
+    def on_abort(self, abort: Abort) -> None:
+        self._aborts.append(abort)
+
+    def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        self.span_counts = counts
