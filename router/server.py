@@ -40,7 +40,7 @@ from pdserve.signals import DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
 
-CLOSING_S = 6.0  # after a drain: last words of HTTP, of gRPC, the last spans, last words to workers; a second to spare
+CLOSING_S = 5.0  # after a drain: last words of HTTP, then of gRPC, then the last spans; and a second to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,11 @@ async def run(
     hub = Hub(shell, config, model.name, stop.is_set)
     async with showing(config, hub.samples) as metrics, answering(config) as answers:
         hub.admin.metrics_address = metrics
+        server = _internal_server(config, credentials, shell, hub.admin)
         async with (
-            _listening(config, credentials, _internal_server(config, credentials, shell, hub.admin)) as internal,
-            open_doors(config, model, hub, hub.clients) as doors,
             asyncio.TaskGroup() as tasks,
+            _listening(config, credentials, server) as internal,
+            open_doors(config, model, hub, hub.clients) as doors,
         ):
             watching = tasks.create_task(_report_health(shell, doors.changed), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
@@ -98,6 +99,7 @@ async def run(
             has_drained = await _drain(shell, config.drain_timeout_s)
             watching.cancel()
             guarding.cancel()
+            tasks.create_task(server.stop(LAST_WORDS_S), name="internal server's end")  # beside the doors'
     return has_drained
 
 

@@ -57,7 +57,7 @@ async def test_health_follows_the_workers_and_ends_first(start_router: StartRout
 
 
 def test_a_drain_that_ends_in_time_leaves_time_to_close_everything() -> None:
-    assert http.LAST_WORDS_S + 2 * LAST_WORDS_S + tracing.CLOSE_TIMEOUT_S < CLOSING_S
+    assert http.LAST_WORDS_S + LAST_WORDS_S + tracing.CLOSE_TIMEOUT_S < CLOSING_S
 
 
 class HandClock:
