@@ -129,6 +129,8 @@ DENIED = _counter("pdserve_calls_denied_total", "Calls of the port for clients w
 REFUSED_KEY_FILES = _counter(
     "pdserve_api_keys_refused_total", "How often a changed file of API keys was not valid: the former stays in force."
 )
+FRONTENDS = _gauge("pdserve_frontends", "Processes that serve clients; 1 where the router does so itself.")
+FRONTENDS_LOST = _counter("pdserve_frontends_lost_total", "Frontends that have ended while the router ran.")
 ACTIVE = _gauge("pdserve_requests_active", "Requests that are placed.")
 HELD = _gauge("pdserve_requests_held", "Requests that wait in the router for a place.")
 GOODPUT = _counter("pdserve_goodput_requests_total", "Requests that met all their objectives.", _CLASS)
@@ -206,7 +208,7 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
     "router": (
         *(TTFT, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, PROMPT_TOKENS, ANSWER_TOKENS, FINISHED),
         *(CACHE_QUERIES, CACHE_HITS, HANDOFF_S, HANDOFF_BYTES, OUTCOME_RATIO, ARRIVED, ENDED, INVALID, REFUSED),
-        *(DENIED, REFUSED_KEY_FILES),
+        *(DENIED, REFUSED_KEY_FILES, FRONTENDS, FRONTENDS_LOST),
         *(ACTIVE, HELD, GOODPUT, JUDGED, ATTAINMENT, REPLACED, MOVES, WORKERS, *_SHARED),
     ),
     "worker": (

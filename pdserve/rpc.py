@@ -60,11 +60,11 @@ def channel_options(max_message_bytes: int) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int) -> Options:
+def server_options(max_message_bytes: int, *, shares_port: bool = False) -> Options:
     """Return what a listening process sets on its server.
 
     A peer that pings often is never cut off: with the default of two strikes a long silent decode would end
-    every call on the connection.
+    every call on the connection. Without `shares_port`, a port that another process listens on is an error.
     """
     return [
         *_message_limits(max_message_bytes),
@@ -73,7 +73,7 @@ def server_options(max_message_bytes: int) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1e3)),  # of TLS and HTTP/2 together
-        ("grpc.so_reuseport", 0),  # a port that is in use is an error, not a share of somebody's calls
+        ("grpc.so_reuseport", int(shares_port)),
     ]
 
 

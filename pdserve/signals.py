@@ -10,6 +10,7 @@ Exit status: 128 + the signal's number where a signal ended the process at once,
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DRAIN_TIMED_OUT_STATUS = 75  # EX_TEMPFAIL
 SAME_REQUEST_S = 0.5
+_PR_SET_PDEATHSIG = 1
 
 
 def exit_status(number: int) -> int:
@@ -93,6 +95,19 @@ def end_after(limit_s: float) -> None:
     timer = threading.Timer(limit_s, _end_drain, (limit_s,))
     timer.daemon = True
     timer.start()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when `parent_pid` ends, on Linux; exit at once if it already has."""
+    if sys.platform != "linux":
+        return
+    import ctypes  # noqa: PLC0415 - few processes need it
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:  # it ended before the kernel was asked
+        sys.exit(1)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

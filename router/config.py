@@ -114,6 +114,13 @@ class RouterConfig(Limits, ClientsConfig):
         description="Tokens of an answer that are written together. By default each one at once, but those that come "
         "within 10 ms together. The first one is always written at once.",
     )
+    num_frontends: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that serve clients, each on all public ports: they tokenize, and write answers. With 1 "
+        "the router does that itself; more use as many cores besides.",
+    )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
 

@@ -1,18 +1,19 @@
 """The core's side of what frontends need: the `Backend` of those in this process, and of the links of all others."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from math import inf
 
 from pdserve.clock import Clock
 from pdserve.ids import RequestId
-from pdserve.metrics import Sample
+from pdserve.metrics import FRONTENDS, FRONTENDS_LOST, Sample
 from pdserve.metrics_server import metrics_text
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Answer
-from pdserve.router.events import RequestArrived
+from pdserve.router.events import ClientEvent, RequestArrived
 from pdserve.router.frontend.backend import Abort, EngineState, Standing
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
@@ -48,7 +49,10 @@ class Hub:
         self.outcomes = Ends(model)
         self.clients = Clients(config.api_keys_file, self.tenants)
         self.admin = AdminEndpoint(shell, config.router_id, model)
-        self.span_counts: Callable[[], Mapping[str, int]] = dict
+        self.num_frontends = 1  # processes that serve clients now
+        self.num_frontends_lost = 0
+        self.num_spans: Counter[str] = Counter()  # of frontends in other processes, by what became of them
+        self._span_counts: Callable[[], Mapping[str, int]] = lambda: self.num_spans
         self._shell = shell
         self._model = model
         self._shows_metrics = config.metrics
@@ -58,9 +62,10 @@ class Hub:
 
     def standing(self) -> Standing:
         is_live, core = not self._is_stopping(), self._shell.core
+        is_awaited = self._awaited.holds()
         return Standing(
             is_live=is_live,
-            is_ready=self._awaited.holds() and is_live,
+            is_ready=is_awaited and is_live and self.num_frontends > 0,
             can_serve=core.is_ready and is_live,
             max_model_len=core.workers.max_model_len(),
         )
@@ -70,6 +75,10 @@ class Hub:
 
     def leave(self, request_id: RequestId) -> None:
         self._shell.leave(request_id)
+
+    def post(self, event: ClientEvent) -> None:
+        """Let the core handle what a frontend of another process found out."""
+        self._shell.post(event)
 
     def fail(self, error: Exception) -> None:
         self._shell.fail(error)
@@ -86,7 +95,10 @@ class Hub:
 
     def samples(self) -> Iterator[Sample]:
         """Yield all that the router shows."""
-        return router_samples(self._shell, self.outcomes, self.clients, self.tenants, self.span_counts(), self._model)
+        yield Sample(FRONTENDS, self.num_frontends)
+        yield Sample(FRONTENDS_LOST, self.num_frontends_lost)
+        counts = self._span_counts()
+        yield from router_samples(self._shell, self.outcomes, self.clients, self.tenants, counts, self._model)
 
     async def engine(self) -> EngineState:
         core, num_tokens, max_num_tokens, max_num_seqs = self._shell.core, 0, 0, 0
@@ -108,4 +120,4 @@ class Hub:
         self._aborts.append(abort)
 
     def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        self.span_counts = counts
+        self._span_counts = counts

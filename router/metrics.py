@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
+from pdserve.ids import RequestId
 from pdserve.metrics import Distribution, Metric, Sample, span_samples
 from pdserve.reports import FINISH_REASONS, Failure, Stage
 from pdserve.roles import Role
@@ -52,8 +53,16 @@ class Ends:
     def reject(self, status: Status) -> None:
         self._invalid[status] += 1
 
-    def end(self, priority: int, slo_s: Slos, outcome: Finished | Refused, finish_reasons: Iterable[int]) -> None:
+    def end(
+        self,
+        request_id: RequestId,
+        priority: int,
+        slo_s: Slos,
+        outcome: Finished | Refused,
+        finish_reasons: Iterable[int],
+    ) -> None:
         """Count a valid request, and why each of its continuations finished."""
+        del request_id
         if isinstance(outcome, Finished):
             self._finished.update(finish_reasons)
             self._take_ledger(outcome.ledger)

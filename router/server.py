@@ -8,7 +8,7 @@ LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdser
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -28,9 +28,10 @@ from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
-from pdserve.router.frontend.doors import LAST_WORDS_S, open_doors
+from pdserve.router.frontend.doors import LAST_WORDS_S, Doors, open_doors
 from pdserve.router.frontend.prompts import ServedModel
 from pdserve.router.frontend.served import load_model
+from pdserve.router.frontends import run_frontends
 from pdserve.router.hub import Hub
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.policies import POLICIES
@@ -87,7 +88,7 @@ async def run(
         async with (
             asyncio.TaskGroup() as tasks,
             _listening(config, credentials, server) as internal,
-            open_doors(config, model, hub, hub.clients) as doors,
+            _doors(config, model, hub) as doors,
         ):
             watching = tasks.create_task(_report_health(shell, doors.changed), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
@@ -101,6 +102,13 @@ async def run(
             guarding.cancel()
             tasks.create_task(server.stop(LAST_WORDS_S), name="internal server's end")  # beside the doors'
     return has_drained
+
+
+def _doors(config: RouterConfig, model: ServedModel, hub: Hub) -> AbstractAsyncContextManager[Doors]:
+    """Serve clients in this process, or in others."""
+    if config.num_frontends == 1:
+        return open_doors(config, model, hub, hub.clients)
+    return run_frontends(config, hub)
 
 
 @asynccontextmanager

@@ -64,7 +64,14 @@ class Outcomes(Protocol):
     def reject(self, status: Status) -> None:
         """Count a request that is not valid."""
 
-    def end(self, priority: int, slo_s: Slos, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
+    def end(
+        self,
+        request_id: RequestId,
+        priority: int,
+        slo_s: Slos,
+        outcome: Finished | Refused,
+        finish_reasons: Sequence[int],
+    ) -> None:
         """Count a valid request, and why each of its continuations finished."""
 
 

@@ -42,14 +42,22 @@ class Doors:
     changed: Callable[[], None]  # to be called when the router's standing may have changed
 
 
+def check_doors(config: RouterConfig) -> None:
+    """Raise ConfigError where callers would reach a port unidentified, or what it is to show cannot be read."""
+    has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
+    remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or {} to 127.0.0.1"
+    check_bind(config.host, has_identity=has_identity, remedy=remedy.format("host"))
+    if config.http_port is not None:
+        check_bind(config.http_host, has_identity=has_identity, key="http_host", remedy=remedy.format("http_host"))
+    _credentials(config)
+
+
 @asynccontextmanager
 async def open_doors(
     config: RouterConfig, model: ServedModel, backend: Backend, clients: Clients
 ) -> AsyncIterator[Doors]:
-    """Serve a model's clients for the length of the block.
-
-    ConfigError where a port cannot be had, or would be reachable by callers that nobody identifies.
-    """
+    """Serve a model's clients for the length of the block. ConfigError as `check_doors`, or for a port in use."""
+    check_doors(config)
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     export = _span_export(config)
     records = Records(model.name, config, export)
@@ -58,7 +66,10 @@ async def open_doors(
     serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.standing().can_serve)
     shown = HealthMethods({"": lambda: backend.standing().is_live, **serves})
     try:
-        async with _listening(config, _server(intake, shown)) as public, _listening_http(config, intake) as http:
+        async with (
+            _listening(config, _server(config, intake, shown)) as public,
+            _listening_http(config, intake) as http,
+        ):
             logger.info("serving %s on %s", model.name, public)
             if http:
                 logger.info("serving OpenAI's API at %s", http)
@@ -77,9 +88,10 @@ def _span_export(config: RouterConfig) -> "SpanExport | None":
     return SpanExport(config.otlp_traces_endpoint, "pdserve-router", config.router_id)
 
 
-def _server(intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
+def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
     server = grpc.aio.server(
-        interceptors=[RequireKey(intake.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
+        interceptors=[RequireKey(intake.clients), LimitSizes()],
+        options=server_options(HARD_LIMIT_BYTES, shares_port=config.num_frontends > 1),
     )
     InferenceEndpoint(intake).add_to(server)
     shown.add_to(server, may_watch=True)
@@ -92,9 +104,6 @@ def _server(intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
 @asynccontextmanager
 async def _listening(config: RouterConfig, server: grpc.aio.Server) -> AsyncIterator[str]:
     """Run a server for the length of the block; yield its address."""
-    has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
-    remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or host to 127.0.0.1"
-    check_bind(config.host, has_identity=has_identity, remedy=remedy)
     address = listen(server, config.host, config.port, "port", _credentials(config))
     await server.start()
     try:

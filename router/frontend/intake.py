@@ -147,7 +147,7 @@ class Intake:
         if outcome is not None:
             terms = answer.terms
             slo_s = terms.ttft_slo_s, terms.tpot_slo_s
-            self.backend.outcomes.end(terms.priority, slo_s, outcome, answer.finish_reasons)
+            self.backend.outcomes.end(answer.request_id, terms.priority, slo_s, outcome, answer.finish_reasons)
 
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""

@@ -14,7 +14,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.openai.app import App
 from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
 from pdserve.router.frontend.openai.handshakes import Handshakes
-from pdserve.rpc import check_bind, join_address
+from pdserve.rpc import join_address
 
 BACKLOG = 1024
 LAST_WORDS_S = 1.0  # for responses that are on their way when the server stops
@@ -22,13 +22,7 @@ LAST_WORDS_S = 1.0  # for responses that are on their way when the server stops
 
 @asynccontextmanager
 async def serving_http(config: RouterConfig, app: App) -> AsyncIterator[str]:
-    """Serve for the length of the block; yields the URL.
-
-    ConfigError where the port cannot be had, or would be reachable by callers that nobody identifies.
-    """
-    has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
-    remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or http_host to 127.0.0.1"
-    check_bind(config.http_host, has_identity=has_identity, key="http_host", remedy=remedy)
+    """Serve for the length of the block; yields the URL. ConfigError where the port cannot be had."""
     state = ServerState()
     connect: Callable[[], asyncio.Protocol] = partial(Connection, _uvicorn(app), state, {})
     handshakes = None
@@ -71,6 +65,8 @@ def _uvicorn(app: App) -> uvicorn.Config:
 async def _listen(config: RouterConfig, connect: Callable[[], asyncio.Protocol]) -> asyncio.Server:
     host, port = config.http_host, config.http_port
     try:
-        return await asyncio.get_running_loop().create_server(connect, host, port, backlog=BACKLOG, reuse_port=False)
+        return await asyncio.get_running_loop().create_server(
+            connect, host, port, backlog=BACKLOG, reuse_port=config.num_frontends > 1
+        )
     except OSError as error:
         raise ConfigError(f"http_port: cannot listen on {host}:{port}: {error.strerror or error}") from error

@@ -1,0 +1,260 @@
+"""The private channel between a router's core and a frontend: messages, and how they travel.
+
+Messages that are posted in one turn of the event loop go together, in their order, as one frame: its length in four
+bytes, little end first, and an array in MessagePack.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from pdserve.errors import ProtocolError, Status
+from pdserve.ids import RequestId
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.events import RequestArrived
+from pdserve.router.frontend.backend import Standing
+from pdserve.sampling import PromptLogprobs
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+MAX_UNREAD_BYTES = 64 * 1024 * 1024  # that wait for a peer which does not read
+_LENGTH_BYTES = 4
+
+What = Literal["live", "metrics", "engine"]
+
+
+class _Message(msgspec.Struct, array_like=True, gc=False):
+    """Fields travel in their order, after the message's number."""
+
+
+# ---- from the core
+
+
+class Hello(_Message, tag=0):
+    """The first message. The frontend reads it before its event loop runs."""
+
+    config: bytes  # a RouterConfig as JSON
+
+
+class Stands(_Message, tag=1):
+    standing: Standing
+
+
+class Tokens(_Message, tag=2):
+    """As the command Deliver; `logprobs` are serialized."""
+
+    request_id: RequestId
+    index: int
+    token_ids: list[int]
+    logprobs: list[bytes]
+    finish_reason: int
+    prompt_logprobs: PromptLogprobs | None
+
+
+class Ended(_Message, tag=3):
+    """A request's end; one of the two is there."""
+
+    request_id: RequestId
+    finished: Finished | None
+    refused: Refused | None
+
+
+class Reply(_Message, tag=4):
+    """The answer to the Begin or Ask of that number."""
+
+    number: int
+    data: bytes
+
+
+class Aborted(_Message, tag=5):
+    """A client of some frontend wishes requests of its tenant ended."""
+
+    tenant: str
+    names: Sequence[str]
+
+
+class Stop(_Message, tag=6):
+    """Close the doors, then end."""
+
+
+# ---- from a frontend
+
+
+class Ready(_Message, tag=16):
+    """The doors are open."""
+
+
+class Arrive(_Message, tag=17):
+    event: RequestArrived  # but for its token ids
+    token_ids: bytes  # packed, in this machine's byte order
+
+
+class Leave(_Message, tag=18):
+    request_id: RequestId
+
+
+class TooSlow(_Message, tag=19):
+    request_id: RequestId
+    limit_bytes: int
+
+
+class Stopped(_Message, tag=20):
+    """A continuation's text has reached a stop string."""
+
+    request_id: RequestId
+    index: int
+
+
+class Counted(_Message, tag=21):
+    """The answer to Ended: why its continuations finished, as the client was told."""
+
+    request_id: RequestId
+    finish_reasons: list[int]
+
+
+class Rejected(_Message, tag=22):
+    status: Status
+
+
+class Begin(_Message, tag=23):
+    """Ask whether a tenant may begin a request; the reply is a Refused, or None."""
+
+    number: int
+    tenant: str
+    limits: bytes  # TenantLimits as JSON
+
+
+class Spend(_Message, tag=24):
+    tenant: str
+    num_tokens: int
+
+
+class Done(_Message, tag=25):
+    """A request that began has ended."""
+
+    tenant: str
+
+
+class Keep(_Message, tag=26):
+    tenants: list[str]
+
+
+class Deny(_Message, tag=27):
+    reason: str
+
+
+class Ask(_Message, tag=28):
+    """Ask for what there is to watch (a GetLiveRequest, for a GetLiveResponse), metrics as text, or an EngineState."""
+
+    number: int
+    what: What
+    data: bytes
+
+
+class Abort(_Message, tag=29):
+    tenant: str
+    names: Sequence[str]
+
+
+class Spans(_Message, tag=30):
+    """What became of spans since this was sent last."""
+
+    counts: dict[str, int]
+
+
+FromCore = Hello | Stands | Tokens | Ended | Reply | Aborted | Stop
+FromFrontend = (
+    Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected
+    | Begin | Spend | Done | Keep | Deny | Ask | Abort | Spans
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+core_decoder = msgspec.msgpack.Decoder(list[FromCore])
+frontend_decoder = msgspec.msgpack.Decoder(list[FromFrontend])
+
+
+def frame(messages: Sequence[_Message]) -> bytes:
+    """Return messages as they travel."""
+    packed = _encoder.encode(messages)
+    return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+
+
+def read_frame(connection: socket.socket) -> bytes:
+    """Wait for a frame; return its messages. EOFError where none comes."""
+    return _read(connection, int.from_bytes(_read(connection, _LENGTH_BYTES), "little"))
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        part = connection.recv(num_bytes - len(received))
+        if not part:
+            raise EOFError("the channel has ended")
+        received += part
+    return received
+
+
+class Channel(asyncio.Protocol):
+    """One end."""
+
+    def __init__(
+        self, decoder: "msgspec.msgpack.Decoder[Any]", take: Callable[[Any], None], lost: Callable[[str], None]
+    ) -> None:
+        """`take` gets each message of the peer, `lost` why the channel has ended: the last that comes of it."""
+        self._decoder = decoder
+        self._take = take
+        self._lost = lost
+        self._transport: asyncio.Transport | None = None
+        self._posted: list[_Message] = []
+        self._received = bytearray()
+        self._why = "it has closed the channel"
+
+    def post(self, message: _Message) -> None:
+        """Send a message at the end of this turn of the event loop; nowhere once the channel has ended."""
+        if not self._posted:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._posted.append(message)
+
+    def close(self, why: str) -> None:
+        """End the channel at once."""
+        self._why = why
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is of no such class
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._transport = None
+        self._lost(self._why)
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        start, end = 0, _LENGTH_BYTES
+        try:
+            while len(received) >= end:
+                num_bytes = int.from_bytes(received[start:end], "little")
+                if num_bytes > MAX_FRAME_BYTES:
+                    raise ProtocolError(f"a frame has {num_bytes} bytes, over the limit of {MAX_FRAME_BYTES}")
+                if len(received) < end + num_bytes:
+                    break
+                for message in self._decoder.decode(received[end : end + num_bytes]):
+                    self._take(message)
+                start = end + num_bytes
+                end = start + _LENGTH_BYTES
+        except Exception as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+        del received[:start]
+
+    def _flush(self) -> None:
+        posted, self._posted = self._posted, []
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(frame(posted))
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.close(f"it does not read: over {MAX_UNREAD_BYTES} bytes wait")

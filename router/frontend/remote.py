@@ -1,0 +1,215 @@
+"""The `Backend` of a frontend that is a process of its own: the core is at the other end of a channel."""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from pdserve.clock import MonotonicClock
+from pdserve.errors import ProtocolError, Status
+from pdserve.ids import RequestId
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.commands import Deliver, Finished, Refused
+from pdserve.router.desk import Answer
+from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.router.frontend import channel as messages
+from pdserve.router.frontend.api_keys import TenantLimits
+from pdserve.router.frontend.backend import Abort, EngineState, Slos, Standing
+from pdserve.router.frontend.channel import Channel
+from pdserve.token_ids import pack
+
+SPANS_PERIOD_S = 1.0
+_LIMITS = set(TenantLimits.model_fields)
+
+
+class Remote:
+    """Forwards everything to the core, and what comes from there to whom it is for."""
+
+    def __init__(self, *, shows_metrics: bool) -> None:
+        self.clock = MonotonicClock()  # the core's, too: a machine has one
+        self.channel = Channel(messages.core_decoder, self.take, self._end)
+        self.asking = _Asking(self.channel)
+        self.tenants = _Tenants(self.channel, self.asking)
+        self.outcomes = _Outcomes(self.channel)
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: the core wants it
+        self.changed: Callable[[], None] = lambda: None  # called when the standing has changed
+        self._shows_metrics = shows_metrics
+        self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
+        self._answers: dict[RequestId, Answer] = {}
+        self._aborts: list[Abort] = []
+
+    def standing(self) -> Standing:
+        return self._standing
+
+    def admit(self, event: RequestArrived, answer: Answer) -> None:
+        self._answers[event.request_id] = answer
+        self.channel.post(messages.Arrive(replace(event, token_ids=()), pack(event.token_ids).tobytes()))
+
+    def leave(self, request_id: RequestId) -> None:
+        if request_id in self._answers:
+            self.channel.post(messages.Leave(request_id))
+
+    def fail(self, error: Exception) -> None:
+        if not self.stopped.done():
+            self.stopped.set_exception(error)
+
+    async def connect(self, ours: socket.socket) -> None:
+        """Begin to use the channel."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=ours)
+
+    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
+        return admin.GetLiveResponse.FromString(await self.asking.ask("live", asked.SerializeToString()))
+
+    @property
+    def metrics(self) -> Callable[[], Awaitable[bytes]] | None:
+        return self._metrics if self._shows_metrics else None
+
+    async def _metrics(self) -> bytes:
+        return await self.asking.ask("metrics")
+
+    async def engine(self) -> EngineState:
+        return msgspec.msgpack.decode(await self.asking.ask("engine"), type=EngineState)
+
+    def abort(self, tenant: str, names: Sequence[str]) -> None:
+        self.channel.post(messages.Abort(tenant, names))
+
+    def on_abort(self, abort: Abort) -> None:
+        self._aborts.append(abort)
+
+    def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        sent = Counter[str]()
+
+        def show() -> None:
+            found = Counter(counts())
+            if news := found - sent:
+                self.channel.post(messages.Spans(dict(news)))
+                sent.update(news)
+            asyncio.get_running_loop().call_later(SPANS_PERIOD_S, show)
+
+        show()
+
+    def take(self, message: messages.FromCore) -> None:
+        """Carry out a message of the core's."""
+        match message:
+            case messages.Tokens():
+                self._deliver(message)
+            case messages.Ended(request_id, finished, refused):
+                outcome = finished or refused
+                if outcome is None:
+                    raise ProtocolError("a request has ended in no way")
+                self._answers.pop(request_id).end(outcome)
+            case messages.Reply(number, data):
+                self.asking.take(number, data)
+            case messages.Stands(standing):
+                self._standing = standing
+                self.changed()
+            case messages.Aborted(tenant, names):
+                for abort in self._aborts:
+                    abort(tenant, names)
+            case messages.Stop():
+                self._end("")
+            case messages.Hello():
+                raise ProtocolError("a second hello")
+
+    def _deliver(self, tokens: messages.Tokens) -> None:
+        request_id, index = tokens.request_id, tokens.index
+        logprobs = [inference.TokenLogprobs.FromString(packed) for packed in tokens.logprobs]
+        command = Deliver(request_id, index, tokens.token_ids, logprobs, tokens.finish_reason, tokens.prompt_logprobs)
+        match self._answers[request_id].deliver(command):
+            case StopStringFound():
+                self.channel.post(messages.Stopped(request_id, index))
+            case ClientTooSlow(_, limit_bytes):
+                self.channel.post(messages.TooSlow(request_id, limit_bytes))
+            case _:
+                pass
+
+    def _end(self, why: str) -> None:
+        if not self.stopped.done():
+            self.stopped.set_result(why)
+
+
+class _Asking:
+    """Questions to the core, and their replies."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._number = 0  # of the last question
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+
+    async def ask(self, what: messages.What, data: bytes = b"") -> bytes:
+        self._number += 1
+        self._channel.post(messages.Ask(self._number, what, data))
+        return await self.reply(self._number)
+
+    def begin(self, tenant: str, limits: TenantLimits) -> asyncio.Future[bytes]:
+        """Ask whether a tenant may begin a request."""
+        self._number += 1
+        own = limits.model_dump_json(include=_LIMITS)  # may be an entry of the keys' file
+        self._channel.post(messages.Begin(self._number, tenant, own.encode()))
+        return self.reply(self._number)
+
+    def reply(self, number: int) -> asyncio.Future[bytes]:
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        return waiting
+
+    def take(self, number: int, data: bytes) -> None:
+        waiting = self._waiting.pop(number)
+        if not waiting.done():
+            waiting.set_result(data)
+
+
+class _Tenants:
+    """Has the core count what tenants use."""
+
+    def __init__(self, channel: Channel, asking: _Asking) -> None:
+        self._channel = channel
+        self._asking = asking
+
+    async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
+        reply = self._asking.begin(tenant, limits)
+        try:
+            return _refused(await asyncio.shield(reply))
+        except asyncio.CancelledError:
+            reply.add_done_callback(lambda reply: None if _refused(reply.result()) else self.end(tenant))
+            raise
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        self._channel.post(messages.Spend(tenant, num_tokens))
+
+    def end(self, tenant: str) -> None:
+        self._channel.post(messages.Done(tenant))
+
+    def keep(self, tenants: Iterable[str]) -> None:
+        self._channel.post(messages.Keep(list(tenants)))
+
+    def deny(self, reason: str) -> None:
+        self._channel.post(messages.Deny(reason))
+
+
+def _refused(reply: bytes) -> Refused | None:
+    return msgspec.msgpack.decode(reply, type=Refused | None)
+
+
+class _Outcomes:
+    """Has the core count how requests ended."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def reject(self, status: Status) -> None:
+        self._channel.post(messages.Rejected(status))
+
+    def end(
+        self,
+        request_id: RequestId,
+        priority: int,
+        slo_s: Slos,
+        outcome: Finished | Refused,
+        finish_reasons: Sequence[int],
+    ) -> None:
+        del priority, slo_s, outcome  # the core knows them
+        self._channel.post(messages.Counted(request_id, list(finish_reasons)))

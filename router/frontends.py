@@ -1,0 +1,183 @@
+"""Frontends as processes of their own: starts them, and starts another where one has ended.
+
+Invariant: a frontend's end costs its own connections alone; their requests are cancelled, and nothing of them is left.
+With the router's process all of them end.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from asyncio import FIRST_COMPLETED
+from asyncio.subprocess import DEVNULL
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+
+from pdserve.errors import CommandError, ConfigError
+from pdserve.router.config import RouterConfig
+from pdserve.router.frontend.channel import Abort, Aborted, Hello, Stop
+from pdserve.router.frontend.doors import Doors, check_doors
+from pdserve.router.frontend_link import FrontendLink
+from pdserve.router.hub import Hub
+from pdserve.rpc import join_address
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "pdserve.router.frontend.process")
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 1.0  # of a process whose channel has ended
+STOP_TIMEOUT_S = 3.5  # for the last words of HTTP, of gRPC, and the last spans; then what is left is killed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before another is started; twice as long each time
+STABLE_S = 60.0  # after which the pause is short again
+LOOK_S = 0.1  # between two looks at what changes with time in the router's standing
+
+
+@asynccontextmanager
+async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Doors]:
+    """Serve clients in `num_frontends` processes for the length of the block.
+
+    ConfigError where a port cannot be had, CommandError where a frontend ends as it starts.
+    """
+    check_doors(config)
+    with ExitStack() as reserved:
+        port = _reserve(config.host, config.port, "port", reserved)
+        http_port = None
+        if config.http_port is not None:
+            http_port = _reserve(config.http_host, config.http_port, "http_port", reserved)
+        frontends = Frontends(config.model_copy(update={"port": port, "http_port": http_port}), hub)
+        try:
+            await frontends.start()
+            public, http = join_address(config.host, port), ""
+            if http_port is not None:
+                scheme = "http" if config.ssl_certfile is None else "https"
+                http = f"{scheme}://{join_address(config.http_host, http_port)}"
+            logger.info("%d frontends serve on %s %s", config.num_frontends, public, http)
+            yield Doors(public, http, frontends.show)
+        finally:
+            await frontends.stop()
+
+
+def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
+    """Keep a port (0: a free one) from all but this router's processes; return its number.
+
+    What is bound does not listen. Frontends may bind it too, since it is bound alone at first and shared afterwards.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            bound = reserved.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a router before may linger
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind((address[0], port, *address[2:]))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            port = bound.getsockname()[1]
+    except OSError as error:
+        where = join_address(host, port)
+        raise ConfigError(f"{key}: cannot listen on {where}: {error.strerror or error}") from error
+    return port
+
+
+class Frontends:
+    """The frontends of a router."""
+
+    def __init__(self, config: RouterConfig, hub: Hub) -> None:
+        """`config`: with the numbers of the ports."""
+        self._config = config
+        self._hub = hub
+        self._links: set[FrontendLink] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+
+    async def start(self) -> None:
+        """Return once all doors are open; CommandError where a frontend ends before."""
+        opened = [asyncio.get_running_loop().create_future() for _ in range(self._config.num_frontends)]
+        self._tasks = [
+            asyncio.create_task(self._keep(number, first), name=f"frontend {number}")
+            for number, first in enumerate(opened)
+        ]
+        self._tasks.append(asyncio.create_task(self._look(), name="standing"))
+        await asyncio.gather(*opened)
+
+    async def stop(self) -> None:
+        """Let all of them close their doors, then end them."""
+        self._is_stopping = True
+        for link in self._links:
+            link.channel.post(Stop())
+        if self._tasks:
+            self._tasks.pop().cancel()
+            await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def show(self) -> None:
+        """Let frontends know how the router stands."""
+        standing = self._hub.standing()
+        for link in self._links:
+            link.show(standing)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.show()
+
+    async def _keep(self, number: int, opened: asyncio.Future[None]) -> None:
+        """Run a frontend, and another whenever it has ended. `opened`: is done once its doors are open."""
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        while True:
+            began_s = loop.time()
+            why = await self._run(number, opened)
+            if self._is_stopping:
+                return
+            if not opened.done():
+                opened.set_exception(CommandError(f"frontend {number} ended as it started: {why}"))
+                return
+            self._hub.num_frontends_lost += 1
+            if loop.time() - began_s > STABLE_S:
+                pause_s = FIRST_PAUSE_S
+            logger.error("frontend %d has ended: %s; another one starts in %g s", number, why, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _run(self, number: int, opened: asyncio.Future[None]) -> str:
+        """Run a frontend's process until it ends; return why it did."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND, *map(str, (theirs.fileno(), number, os.getpid())), pass_fds=(theirs.fileno(),), stdin=DEVNULL
+            )
+        link = FrontendLink(self._hub, self._abort)
+        self._links.add(link)
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=ours)
+            link.channel.post(Hello(self._config.model_dump_json().encode()))
+            link.show(self._hub.standing())
+            await asyncio.wait((link.ready, link.lost), timeout=START_TIMEOUT_S, return_when=FIRST_COMPLETED)
+            if link.ready.done():
+                self._count()
+                if not opened.done():
+                    opened.set_result(None)
+            else:
+                link.channel.close(f"its doors are not open after {START_TIMEOUT_S:g} s")
+            why = await link.lost
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    await process.wait()
+        finally:
+            self._links.discard(link)
+            self._count()
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        return f"{why} (status {process.returncode})"
+
+    def _count(self) -> None:
+        self._hub.num_frontends = sum(link.ready.done() for link in self._links)
+
+    def _abort(self, asked: Abort) -> None:
+        for link in self._links:
+            link.channel.post(Aborted(asked.tenant, asked.names))

@@ -1,0 +1,162 @@
+"""Two frontends: the end of one costs its own connections alone."""
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from frontend_owners import PATIENCE_S, frontends, own_ports, owner, until
+from live_cluster import LiveCluster, greedy, is_idle, live_cluster, load_of
+from model_zoo import VOCAB, first_disagreement
+from transformers import PreTrainedModel
+
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+
+NUM_TOKENS = 500
+NUM_OF_EACH = 2  # clients, of each frontend and protocol
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with live_cluster(folder, model, "--dtype", "float32", "--num-frontends", "2") as cluster:
+        yield cluster
+
+
+class Client:
+    """A connection of its own, on which one answer is read."""
+
+    port: int  # its own end's
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.has_failed = False
+
+    def read(self, prompt: list[int], num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class GrpcClient(Client):
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        before = own_ports(address)
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        grpc.channel_ready_future(self._channel).result(PATIENCE_S)
+        (self.port,) = own_ports(address) - before
+
+    def read(self, prompt: list[int], num_tokens: int) -> None:
+        try:
+            for reply in InferenceServiceStub(self._channel).Generate(greedy(prompt, num_tokens), timeout=60):
+                self.tokens += [token for delta in reply.deltas for token in delta.token_ids]
+        except grpc.RpcError as error:
+            self.has_failed = error.code() is grpc.StatusCode.UNAVAILABLE
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class HttpClient(Client):
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._connection = http.client.HTTPConnection(address, timeout=60)
+        self._connection.connect()
+        self.port = self._connection.sock.getsockname()[1]
+
+    def read(self, prompt: list[int], num_tokens: int) -> None:
+        body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        try:
+            self._connection.request("POST", "/v1/completions", json.dumps({**body, "return_token_ids": True}))
+            response = self._connection.getresponse()
+            assert response.status == 200
+            while (line := response.readline()) != b"data: [DONE]\n":
+                if not line:
+                    raise ConnectionResetError
+                if line.startswith(b"data: "):
+                    choices = json.loads(line[6:])["choices"]
+                    self.tokens += [token for choice in choices for token in choice.get("token_ids") or ()]
+        except (ConnectionResetError, http.client.IncompleteRead):
+            self.has_failed = True
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def clients_of_each(cluster: LiveCluster) -> dict[int, list[Client]]:
+    """Connect over both protocols until each frontend has its clients; the kernel chooses."""
+    http_address = cluster.state.http.removeprefix("http://")
+    found: dict[int, list[Client]] = {process.pid: [] for process in frontends(cluster.pid_of("router"))}
+    for make in (lambda: GrpcClient(cluster.endpoint), lambda: HttpClient(http_address)):
+        wanted = dict.fromkeys(found, NUM_OF_EACH)
+        while any(wanted.values()):
+            client = make()
+            pid = owner(cluster.pid_of("router"), client.port)
+            if wanted[pid]:
+                wanted[pid] -= 1
+                found[pid].append(client)
+            else:
+                client.close()
+    return found
+
+
+def test_a_killed_frontend_costs_its_own_connections_alone(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+    rng = random.Random(3)
+    of_each = clients_of_each(cluster)
+    killed, kept = of_each
+    clients = [client for pid in of_each for client in of_each[pid]]
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(20)] for _ in clients]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        reading = [
+            pool.submit(client.read, prompt, NUM_TOKENS) for client, prompt in zip(clients, prompts, strict=True)
+        ]
+        until(lambda: all(client.tokens for client in clients))
+        with cluster.frozen("decode-0"):
+            assert not any(done.done() for done in reading), "they were to be in mid-stream"
+            os.kill(killed, signal.SIGKILL)
+            cluster.wait_for(lambda status: status.num_active == len(of_each[kept]), 3)
+        for done in reading:
+            done.result()
+    for client, prompt in zip(clients, prompts, strict=True):
+        assert client.has_failed is (client in of_each[killed])
+        assert first_disagreement(oracle, prompt, client.tokens) is None
+        assert client.has_failed or len(client.tokens) == NUM_TOKENS
+        client.close()
+    cluster.wait_for(is_idle, 5)
+    status = cluster.status()
+    assert {load_of(status, name).pages_granted for name in ("prefill-0", "decode-0")} == {0}
+
+
+def test_another_frontend_takes_its_place(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+    until(lambda: len(frontends(cluster.pid_of("router"))) == 2)
+    running = {process.pid for process in frontends(cluster.pid_of("router"))}
+    until(lambda: metric(cluster, "pdserve_frontends") == 2)
+    assert metric(cluster, "pdserve_frontends_lost_total") == 1
+    of_each = clients_of_each(cluster)
+    assert of_each.keys() == running
+    for client in (client for pid in of_each for client in of_each[pid]):
+        client.read([4, 5, 6], 8)
+        assert first_disagreement(oracle, [4, 5, 6], client.tokens) is None
+        assert len(client.tokens) == 8
+        client.close()
+    cluster.wait_for(is_idle, 5)
+
+
+def metric(cluster: LiveCluster, name: str) -> float:
+    connection = http.client.HTTPConnection(cluster.state.http.removeprefix("http://"), timeout=10)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])

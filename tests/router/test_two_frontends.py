@@ -1,0 +1,136 @@
+"""Two frontends are one router to tenants, gateways and operators, and end with it."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from frontend_owners import frontends, own_ports, owner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, text_of, tokens_of
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from pdserve.errors import ConfigError
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.router.frontend.api_keys import new_key
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder, of which routers read all but the weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **shape}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": TOKENIZER.vocab_size}))
+    (folder / "tokenizer.json").write_text(TOKENIZER.to_json())
+    return folder
+
+
+class Side:
+    """A connection to one of the frontends, on which one tenant speaks."""
+
+    def __init__(self, channel: grpc.aio.Channel, key: str) -> None:
+        self.channel = channel
+        self._metadata = (("authorization", f"Bearer {key}"),)
+
+    def generate(self, max_tokens: int) -> grpc.aio.UnaryStreamCall:
+        sampling = inference.SamplingParams(max_tokens=max_tokens)
+        request = inference.GenerateRequest(text="hello", sampling=sampling)
+        return InferenceServiceStub(self.channel).Generate(request, metadata=self._metadata, timeout=20)
+
+    def named(self, name: str) -> grpc.aio.UnaryStreamCall:
+        asked = vllm.GenerateRequest(request_id=name, text="hello", sampling_params=vllm.SamplingParams(max_tokens=2))
+        return VllmEngineStub(self.channel).Generate(asked, metadata=self._metadata, timeout=20)
+
+    async def abort(self, name: str) -> None:
+        await VllmEngineStub(self.channel).Abort(vllm.AbortRequest(request_ids=[name]), metadata=self._metadata)
+
+
+@asynccontextmanager
+async def both_sides(router: RouterUnderTest, key: str) -> AsyncIterator[list[Side]]:
+    """Connect until both frontends are reached."""
+    address, options = router.addresses.public, [("grpc.use_local_subchannel_pool", 1)]
+    sides: dict[int, Side] = {}
+    async with AsyncExitStack() as stack:
+        while len(sides) < 2:
+            before = own_ports(address)
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            await channel.channel_ready()
+            (port,) = own_ports(address) - before
+            sides.setdefault(await asyncio.to_thread(owner, os.getpid(), port), Side(channel, key))
+        yield list(sides.values())
+
+
+async def test_two_frontends_are_one_router(start_router: StartRouter, model: Path, tmp_path: Path) -> None:
+    key, digest = new_key()
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"tenants: {{acme: {{keys: [{{id: web, sha256: {digest}}}], max_concurrent: 2}}}}")
+    keys.chmod(0o600)
+    served = {"model": str(model), "served_model_name": MODEL, "api_keys_file": keys, "num_frontends": 2}
+    router = await start_router(**served)
+    prefill, _ = await router.pair()
+    async with both_sides(router, key) as (one, other):
+        for side in (one, other):
+            replies = [reply async for reply in side.generate(5)]
+            assert text_of(replies) == TOKENIZER.decode(tokens_of(TOKENIZER.encode("hello", add_special=False), 5))
+            assert replies[-1].usage.completion_tokens == 5
+
+        prefill.is_paused = True
+        running = [side.generate(1) for side in (one, other)]
+        await prefill.until(lambda: len(prefill.prefills) == 4)
+        with pytest.raises(grpc.aio.AioRpcError, match="max_concurrent: 2 requests of this tenant") as refused:
+            await other.generate(1).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in running:
+            call.cancel()
+        await prefill.until(lambda: len(prefill.cancels) == 2)
+        await router.until_idle()
+
+        named = one.named("r1")
+        await prefill.until(lambda: len(prefill.prefills) == 5)
+        await other.abort("r1")
+        with pytest.raises(grpc.aio.AioRpcError, match="aborted"):
+            await named.read()
+        await router.until_idle()
+        shown = await asyncio.to_thread(lambda: urlopen(f"http://{router.addresses.metrics}/metrics").read().decode())
+        assert 'pdserve_requests_refused_total{cause="tenant_concurrency"} 1.0' in shown
+        assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 2.0' in shown
+        assert "pdserve_frontends 2.0" in shown
+
+        last = one.generate(1)
+        await prefill.until(lambda: len(prefill.prefills) == 6)
+        router.stop.set()
+        for side in (one, other):
+            await not_serving(side)
+        with pytest.raises(grpc.aio.AioRpcError, match="this router is shutting down"):
+            await other.generate(1).read()
+        await prefill.step([prefill.delta(prefill.prefills[5].spec, 0, 0, is_last=True)])
+        assert len(text_of([reply async for reply in last])) == 1
+
+
+async def not_serving(side: Side) -> None:
+    """Return once a frontend says that it does not serve."""
+    async for state in health_pb2_grpc.HealthStub(side.channel).Watch(health_pb2.HealthCheckRequest()):
+        if state.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+            return
+
+
+async def test_a_port_that_others_listen_on_is_refused_by_all_frontends_at_once(
+    start_router: StartRouter, model: Path
+) -> None:
+    first = await start_router()
+    port = int(first.addresses.public.rpartition(":")[2])
+    with pytest.raises(ExceptionGroup) as refused:
+        await start_router(model=str(model), served_model_name=MODEL, port=port, num_frontends=2)
+    assert refused.group_contains(ConfigError, match=f"port: cannot listen on 127.0.0.1:{port}")
+    assert not frontends(os.getpid())
