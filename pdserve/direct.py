@@ -10,6 +10,7 @@ import asyncio
 from pdserve.config import WorkerConfig
 from pdserve.router import server as router
 from pdserve.router.config import RouterConfig
+from pdserve.router.frontend.served import load_model
 from pdserve.rpc import check_bind
 from pdserve.worker import server as worker
 
@@ -17,7 +18,7 @@ from pdserve.worker import server as worker
 async def serve(config: WorkerConfig) -> None:
     """Run a worker and its router until the worker has drained. ConfigError where a port cannot be had."""
     own = _of_router(config)
-    model = await asyncio.to_thread(router.load_model, own)
+    model = await asyncio.to_thread(load_model, own)
     stop = asyncio.Event()
     listening: asyncio.Future[router.Addresses] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as tasks:
