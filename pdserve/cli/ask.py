@@ -88,11 +88,7 @@ def _read_line() -> str | None:
         return None
 
 
-def _run(
-    router: "Router",
-    request: "inference.GenerateRequest",
-    on_text: Callable[[int, str], None],
-) -> "Answer":
+def _run(router: "Router", request: "inference.GenerateRequest", on_text: Callable[[int, str], None]) -> "Answer":
     from pdserve.cli.stream import ask
 
     address, access = router

@@ -32,8 +32,7 @@ def validate(
 def explain(
     policy: PolicyFile,
     cluster: Annotated[
-        str | None,
-        typer.Option(help="Also what the autoscaler of this cluster decided last, and why."),
+        str | None, typer.Option(help="Also what the autoscaler of this cluster decided last, and why.")
     ] = None,
 ) -> None:
     """Say in plain sentences what a policy does, and when."""

@@ -31,13 +31,10 @@ def run_batch(
     output: OutputFile,
     server: Annotated[
         str | None,
-        typer.Option(
-            help="Where OpenAI's API is served, http://host:port; by default by the cluster that runs here.",
-        ),
+        typer.Option(help="Where OpenAI's API is served, http://host:port; by default by the cluster that runs here."),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="Start a cluster of this model for the length of the command."),
+        str | None, typer.Option(help="Start a cluster of this model for the length of the command.")
     ] = None,
     max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 64,
     max_retries: Annotated[

@@ -34,7 +34,7 @@ def load(
         list[float] | None,
         typer.Option(
             help="Requests a second on average: traces are stretched to it, others come at random moments. By default "
-            "traces keep their times, and others come all at once. Repeatable: each workload is sent at each rate.",
+            "traces keep their times, and others come all at once. Repeatable: each workload is sent at each rate."
         ),
     ] = None,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests under way at once, at most.")] = None,

@@ -73,8 +73,7 @@ def simulator(
     goodput: Goodput = "",
     json_file: JsonFile = None,
     profile: Annotated[
-        Path | None,
-        typer.Option(help="Also write what was learnt.", callback=writable("--profile")),
+        Path | None, typer.Option(help="Also write what was learnt.", callback=writable("--profile"))
     ] = None,
 ) -> None:
     """Serve a load live, and simulate the same requests with the step times that the live router has learnt.

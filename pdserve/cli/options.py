@@ -33,8 +33,7 @@ ConfigFile = Annotated[
 ]
 ClusterName = Annotated[str, typer.Option("--name", envvar="PDSERVE_CLUSTER", help="Which of this machine's clusters.")]
 Endpoint = Annotated[
-    str | None,
-    typer.Option("--endpoint", help="host:port of a router; by default the cluster that runs here."),
+    str | None, typer.Option("--endpoint", help="host:port of a router; by default the cluster that runs here.")
 ]
 CaFile = Annotated[
     Path | None,
@@ -61,8 +60,7 @@ Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
 Threads = Annotated[int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.")]
 Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
 Goodput = Annotated[
-    str,
-    typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
+    str, typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing.")
 ]
 ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.")]
 
@@ -171,10 +169,9 @@ class Loads:
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
     num_threads: Threads = None
-    load: Annotated[
-        list[float] | None,
-        typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable."),
-    ] = None
+    load: Annotated[list[float] | None, typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.")] = (
+        None
+    )
     seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Of load at each rate.")] = 60
     calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before.")] = 60
 

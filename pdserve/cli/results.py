@@ -50,9 +50,7 @@ JsonFile = Annotated[
 HtmlFile = Annotated[
     Path | None,
     typer.Option(
-        "--html",
-        help="Also write a report with plots there: one file, readable offline.",
-        callback=writable("--html"),
+        "--html", help="Also write a report with plots there: one file, readable offline.", callback=writable("--html")
     ),
 ]
 

@@ -24,8 +24,7 @@ def new_key(
 def certs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go; made if it is not there.")],
     host: Annotated[
-        list[str] | None,
-        typer.Option("--host", help="Name or address by which clients reach a router; repeatable."),
+        list[str] | None, typer.Option("--host", help="Name or address by which clients reach a router; repeatable.")
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=825, help="How long the certificates are valid.")] = 90,
 ) -> None:
