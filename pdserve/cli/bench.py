@@ -41,7 +41,7 @@ def load(
     goodput: Goodput = "",
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Of answers; 0: the likeliest tokens.")] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of likelihood that tokens are drawn from.")
+        float, typer.Option(min=0.01, max=1, help="Share of likelihood that tokens are sampled from.")
     ] = 1.0,
     door: Annotated[
         list[str] | None, typer.Option(help="grpc or http; repeatable: then they take turns. By default grpc.")
@@ -56,7 +56,7 @@ def load(
 ) -> None:
     """Send workloads of random prompts, answered to full length, and measure what a client sees."""
     from pdserve.errors import ConfigError
-    from pdserve.measure.client import Drawing
+    from pdserve.measure.client import Sampling
     from pdserve.measure.load import Load, door_notes, measure_load
     from pdserve.measure.summary import summary_tables
 
@@ -66,9 +66,9 @@ def load(
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
     goal = objective(goodput)
-    drawing = Drawing(temperature, top_p, sizes.seed)
+    sampling = Sampling(temperature, top_p, sizes.seed)
     doors = router.doors(door or ["grpc"], http_url)
-    runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, drawing, rounds)))
+    runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, sampling, rounds)))
     summaries = [each.summary for each in runs]
     notes = [f"goodput counts requests that ended well ({goal})", *door_notes(runs)]
     show(json_file, {"objective": goal, "runs": summaries}, *summary_tables(summaries), *notes)

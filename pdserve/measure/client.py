@@ -5,7 +5,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
@@ -40,15 +40,15 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """How the tokens of answers are drawn: by default the likeliest ones."""
+class Sampling:
+    """How the tokens of answers are sampled: by default the likeliest ones."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0  # of the first request; each has one of its own
 
 
-GREEDY = Drawing()
+GREEDY = Sampling()
 
 
 class OpenLoop(ABC):
@@ -150,31 +150,25 @@ def _take_hints(outcome: Outcome, error: grpc.aio.AioRpcError) -> None:
 
 
 def request_of(
-    arrival: Arrival, token_ids: Sequence[int], tenant: str, objective: Objective, drawing: Drawing = GREEDY
+    arrival: Arrival, token_ids: Sequence[int], tenant: str, objective: Objective, sampling: Sampling = GREEDY
 ) -> inference.GenerateRequest:
     """Return a request whose answer has exactly the arrival's length."""
     slo = inference.Slo(
         ttft_ms=1e3 * objective.ttft_s if isfinite(objective.ttft_s) else None,
         tpot_ms=1e3 * objective.tpot_s if isfinite(objective.tpot_s) else None,
     )
-    sampling = inference.SamplingParams(
-        temperature=drawing.temperature,
-        top_p=drawing.top_p,
-        seed=drawing.seed,
-        max_tokens=arrival.output_tokens,
-        ignore_eos=True,
-    )
+    params = inference.SamplingParams(**asdict(sampling), max_tokens=arrival.output_tokens, ignore_eos=True)
     ids = inference.TokenIds(ids=token_ids)
-    return inference.GenerateRequest(token_ids=ids, sampling=sampling, slo=slo, tenant=tenant)
+    return inference.GenerateRequest(token_ids=ids, sampling=params, slo=slo, tenant=tenant)
 
 
 def requests_of(
-    arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], objective: Objective, drawing: Drawing = GREEDY
+    arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], objective: Objective, sampling: Sampling = GREEDY
 ) -> list[Timed]:
     """Return the requests of one run, all of a tenant of its own."""
     tenant, requests = new_tenant(), list[Timed]()
     for number, (arrival, ids) in enumerate(zip(arrivals, prompts, strict=True)):
-        own = replace(drawing, seed=drawing.seed + number)
+        own = replace(sampling, seed=sampling.seed + number)
         requests.append((arrival.at_s, request_of(arrival, ids, tenant, objective, own)))
     return requests
 

@@ -234,12 +234,12 @@ async def _ready(address: str) -> None:
 
 
 async def _measure(router: _Router, load: Load) -> FrontendCost:
-    clock, draw = MonotonicClock(), random.Random(load.num_streams)
+    clock, rng = MonotonicClock(), random.Random(load.num_streams)
     streams = [router.stream(load.door) for _ in range(load.num_streams)]
     try:
-        await _rounds(streams, load, 1, draw)
+        await _rounds(streams, load, 1, rng)
         began_s, cpu_s = clock.now_s(), router.cpu_s()
-        seen = await _rounds(streams, load, load.rounds, draw)
+        seen = await _rounds(streams, load, load.rounds, rng)
         spent_s, lasted_s = router.cpu_s() - cpu_s, clock.now_s() - began_s
     finally:
         for stream in streams:
@@ -248,12 +248,12 @@ async def _measure(router: _Router, load: Load) -> FrontendCost:
     return FrontendCost(load, spent_s / num, seen.num_messages / num, num / lasted_s, seen.ttft_s)
 
 
-async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, draw: random.Random) -> Seen:
+async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: random.Random) -> Seen:
     seen = Seen()
 
     async def run(stream: Stream) -> None:
         for _ in range(rounds):
-            prompt = " ".join(draw.choices(_WORDS, k=load.prompt_words))
+            prompt = " ".join(rng.choices(_WORDS, k=load.prompt_words))
             await stream.ask(prompt, load.output_tokens, seen)
 
     async with asyncio.TaskGroup() as tasks:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pdserve.clock import MonotonicClock
 from pdserve.measure import http_client
-from pdserve.measure.client import GREEDY, Access, Client, Door, Drawing, OpenLoop, Timed, connect, requests_of
+from pdserve.measure.client import GREEDY, Access, Client, Door, OpenLoop, Sampling, Timed, connect, requests_of
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.percentiles import percentiles
@@ -30,7 +30,7 @@ class Load:
     objective: Objective
     seed: int  # of prompts and moments
     max_concurrency: int | None = None
-    drawing: Drawing = GREEDY
+    sampling: Sampling = GREEDY
     rounds: int = 1
 
 
@@ -78,7 +78,7 @@ async def measure_load(doors: Mapping[Door, Reached], load: Load) -> list[Run]:
             prompts = random_prompts(arrivals, vocab_size, load.seed)
             for number in range(load.rounds):
                 for run in through if number % 2 == 0 else reversed(through):
-                    requests = requests_of(arrivals, prompts, load.objective, load.drawing)  # a tenant of their own
+                    requests = requests_of(arrivals, prompts, load.objective, load.sampling)  # a tenant of their own
                     await _send(clients[run.door], requests, run, load.max_concurrency)
             runs += through
     return runs
