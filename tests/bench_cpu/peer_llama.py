@@ -14,21 +14,24 @@ from typing import IO
 import llama_cpp
 
 BATCH_TOKENS = 2048
-MAX_SEQUENCES = 64
-CONTEXT_TOKENS = 16384
+ROUNDED_TO = 256  # tokens of a sequence in a context
 
 
-def open_context(path: str) -> tuple[object, object]:
-    """Load the model with as many threads as there are processors."""
+def open_model(path: str) -> object:
+    """Load the model."""
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    return llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+
+
+def context_for(model: object, asked: dict[str, float]) -> object:
+    """Return a context with a KV cache for each sequence, and OMP_NUM_THREADS threads or one for each processor."""
+    num_requests, length = int(asked["num_requests"]), int(asked["prompt_tokens"] + asked["output_tokens"])
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT_TOKENS, BATCH_TOKENS, 512
-    params.n_seq_max = MAX_SEQUENCES
-    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
-    if hasattr(params, "kv_unified"):
-        params.kv_unified = True
-    return model, llama_cpp.llama_init_from_model(model, params)
+    params.n_ctx = num_requests * -(-length // ROUNDED_TO) * ROUNDED_TO
+    params.n_batch, params.n_seq_max, params.kv_unified = BATCH_TOKENS, num_requests, False
+    num_threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    params.n_threads = params.n_threads_batch = num_threads
+    return llama_cpp.llama_init_from_model(model, params)
 
 
 def sampler_of(asked: dict[str, float], number: int) -> object:
@@ -50,11 +53,11 @@ class Run:
         self._context = context
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._samplers = [sampler_of(asked, number) for number in range(int(asked["num_requests"]))]
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
 
     def close(self) -> None:
         """Free what the library holds for the run."""
         llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self._context)
         for sampler in self._samplers:
             llama_cpp.llama_sampler_free(sampler)
 
@@ -77,9 +80,9 @@ class Run:
         return sampled
 
 
-def timed(context: object, asked: dict[str, float], prompts: list[list[int]]) -> float:
+def timed(model: object, asked: dict[str, float], prompts: list[list[int]]) -> float:
     """Return the seconds until all prompts are answered."""
-    run = Run(context, asked)
+    run = Run(context_for(model, asked), asked)
     began_s = time.perf_counter()
     length = int(asked["prompt_tokens"])
     first = [
@@ -107,7 +110,7 @@ def main() -> None:
     os.dup2(2, 1)  # what llama.cpp prints is no answer
     quiet = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
-    _, context = open_context(sys.argv[1])
+    model = open_model(sys.argv[1])
     rng = random.Random(0)
     say(answers, {})
     for line in sys.stdin:
@@ -115,7 +118,7 @@ def main() -> None:
         prompts = [
             [rng.randrange(100, 40000) for _ in range(asked["prompt_tokens"])] for _ in range(asked["num_requests"])
         ]
-        say(answers, {"seconds": timed(context, asked, prompts)})
+        say(answers, {"seconds": timed(model, asked, prompts)})
 
 
 if __name__ == "__main__":

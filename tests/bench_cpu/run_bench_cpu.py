@@ -1,14 +1,18 @@
 """Compares a cluster on this machine with another engine, turn and turn about, and prints a table.
 
-Usage: run_bench_cpu.py --peer DIR [--rounds N] [--workloads 1x32x128 ...] [--json FILE]
+Usage: run_bench_cpu.py --peer DIR [--rounds N] [--workloads 1x32x128 ...] [--drawings greedy] [--json FILE]
+       [--num-threads N]
 DIR/venv has vLLM's CPU build and DIR/smollm2 the model in bfloat16; or DIR/venv has llama-cpp-python, and both engines
-read the catalog's 4-bit file.
+read the catalog's 4-bit file. Beside wall clock stands the CPU time of all processes of each engine: with one thread it
+compares them on a machine that others keep busy.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -36,11 +40,18 @@ class Line:
     drawing: str
     peer_s: list[float]
     pdserve_s: list[float]
+    peer_cpu_s: list[float]
+    pdserve_cpu_s: list[float]
 
     @property
     def ratio(self) -> float:
         """Return our throughput over the peer's."""
         return median(self.peer_s) / median(self.pdserve_s)
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Return the peer's CPU time over ours."""
+        return median(self.peer_cpu_s) / median(self.pdserve_cpu_s)
 
 
 class Peer:
@@ -50,12 +61,14 @@ class Peer:
         self._process = process
 
     @classmethod
-    async def started(cls, folder: Path, *, is_vllm: bool) -> "Peer":
+    async def started(cls, folder: Path, num_threads: int | None, *, is_vllm: bool) -> "Peer":
         """Start it, and wait until its model is loaded."""
         script, model = ("peer_vllm.py", folder / "smollm2") if is_vllm else ("peer_llama.py", resolve_model(MODEL))
         command = (folder / "venv/bin/python", HERE / script, model)
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*map(str, command), stdin=pipe, stdout=pipe)
+        threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+        environment = {**os.environ, **threads}
+        process = await asyncio.create_subprocess_exec(*map(str, command), stdin=pipe, stdout=pipe, env=environment)
         peer = cls(process)
         await peer._answer()
         return peer
@@ -74,10 +87,9 @@ class Peer:
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         return float((await self._answer())["seconds"])
 
-    def peaks(self) -> dict[str, int]:
-        """Return the most memory that its processes had at once, in bytes."""
-        processes = (psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True))
-        return {f"peer {index}": peak_bytes(each.pid) for index, each in enumerate(processes)}
+    def pids(self) -> list[int]:
+        """Return its processes."""
+        return [self._process.pid, *(each.pid for each in psutil.Process(self._process.pid).children(recursive=True))]
 
     async def stop(self) -> None:
         """Let it end."""
@@ -109,6 +121,17 @@ def report(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the CPU time that processes have taken."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(each.user + each.system for each in times)
+
+
+def pids_of(cluster: LiveCluster) -> dict[str, int]:
+    """Return the processes of a cluster by name."""
+    return {each.name: each.pid for each in cluster.state.processes if each.pid is not None}
+
+
 def peak_bytes(pid: int) -> int:
     """Return the most memory that a process had resident."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
@@ -117,33 +140,39 @@ def peak_bytes(pid: int) -> int:
     return 0
 
 
-async def compared(peer: Peer, cluster: LiveCluster, workloads: list[str], rounds: int) -> list[Line]:
+async def compared(peer: Peer, cluster: LiveCluster, lines: list[Line], rounds: int) -> None:
     """Run all workloads on both, round after round; a first round only warms up."""
-    lines = [Line(workload, name, [], []) for workload in workloads for name in DRAWINGS]
     seed = 0
     for turn in range(rounds + 1):
         for line in lines:
             num_requests, prompt_tokens, output_tokens = map(int, line.workload.split("x"))
             shape, drawing = (num_requests, prompt_tokens, output_tokens), DRAWINGS[line.drawing]
             seed += 1
+            peer_pids, our_pids = peer.pids(), pids_of(cluster).values()
+            begun = cpu_seconds(peer_pids), cpu_seconds(our_pids)
             theirs, ours = await peer.seconds(shape, drawing), await our_seconds(cluster, shape, drawing, seed)
             report(f"round {turn}: {line.workload} {line.drawing}: {theirs:.2f} / {ours:.2f} s")
             if turn:
                 line.peer_s.append(theirs)
                 line.pdserve_s.append(ours)
-    return lines
+                line.peer_cpu_s.append(cpu_seconds(peer_pids) - begun[0])
+                line.pdserve_cpu_s.append(cpu_seconds(our_pids) - begun[1])
 
 
 def table(lines: list[Line], name: str) -> str:
     """Return the lines as a Markdown table."""
-    rows = [f"| requests x in x out | drawn | {name}, s | pdserve, s | throughput, pdserve : {name} |"]
-    rows.append("|---|---|---|---|---|")
+    rows = [
+        f"| requests x in x out | drawn | {name}, s | pdserve, s | throughput, pdserve : {name} | CPU time, s | ratio |"
+    ]
+    rows.append("|---|---|---|---|---|---|---|")
     for line in lines:
         both = (f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (line.peer_s, line.pdserve_s))
-        rows.append(f"| {line.workload} | {line.drawing} | {' | '.join(both)} | {line.ratio:.2f} |")
-    for drawing in DRAWINGS:
-        mean = geometric_mean([line.ratio for line in lines if line.drawing == drawing])
-        rows.append(f"| geometric mean | {drawing} | | | {mean:.2f} |")
+        cpu = f"{median(line.peer_cpu_s):.2f}, {median(line.pdserve_cpu_s):.2f} | {line.cpu_ratio:.2f}"
+        rows.append(f"| {line.workload} | {line.drawing} | {' | '.join(both)} | {line.ratio:.2f} | {cpu} |")
+    for drawing in dict.fromkeys(line.drawing for line in lines):
+        drawn = [line for line in lines if line.drawing == drawing]
+        mean, cpu_mean = (geometric_mean(each) for each in zip(*[(x.ratio, x.cpu_ratio) for x in drawn], strict=True))
+        rows.append(f"| geometric mean | {drawing} | | | {mean:.2f} | | {cpu_mean:.2f} |")
     return "\n".join(rows)
 
 
@@ -153,16 +182,20 @@ async def main() -> None:
     parser.add_argument("--peer", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
+    parser.add_argument("--drawings", nargs="+", choices=DRAWINGS, default=tuple(DRAWINGS))
+    parser.add_argument("--num-threads", type=int, help="of each engine; by default one for each core")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    lines = [Line(each, name, [], [], [], []) for each in arguments.workloads for name in arguments.drawings]
     is_vllm = (arguments.peer / "smollm2").is_dir()
-    peer = await Peer.started(arguments.peer, is_vllm=is_vllm)
-    flags = {"dtype": "bfloat16", "quantization": "none" if is_vllm else "gguf"}
+    peer = await Peer.started(arguments.peer, arguments.num_threads, is_vllm=is_vllm)
+    form = "none" if is_vllm else "gguf"
+    flags = {"dtype": "bfloat16", "quantization": form, "num_threads": arguments.num_threads}
     spec = ClusterSpec(str(resolve_model(MODEL)), MODEL, name="bench-cpu", worker_flags=flags)
     async with live_cluster(spec, report) as cluster:
-        lines = await compared(peer, cluster, arguments.workloads, arguments.rounds)
-        ours = {each.name: peak_bytes(each.pid) for each in cluster.state.processes if each.pid is not None}
-        peaks = peer.peaks() | ours
+        await compared(peer, cluster, lines, arguments.rounds)
+        pids = {f"peer {index}": pid for index, pid in enumerate(peer.pids())} | pids_of(cluster)
+        peaks = {name: peak_bytes(pid) for name, pid in pids.items()}
     await peer.stop()
     sys.stdout.write(table(lines, "vLLM" if is_vllm else "llama.cpp") + "\n")
     sys.stdout.write(

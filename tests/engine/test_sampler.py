@@ -291,14 +291,27 @@ def test_seed_and_index_each_change_the_draw() -> None:
     assert len(set(same)) == 1
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=1.3), SamplingParams(temperature=1.3, top_k=6)])
-def test_frequencies_fit_the_distribution(params: SamplingParams) -> None:
+@pytest.mark.parametrize(("is_compiled", "draws"), [(True, 8000), (False, 3000)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.3),
+        SamplingParams(temperature=1.3, top_k=6),
+        SamplingParams(temperature=0.8, top_p=0.9, min_p=0.02),
+        SamplingParams(frequency_penalty=0.4, repetition_penalty=1.2, logit_bias=((3, 0.7),)),
+    ],
+)
+def test_frequencies_fit_the_distribution(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams, is_compiled: bool, draws: int
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr("pdserve.engine.sampler.library", lambda: Missing(Reason.COMPILER, "for this test"))
     logits = random_logits(1, vocab=12, spread=1.0)
-    draws = 20000
-    specs = [spec_of(params, seed=77, index=index) for index in range(draws)]
-    counts = Counter(draw(logits.expand(draws, -1), specs))
-    kept = sorted(kept_by_hand(logits[0].tolist(), params))
-    shares = (logits[0, kept].double() / params.temperature).softmax(-1).tolist()
+    specs = [spec_of(params, (1,), (2, 2, 5), seed=77, index=index) for index in range(draws)]
+    counts = Counter(token.token_id for token in Sampler(EOS).sample(logits.expand(draws, -1), specs))
+    adjusted = adjusted_by_hand(logits[0].tolist(), specs[0])
+    kept = sorted(kept_by_hand(adjusted, params))
+    shares = (torch.tensor(adjusted)[kept].double() / params.temperature).softmax(-1).tolist()
     chi_square = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in zip(kept, shares, strict=True))
     assert set(counts) <= set(kept)
     assert chi_square < 35.0  # 11 degrees of freedom exceed this once in 4,000 seeds
