@@ -20,6 +20,8 @@ CLIENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
 CLOCK_S = 0.01  # the two clocks are read one after the other
 NUM_WAITS = 1000
 WITHIN_MS = 2.0
+DELAYED_MS = 1.0  # that the router waited for a processor: longer waits are other processes' doing
+MIN_JUDGED = 50  # on a machine that is busy with other things; else nearly all
 ROUNDED_MS = 2e-3
 UP_TO_FIRST_TOKEN = {"tokenize", "admit", "place", "send", "fetch", "prefill.queue", "prefill", "first_token"}
 BY_PROCESS = {
@@ -76,8 +78,9 @@ def test_a_trace_goes_through_all_processes_and_their_logs_name_it(tmp_path: Pat
 def test_ledger_spans_and_page_add_up_to_what_a_client_waits_for(tmp_path: Path, model: Path) -> None:
     with collector_beside() as beside:
         with live_cluster(tmp_path, model, "--otlp-traces-endpoint", beside.sink.address) as cluster:
-            client = [sys.executable, waiting_client.__file__, cluster.state.http.removeprefix("http://")]
-            run = subprocess.run([*client, str(NUM_WAITS)], check=True, capture_output=True, text=True, timeout=300)
+            asked = (cluster.state.http.removeprefix("http://"), str(cluster.pid_of("router")), str(NUM_WAITS))
+            client = [sys.executable, waiting_client.__file__, *asked]
+            run = subprocess.run(client, check=True, capture_output=True, text=True, timeout=300)
             waits = [json.loads(line) for line in run.stdout.splitlines()]
             beside.until(lambda: len(roots(beside.sink.spans)) == NUM_WAITS)
         in_spans = up_to_first_token_ms(beside.sink.spans)
@@ -86,10 +89,10 @@ def test_ledger_spans_and_page_add_up_to_what_a_client_waits_for(tmp_path: Path,
         on_page = {step["name"]: step.get("at_ms", 0.0) for step in timeline["steps"]}
         assert on_page == pytest.approx(ledger["timings_ms"], abs=ROUNDED_MS)
         assert in_spans[ledger["request_id"]] == pytest.approx(ledger["timings_ms"]["first_token"], abs=ROUNDED_MS)
-    gaps_ms = [wait["ttft_ms"] - wait["ledger"]["timings_ms"]["first_token"] for wait in waits]
-    echoes_ms = [wait["echo_ms"] for wait in waits]
-    gap_ms, echo_ms = (quantiles(each, n=20)[-1] for each in (gaps_ms, echoes_ms))
-    assert gap_ms - echo_ms <= WITHIN_MS  # an echo takes as long as another process needs to run
+    judged = [wait for wait in waits if wait["delay_ms"] <= DELAYED_MS]
+    gaps_ms = [wait["ttft_ms"] - wait["ledger"]["timings_ms"]["first_token"] for wait in judged]
+    assert len(judged) >= MIN_JUDGED
+    assert quantiles(gaps_ms, n=20)[-1] <= WITHIN_MS
 
 
 def roots(spans: list[Received]) -> list[Received]:

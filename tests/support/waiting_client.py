@@ -1,17 +1,17 @@
-"""A client that measures how long it waits, in a process of its own; beside each request, how long an echo takes.
+"""A client that measures how long it waits, in a process of its own; beside each request, how busy the machine was.
 
-`waiting_client.py HOST:PORT NUMBER` asks a router's HTTP port so often, and writes an object for each request, a line
-each: its `ledger`, the milliseconds until its first token (`ttft_ms`), those of a round trip to a process that does
-nothing else (`echo_ms`), and what the live page has of it (`page`).
+`waiting_client.py HOST:PORT PID NUMBER` asks a router's HTTP port so often, and writes an object for each request, a
+line each: its `ledger`, the milliseconds until its first token (`ttft_ms`), for how many of them the router's thread
+waited for a processor (`delay_ms`), and what the live page has of it (`page`).
 """
 
 import json
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 MAX_ASKED_LATER = 100  # requests whose timelines are asked for at once: the page keeps no more than a few hundred
@@ -60,13 +60,18 @@ class Connection:
         return json.loads(self.wait(head.encode(), b"}")[1].partition(b"\r\n\r\n")[2])
 
 
-def requests(address: str, echo: str, count: int) -> Iterator[dict[str, Any]]:
-    door, other = Connection(address), Connection(echo)
+def delay_ms(pid: str) -> float:
+    """Return for how long a process's first thread was ready to run, and another one ran."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e6
+
+
+def requests(address: str, pid: str, count: int) -> Iterator[dict[str, Any]]:
+    door = Connection(address)
     asked: list[dict[str, Any]] = []
     for number in range(count):
-        echo_ms, _ = other.wait(b"echo", b"echo")
+        before_ms = delay_ms(pid)
         ttft_ms, ledger = door.ask(number)
-        asked.append({"ttft_ms": ttft_ms, "echo_ms": echo_ms, "ledger": ledger})
+        asked.append({"ttft_ms": ttft_ms, "delay_ms": delay_ms(pid) - before_ms, "ledger": ledger})
         if len(asked) == MAX_ASKED_LATER or number == count - 1:
             time.sleep(PAGE_S)
             for each in asked:
@@ -74,24 +79,6 @@ def requests(address: str, echo: str, count: int) -> Iterator[dict[str, Any]]:
             asked.clear()
 
 
-def serve_echo() -> None:
-    """Answer one connection with what it sends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sys.stdout.write(f"127.0.0.1:{server.getsockname()[1]}\n")
-        sys.stdout.flush()
-        connection, _ = server.accept()
-        while data := connection.recv(65536):
-            connection.sendall(data)
-
-
-def main(address: str, count: int) -> None:
-    echoing = [sys.executable, "-c", "import waiting_client; waiting_client.serve_echo()"]
-    with subprocess.Popen(echoing, stdout=subprocess.PIPE, text=True, cwd=sys.path[0]) as echo:
-        assert echo.stdout is not None
-        for each in requests(address, echo.stdout.readline().strip(), count):
-            sys.stdout.write(json.dumps(each) + "\n")
-        echo.kill()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for each in requests(sys.argv[1], sys.argv[2], int(sys.argv[3])):
+        sys.stdout.write(json.dumps(each) + "\n")
