@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+import pdserve  # noqa: F401 - before gRPC, which reads from it how to take forks
+
 # Before torch is loaded: threads that spin for long would take the cores that a cluster's processes need.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from pdserve.errors import RequestError, invalid
+from pdserve.errors import invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.constraints import constraint_of
+from pdserve.router.frontend.openai.errors import HttpError
 from pdserve.router.frontend.openai.fields import ChatRequest, Generation
 from pdserve.router.frontend.openai.tools import ToolUse, forced_calls, has_special, tool_use
 from pdserve.router.frontend.prompts import ServedModel
@@ -45,11 +46,10 @@ class Plan:
     constrained_by: str = ""  # the field that says what the answer is to match
 
 
-def renamed(error: RequestError, field: str) -> RequestError:
-    """Return an error with the name of the field that asked for what was wrong with the structured output."""
-    if not field or not error.message.startswith("structured_output"):
-        return error
-    return RequestError(error.status, f"{field}: {error.message.partition(': ')[2]}")
+def rename(error: HttpError, field: str) -> None:
+    """Give an error the name of the field that asked for what is wrong with the structured output."""
+    if field and error.message.startswith("structured_output"):
+        error.message, error.param = f"{field}: {error.message.partition(': ')[2]}", field
 
 
 def plan(body: Generation, request: inference.GenerateRequest, model: ServedModel) -> Plan:

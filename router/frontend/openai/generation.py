@@ -95,7 +95,8 @@ class Generator:
                 await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"])
             await reply.run(send)
         except (HttpError, RequestError, DeniedError, OverLimitError) as error:
-            shown = error_of(filters.renamed(error, constrained_by) if isinstance(error, RequestError) else error)
+            shown = error_of(error)
+            filters.rename(shown, constrained_by)
             shown.headers = (*shown.headers, *reply.headers)
             raise shown from None
         finally:
