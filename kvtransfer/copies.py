@@ -5,7 +5,7 @@ only when every slice of it that was posted has ended. Of OLDEST_EVERY slices, o
 
 The hand-off with the fewest pages left goes first: shortest remaining processing time keeps the mean time until a
 prompt is committed least. Its deadline would be a worse guide: the deadline is when the whole answer must be complete,
-minutes away, and no worker is told when the next token is due.
+minutes away, and no worker knows when the next token is due.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""The KV pages of a process: where they lie, what their digests are, and how another process is told of them.
+"""The KV pages of a process: where they lie, what their digests are, and how another process learns of them.
 
 Digests are 64 bits a page. They find torn and foreign pages, not forgeries. Both ends of a hand-off take the same kind:
 it is part of what their layouts must agree on. `xxh3` is the fastest on a CPU. `splitmix64` is what a GPU computes in

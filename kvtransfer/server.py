@@ -189,7 +189,7 @@ async def _write(stream: _Stream, context: Context) -> None:
 
 
 def check_addresses(config: WorkerConfig) -> None:
-    """Raise ConfigError where senders could not be told where to find this worker, whatever role it is given."""
+    """Raise ConfigError where senders could not learn where to find this worker, whatever role it is given."""
     address = config.handoff_advertise
     if address is None and config.handoff_host in EVERYWHERE:
         raise ConfigError(f"handoff_advertise: is required where handoff_host is {config.handoff_host!r}")
@@ -210,7 +210,7 @@ def advertised(config: WorkerConfig, bound: str) -> str:
 async def listening(
     servicer: HandoffServicer, config: WorkerConfig, credentials: Credentials, on_denied: Callable[[Refusal], None]
 ) -> AsyncIterator[str]:
-    """Let senders attach for the length of the block; yields the address that they are told."""
+    """Let senders attach for the length of the block; yields the address that they get."""
     server = credentials.server(on_denied)
     add_HandoffServiceServicer_to_server(servicer, server)
     bound = credentials.listen(server, config.handoff_host, config.handoff_port, "handoff_port")

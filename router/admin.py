@@ -137,13 +137,13 @@ class AdminEndpoint(AdminServiceServicer):
         except TimeoutError:
             text = f"{worker.name} has not become a {role} worker within {ASKED_TIMEOUT_S:g} s; it may yet"
             await abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, text)
-        told = worker.registration
-        if told.role_epoch < epoch:
+        known = worker.registration
+        if known.role_epoch < epoch:
             await abort(context, grpc.StatusCode.UNAVAILABLE, f"{worker.name} is no longer attached")
-        if told.role is not role:
-            text = f"{worker.name} was given another role at the same time: {told.role}, epoch {told.role_epoch}"
+        if known.role is not role:
+            text = f"{worker.name} was given another role at the same time: {known.role}, epoch {known.role_epoch}"
             await abort(context, grpc.StatusCode.ABORTED, text)
-        return admin.SetWorkerRoleResponse(epoch=told.role_epoch)
+        return admin.SetWorkerRoleResponse(epoch=known.role_epoch)
 
     async def MoveSequences(  # noqa: N802
         self, request: admin.MoveSequencesRequest, context: MoveContext

@@ -48,7 +48,7 @@ class Fetch:
         """How long to wait for it, from now on: computing brings a later one's tokens as soon."""
         return max(_LEAST_WITHIN_S, self.wait_s + self.compute_s)
 
-    def told(self, num_prompt_tokens: int) -> str:
+    def summary(self, num_prompt_tokens: int) -> str:
         """Return what was decided and why, for a request's ledger."""
         verb = "fetches" if self.is_taken else "computes, and does not fetch"
         tokens = f"{self.num_sent:,} of {num_prompt_tokens:,} tokens from {self.holder.worker_id}"

@@ -256,7 +256,7 @@ def _placed(option: _Option, prompt: Prompt, demand: Demand, score: float) -> Pl
     waited = f", after {demand.waited_s * 1e3:.0f} ms" if demand.waited_s > 0.001 else ""
     reason = f"goodput, {where}: {first}{later}, {cached} tokens cached{waited}"
     if fetch is not None:
-        reason += f"; {fetch.told(prompt.num_tokens)}"
+        reason += f"; {fetch.summary(prompt.num_tokens)}"
     taken = fetch if fetch is not None and fetch.is_taken else None
     return Placed(pair, reason, cached, prediction.ttft_s, prediction.tpot_s, score, taken)
 

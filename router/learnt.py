@@ -46,13 +46,13 @@ class CostsByKind:
         known = self._by_link.get(worker.link)
         if known is not None and known[0] is worker.registration:
             return known[1]
-        told = worker.registration
-        role = Role.DECODE if told.role.is_in(Role.DECODE) else Role.PREFILL
-        kind = Kind(role, told.device, told.layout)
+        registration = worker.registration
+        role = Role.DECODE if registration.role.is_in(Role.DECODE) else Role.PREFILL
+        kind = Kind(role, registration.device, registration.layout)
         costs = self._by_kind.get(kind)
         if costs is None:
             costs = self._by_kind[kind] = LearntCosts(self._start.get(kind.role))
-        self._by_link[worker.link] = told, costs
+        self._by_link[worker.link] = registration, costs
         return costs
 
     def forget(self, worker: WorkerView) -> None:

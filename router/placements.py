@@ -154,7 +154,7 @@ class Placements:
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
         placement.ttft_median = self.predictor.ttft_median
         placement.fetch = placed.fetch
-        request.ledger.decision = placed.told
+        request.ledger.decision = placed.summary
         request.ledger.fetched_from = "" if placed.fetch is None else placed.fetch.holder.worker_id
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
             request.ledger.predicted_ttft_ms = (now_s - request.received_s + placed.ttft_s) * 1e3
@@ -173,7 +173,7 @@ class Placements:
         self.predictor.note_placed(prefill, decode, request.hashes, fresh, now_s)
         self.num_placed += 1
         self.num_without_handoff += 1
-        self.without_handoff_because = placed.told
+        self.without_handoff_because = placed.summary
         if prefill is not None and decode is not None:
             self.num_without_handoff, self.without_handoff_because = 0, ""
         self.num_replaced += placement.attempt > 0

@@ -76,7 +76,7 @@ class Placed:
     fetch: Fetch | None = None  # of cached tokens, before the prompt is computed
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What a request's ledger says of it."""
         return self.reason if self.score is None else f"{self.reason}; score {self.score:.2f}"
 
@@ -143,11 +143,11 @@ class Workers:
         worker.registration = replace(before, role=role, role_epoch=epoch)
         return role is not before.role
 
-    def _kind(self, told: Registration) -> int:
+    def _kind(self, registration: Registration) -> int:
         if len(self._kinds) > 2 * len(self._by_link) + 16:
             present = {(w.registration.protocol_version, w.registration.layout): w.kind for w in self}
             self._kinds = present
-        name = (told.protocol_version, told.layout)
+        name = (registration.protocol_version, registration.layout)
         return self._kinds.setdefault(name, max(self._kinds.values(), default=0) + 1)
 
     def remove(self, link: LinkId) -> WorkerView | None:

@@ -80,8 +80,8 @@ class WorkerView:
 
     @property
     def max_num_tokens(self) -> int:
-        told = self.registration
-        return min(told.max_model_len, told.num_pages * told.layout.page_size)
+        known = self.registration
+        return min(known.max_model_len, known.num_pages * known.layout.page_size)
 
     def report(self, load: ReportedLoad) -> LoadPart:
         """Take a load report; return what other routers have sent between the last one and this."""
