@@ -2,32 +2,31 @@
 
 import random
 
-from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
+from router_driver import LAYOUT, Driver
+
+from pdserve.ids import Incarnation, RequestId
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
 from pdserve.roles import Role
 from pdserve.router.commands import Command, End, Place, Refused
 from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
-from pdserve.router.events import LinkId, Registration, RequestArrived, StepReported, Tick
-from pdserve.router.policies import POLICIES
+from pdserve.router.events import LinkId, RequestArrived, StepReported, Tick
 from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams
 
+__all__ = ["COSTS", "LAYOUT", "Cluster", "placed", "refused", "refused_in_the_end"]
+
 COSTS = StepCosts(Curve(0.02, 1e-4, 0.0), (DecodePiece(None, Curve(0.02, 1e-3, 1e-7)),))
-LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
+SIZE = {"num_pages": 1000, "max_num_seqs": 32, "max_model_len": 4096, "max_num_batched_tokens": 1024}
 
 
-class Cluster:
+class Cluster(Driver):
     """A router's core with workers that do nothing, and a model that has seen enough."""
 
     def __init__(
         self, policy: str = "goodput", workers: str = "p0 d0", local: bool = False, knows: bool = True
     ) -> None:
-        self.now_s = 100.0
-        self.predictor = Predictor(dict.fromkeys(Role, COSTS))
-        limits = Limits(local_prefill=local, pool_grace_s=0)
-        self.core = RouterCore("m", limits, POLICIES[policy](self.predictor), self.predictor)
+        limits, predictor = Limits(local_prefill=local, pool_grace_s=0), Predictor(dict.fromkeys(Role, COSTS))
+        super().__init__(limits, policy=policy, predictor=predictor)
         self.links: dict[str, LinkId] = {}
         self.count = 0
         for name in workers.split():
@@ -35,28 +34,8 @@ class Cluster:
         if knows:
             self.teach()
 
-    def post(self, event: object) -> list[Command]:
-        return self.core.handle(event, self.now_s)  # type: ignore[arg-type]
-
     def attach(self, name: str) -> None:
-        link = self.links[name] = LinkId(len(self.links) + 1)
-        role = {"p": Role.PREFILL, "m": Role.MIXED}.get(name[0], Role.DECODE)
-        registration = Registration(
-            link,
-            WorkerId(name),
-            Incarnation(link),
-            role,
-            PROTOCOL_VERSION,
-            True,
-            "m",
-            LAYOUT,
-            1000,
-            32,
-            4096,
-            name,
-            1024,
-        )
-        self.post(registration)
+        self.links[name] = super().attach(name, incarnation=Incarnation(len(self.links) + 1), **SIZE)
 
     def predicted_s(self, place: Place) -> tuple[float, float]:
         """Return the times to first token and per token that were predicted for a request."""

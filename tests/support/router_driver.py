@@ -54,8 +54,10 @@ def scored_of(request: RequestId, attempt: int, position: int, chosen: Sequence[
 class Driver:
     """A core with a hand on everything it hears."""
 
-    def __init__(self, limits: Limits | None = None, *, policy: str = "least_loaded") -> None:
-        self.predictor = Predictor()
+    def __init__(
+        self, limits: Limits | None = None, *, policy: str = "least_loaded", predictor: Predictor | None = None
+    ) -> None:
+        self.predictor = predictor or Predictor()
         self._policy = POLICIES[policy](self.predictor)
         self.core = RouterCore("m", limits or Limits(), self.decide, self.predictor)
         self.now_s = 100.0
