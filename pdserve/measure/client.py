@@ -62,8 +62,24 @@ class OpenLoop(ABC):
         """Return the size of the served model's vocabulary."""
 
     @abstractmethod
+    async def _receive(self, request: inference.GenerateRequest, outcome: Outcome, began_s: float) -> None:
+        """Send one request, and note all of its answer, or how it failed."""
+
     async def send(self, request: inference.GenerateRequest, began_s: float = 0.0) -> Outcome:
-        """Send one request now; return what came of it, with times after `began_s`."""
+        """Send one request now; return its outcome, with times after `began_s`."""
+        lengths = len(request.token_ids.ids), request.sampling.max_tokens
+        outcome = Outcome(self.clock.now_s() - began_s, *lengths, status=OK)
+        await self._receive(request, outcome, began_s)
+        outcome.ended_s = self.clock.now_s() - began_s
+        return outcome
+
+    def _take(self, outcome: Outcome, gained: Sequence[tuple[int, Sequence[int]]], began_s: float) -> None:
+        """Note the tokens of one message, by continuation."""
+        if num_tokens := sum(len(ids) for _, ids in gained):
+            outcome.take(num_tokens, self.clock.now_s() - began_s)
+        for index, ids in gained:
+            outcome.tokens.setdefault(index, []).extend(ids)
+            outcome.times_s.setdefault(index, []).extend([outcome.last_s] * len(ids))
 
     async def run(
         self,
@@ -99,29 +115,16 @@ class Client(OpenLoop):
         models = (await self.stub.ListModels(inference.ListModelsRequest(), timeout=30)).models
         return models[0].vocab_size
 
-    async def send(self, request: inference.GenerateRequest, began_s: float = 0.0) -> Outcome:
-        outcome = Outcome(
-            sent_s=self.clock.now_s() - began_s,
-            prompt_tokens=len(request.token_ids.ids),
-            output_tokens=request.sampling.max_tokens,
-        )
-        outcome.status = OK
+    async def _receive(self, request: inference.GenerateRequest, outcome: Outcome, began_s: float) -> None:
         try:
             async for reply in self.stub.Generate(request):
-                num_tokens = sum(len(delta.token_ids) for delta in reply.deltas)
-                if num_tokens:
-                    outcome.take(num_tokens, self.clock.now_s() - began_s)
-                for delta in reply.deltas:
-                    outcome.tokens.setdefault(delta.index, []).extend(delta.token_ids)
-                    outcome.times_s.setdefault(delta.index, []).extend([outcome.last_s] * len(delta.token_ids))
+                self._take(outcome, [(delta.index, delta.token_ids) for delta in reply.deltas], began_s)
                 if reply.HasField("ledger"):
                     outcome.cached_tokens = reply.usage.cached_tokens
                     take_ledger(outcome, reply.ledger)
         except grpc.aio.AioRpcError as error:
             outcome.status, outcome.detail = error.code().name, error.details() or ""
             _take_hints(outcome, error)
-        outcome.ended_s = self.clock.now_s() - began_s
-        return outcome
 
 
 def take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:

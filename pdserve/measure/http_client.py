@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import CommandError, Status
 from pdserve.measure.client import Access, OpenLoop, take_ledger
-from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.outcomes import Outcome
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.errors import STATUS
 
@@ -39,35 +39,22 @@ class HttpClient(OpenLoop):
         size: int = response.json()["vocab_size"]
         return size
 
-    async def send(self, request: inference.GenerateRequest, began_s: float = 0.0) -> Outcome:
-        outcome = Outcome(
-            sent_s=self.clock.now_s() - began_s,
-            prompt_tokens=len(request.token_ids.ids),
-            output_tokens=request.sampling.max_tokens,
-        )
-        outcome.status = OK
+    async def _receive(self, request: inference.GenerateRequest, outcome: Outcome, began_s: float) -> None:
         try:
             async with self._http.stream("POST", "/v1/completions", content=_body(request)) as response:
                 if response.status_code == 200:
                     async for event in _events(response):
-                        self._take(outcome, event, began_s)
+                        self._take_event(outcome, event, began_s)
                 else:
                     _refuse(outcome, response, await response.aread())
         except (httpx2.HTTPError, ssl.SSLError) as error:
             outcome.status, outcome.detail = Status.UNAVAILABLE.value, str(error) or type(error).__name__
-        outcome.ended_s = self.clock.now_s() - began_s
-        return outcome
 
-    def _take(self, outcome: Outcome, event: Any, began_s: float) -> None:  # noqa: ANN401 - JSON
+    def _take_event(self, outcome: Outcome, event: Any, began_s: float) -> None:  # noqa: ANN401 - JSON
         if error := event.get("error"):
             outcome.status, outcome.detail = Status.INTERNAL.value, error["message"]
             return
-        gained = [(choice["index"], ids) for choice in event["choices"] if (ids := choice.get("token_ids"))]
-        if gained:
-            outcome.take(sum(len(ids) for _, ids in gained), self.clock.now_s() - began_s)
-        for index, ids in gained:
-            outcome.tokens.setdefault(index, []).extend(ids)
-            outcome.times_s.setdefault(index, []).extend([outcome.last_s] * len(ids))
+        self._take(outcome, [(each["index"], each.get("token_ids") or ()) for each in event["choices"]], began_s)
         if ledger := event.get("pdserve"):
             outcome.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
             steps = [{"name": name, "at_ms": at_ms} for name, at_ms in ledger["timings_ms"].items()]
