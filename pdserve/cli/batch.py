@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.options import CaFile, ClusterName
+from pdserve.cli.options import API_KEY, CaFile, ClusterName
 from pdserve.cli.results import report, run
 from pdserve.errors import CommandError, ConfigError
 
@@ -50,7 +50,6 @@ def run_batch(
     from rich.console import Console
 
     from pdserve.batch import check, client, run_batch
-    from pdserve.cli.stream import API_KEY
     from pdserve.measure.tables import counted
 
     if server is not None and model is not None:

@@ -11,7 +11,7 @@ import typer
 
 from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.on_ray import Platform, check_platform, policy_on_ray
-from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, Operated
+from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, Operated, Reached
 from pdserve.config import WorkerConfig
 from pdserve.router.config import RouterConfig
 
@@ -177,11 +177,10 @@ def status(
 
     if endpoint is not None:
         from pdserve.cli.status import show_public_status
-        from pdserve.cli.stream import router_of
 
         if watch or cluster.admin is not None or cluster.secret_file is not None:
             raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
-        asyncio.run(show_public_status(*router_of(endpoint, cluster.name, ca_file), as_json=as_json))
+        asyncio.run(show_public_status(*Reached(endpoint, ca_file).router(), as_json=as_json))
         return
     asyncio.run(show_status(cluster.client(), watch=watch, as_json=as_json))
 

@@ -1,5 +1,6 @@
 """Flags that several commands share, each spelled and explained once; those that go together are a dataclass."""
 
+import os
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.proto.v1 import inference_pb2 as inference
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+API_KEY = "PDSERVE_API_KEY"  # variable with the key that is shown to routers
 WORKLOAD_HELP = (
     "Lengths NxINxOUT: requests, prompt tokens, answer tokens; random lengths INxOUT or INxOUT~S: means, and the "
     "deviation of their logarithms; a trace (.csv of Azure, .jsonl of Mooncake, .json list of {start_time, prompt_len, "
@@ -74,23 +76,42 @@ class Reached:
     name: ClusterName = "default"
 
     def router(self) -> "tuple[str, Access | None]":
-        """Return its address, and what a client shows there."""
-        from pdserve.cli.stream import router_of
+        """Return the address of its gRPC port, and what a client shows there."""
+        from pdserve.launch.folder import read_state
 
-        return router_of(self.endpoint, self.name, self.ca_file)
+        if self.endpoint is not None:
+            return self.endpoint, self._access(None)
+        state = read_state(self.name)
+        return state.endpoint, self._access(state.ca_file)
+
+    def http(self, url: str) -> "tuple[str, Access | None]":
+        """Return the URL of its HTTP port, `url` where that is given, and what a client shows there."""
+        from pdserve.launch.folder import read_state
+
+        if url:
+            return url, self._access(None)
+        if self.endpoint is not None:
+            raise ConfigError("--http-url is needed beside --endpoint")
+        state = read_state(self.name)
+        if not state.http:
+            raise ConfigError(f"--door: cluster {self.name} does not serve http")
+        return state.http, self._access(state.ca_file)
 
     def doors(self, names: "Sequence[str]", http_url: str) -> "dict[Door, tuple[str, Access | None]]":
         """Return where each door is, and what a client shows there. ConfigError where one is not known."""
-        from pdserve.cli.stream import http_of
         from pdserve.measure.client import Door
 
         if unknown := set(names) - set(Door):
             raise ConfigError(f"--door: {min(unknown)!r} is neither grpc nor http")
-        found = {}
-        for door in map(Door, names):
-            is_http = door is Door.HTTP
-            found[door] = http_of(http_url, self.endpoint, self.name, self.ca_file) if is_http else self.router()
-        return found
+        return {door: self.http(http_url) if door is Door.HTTP else self.router() for door in map(Door, names)}
+
+    def _access(self, ca_file: Path | None) -> "Access | None":
+        from pdserve.measure.client import Access
+
+        trusted, api_key = self.ca_file or ca_file, os.environ.get(API_KEY, "")
+        if api_key and trusted is None:
+            raise ConfigError(f"{API_KEY}: a key is sent over TLS alone: --ca-file is needed")
+        return None if trusted is None else Access(trusted, api_key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,17 @@
 """Make requests of text, send them to a router and pass on what it streams."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from pdserve.errors import CommandError, ConfigError
-from pdserve.launch.folder import read_state
+from pdserve.errors import CommandError
 from pdserve.measure.client import Access, connect
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.reports import FINISH_REASONS
-
-API_KEY = "PDSERVE_API_KEY"  # variable with the key that is shown to routers
 
 
 @dataclass(slots=True)
@@ -37,32 +32,6 @@ class Answer:
             self.token_ids[delta.index] += delta.token_ids
             if delta.finish_reason:
                 self.finish_reasons[delta.index] = FINISH_REASONS[delta.finish_reason]
-
-
-def router_of(endpoint: str | None, cluster: str, ca_file: Path | None) -> tuple[str, Access | None]:
-    """Return a router's public endpoint, as given or of a cluster of this machine, and what its clients need."""
-    state = read_state(cluster) if endpoint is None else None
-    address = endpoint if state is None else state.endpoint
-    return address or "", _access(ca_file if ca_file is not None or state is None else state.ca_file)
-
-
-def http_of(url: str, endpoint: str | None, cluster: str, ca_file: Path | None) -> tuple[str, Access | None]:
-    """Return the URL of a router's HTTP port, as given or of a cluster of this machine, and what its clients need."""
-    if url:
-        return url, _access(ca_file)
-    if endpoint is not None:
-        raise ConfigError("--http-url is needed beside --endpoint")
-    state = read_state(cluster)
-    if not state.http:
-        raise ConfigError(f"--door: cluster {cluster} does not serve http")
-    return state.http, _access(ca_file or state.ca_file)
-
-
-def _access(ca_file: Path | None) -> Access | None:
-    api_key = os.environ.get(API_KEY, "")
-    if api_key and ca_file is None:
-        raise ConfigError(f"{API_KEY}: a key is sent over TLS alone: --ca-file is needed")
-    return None if ca_file is None else Access(ca_file, api_key)
 
 
 async def ask(
