@@ -35,7 +35,7 @@ def context_for(model: object, asked: dict[str, float]) -> object:
 
 
 def sampler_of(asked: dict[str, float], number: int) -> object:
-    """Return a chain that draws as the workload asks, with a seed of the request's own."""
+    """Return a chain that samples as the workload asks, with a seed of the request's own."""
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     if asked["temperature"] == 0:
         llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_greedy())

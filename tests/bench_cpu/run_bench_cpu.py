@@ -1,6 +1,6 @@
 """Compares a cluster on this machine with another engine, turn and turn about, and prints a table.
 
-Usage: run_bench_cpu.py --peer DIR [--rounds N] [--workloads 1x32x128 ...] [--drawings greedy] [--json FILE]
+Usage: run_bench_cpu.py --peer DIR [--rounds N] [--workloads 1x32x128 ...] [--samplings greedy] [--json FILE]
        [--num-threads N]
 DIR/venv has vLLM's CPU build and DIR/smollm2 the model in bfloat16; or DIR/venv has llama-cpp-python, and both engines
 read the catalog's 4-bit file. Beside wall clock stands the CPU time of all processes of each engine: with one thread it
@@ -21,7 +21,7 @@ import psutil
 
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.client import GREEDY, Drawing, requests_of
+from pdserve.measure.client import GREEDY, Sampling, requests_of
 from pdserve.measure.live import LiveCluster, live_cluster
 from pdserve.measure.objectives import ANY
 from pdserve.measure.workload import fixed_lengths, random_prompts
@@ -29,7 +29,7 @@ from pdserve.measure.workload import fixed_lengths, random_prompts
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
 WORKLOADS = ("1x32x128", "16x32x128", "32x128x128", "8x1024x1", "1x2048x1")
-DRAWINGS = {"greedy": GREEDY, "sampled": Drawing(temperature=1.0, top_p=0.95)}
+SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.0, top_p=0.95)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Line:
     """A workload, and the seconds that each round of each engine took."""
 
     workload: str
-    drawing: str
+    sampling: str
     peer_s: list[float]
     pdserve_s: list[float]
     peer_cpu_s: list[float]
@@ -73,15 +73,15 @@ class Peer:
         await peer._answer()
         return peer
 
-    async def seconds(self, shape: tuple[int, int, int], drawing: Drawing) -> float:
+    async def seconds(self, shape: tuple[int, int, int], sampling: Sampling) -> float:
         """Return how long it takes for a workload."""
         num_requests, prompt_tokens, output_tokens = shape
         asked = {
             "num_requests": num_requests,
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
-            "temperature": drawing.temperature,
-            "top_p": drawing.top_p,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
@@ -106,11 +106,11 @@ class Peer:
         return answer
 
 
-async def our_seconds(cluster: LiveCluster, shape: tuple[int, int, int], drawing: Drawing, seed: int) -> float:
+async def our_seconds(cluster: LiveCluster, shape: tuple[int, int, int], sampling: Sampling, seed: int) -> float:
     """Return how long the cluster takes for a workload, from the first request to the last token."""
     workload = fixed_lengths("", *shape)
     prompts = random_prompts(workload.arrivals, cluster.vocab_size, seed)
-    outcomes = await cluster.client.run(requests_of(workload.arrivals, prompts, ANY, drawing))
+    outcomes = await cluster.client.run(requests_of(workload.arrivals, prompts, ANY, sampling))
     if not all(outcome.is_good for outcome in outcomes):
         raise SystemExit(f"requests failed: {[outcome.detail for outcome in outcomes if not outcome.is_good][:3]}")
     return max(outcome.ended_s for outcome in outcomes) - min(outcome.sent_s for outcome in outcomes)
@@ -146,12 +146,12 @@ async def compared(peer: Peer, cluster: LiveCluster, lines: list[Line], rounds: 
     for turn in range(rounds + 1):
         for line in lines:
             num_requests, prompt_tokens, output_tokens = map(int, line.workload.split("x"))
-            shape, drawing = (num_requests, prompt_tokens, output_tokens), DRAWINGS[line.drawing]
+            shape, sampling = (num_requests, prompt_tokens, output_tokens), SAMPLINGS[line.sampling]
             seed += 1
             peer_pids, our_pids = peer.pids(), pids_of(cluster).values()
             begun = cpu_seconds(peer_pids), cpu_seconds(our_pids)
-            theirs, ours = await peer.seconds(shape, drawing), await our_seconds(cluster, shape, drawing, seed)
-            report(f"round {turn}: {line.workload} {line.drawing}: {theirs:.2f} / {ours:.2f} s")
+            theirs, ours = await peer.seconds(shape, sampling), await our_seconds(cluster, shape, sampling, seed)
+            report(f"round {turn}: {line.workload} {line.sampling}: {theirs:.2f} / {ours:.2f} s")
             if turn:
                 line.peer_s.append(theirs)
                 line.pdserve_s.append(ours)
@@ -161,18 +161,16 @@ async def compared(peer: Peer, cluster: LiveCluster, lines: list[Line], rounds: 
 
 def table(lines: list[Line], name: str) -> str:
     """Return the lines as a Markdown table."""
-    rows = [
-        f"| requests x in x out | drawn | {name}, s | pdserve, s | throughput, pdserve : {name} | CPU time, s | ratio |"
-    ]
+    rows = [f"| requests x in x out | tokens | {name}, s | pdserve, s | throughput : {name} | CPU time, s | ratio |"]
     rows.append("|---|---|---|---|---|---|---|")
     for line in lines:
         both = (f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (line.peer_s, line.pdserve_s))
         cpu = f"{median(line.peer_cpu_s):.2f}, {median(line.pdserve_cpu_s):.2f} | {line.cpu_ratio:.2f}"
-        rows.append(f"| {line.workload} | {line.drawing} | {' | '.join(both)} | {line.ratio:.2f} | {cpu} |")
-    for drawing in dict.fromkeys(line.drawing for line in lines):
-        drawn = [line for line in lines if line.drawing == drawing]
-        mean, cpu_mean = (geometric_mean(each) for each in zip(*[(x.ratio, x.cpu_ratio) for x in drawn], strict=True))
-        rows.append(f"| geometric mean | {drawing} | | | {mean:.2f} | | {cpu_mean:.2f} |")
+        rows.append(f"| {line.workload} | {line.sampling} | {' | '.join(both)} | {line.ratio:.2f} | {cpu} |")
+    for sampling in dict.fromkeys(line.sampling for line in lines):
+        those = [line for line in lines if line.sampling == sampling]
+        mean, cpu_mean = (geometric_mean(each) for each in zip(*[(x.ratio, x.cpu_ratio) for x in those], strict=True))
+        rows.append(f"| geometric mean | {sampling} | | | {mean:.2f} | | {cpu_mean:.2f} |")
     return "\n".join(rows)
 
 
@@ -182,11 +180,11 @@ async def main() -> None:
     parser.add_argument("--peer", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
-    parser.add_argument("--drawings", nargs="+", choices=DRAWINGS, default=tuple(DRAWINGS))
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=tuple(SAMPLINGS))
     parser.add_argument("--num-threads", type=int, help="of each engine; by default one for each core")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    lines = [Line(each, name, [], [], [], []) for each in arguments.workloads for name in arguments.drawings]
+    lines = [Line(each, name, [], [], [], []) for each in arguments.workloads for name in arguments.samplings]
     is_vllm = (arguments.peer / "smollm2").is_dir()
     peer = await Peer.started(arguments.peer, arguments.num_threads, is_vllm=is_vllm)
     form = "none" if is_vllm else "gguf"
