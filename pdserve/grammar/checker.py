@@ -2,7 +2,7 @@
 
 Each is compiled in a process of its own, which ends where that takes too much: nobody else waits for it, and nobody
 else ends with it. What was found is remembered; that it took too much only for a while, since a busy machine does
-that to anything. No tenant has more than half of the places.
+that to anything. No tenant has all of the places.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 COMPILE_S = 1.5
 COMPILE_CPU_S = 0.5  # workers spend it again, one specification after another
-MAX_AT_ONCE = 8
-MAX_AT_ONCE_OF_TENANT = 4
-PLACE_S = 0.4  # after which a check has no place yet, and is refused
+MAX_AT_ONCE = 16
+MAX_AT_ONCE_OF_TENANT = 12
+PLACE_S = 5.0  # after which a check without a place is refused
 FORGET_S = 60.0  # after which what took too much is tried again
 MAX_WAITING = 64  # checks
 MAX_WAITING_OF_TENANT = 32

@@ -21,8 +21,8 @@ from pdserve.grammar.outcome import Outcome
 from pdserve.sampling import StructuredOutput
 
 STACK_BYTES = 1 << 20
-MEMORY_BYTES = 512 << 20  # of addresses, beside those of the process itself
-NICENESS = 10
+MEMORY_BYTES = 256 << 20  # of addresses, beside those of the process itself
+NICENESS = 5
 MAX_TEXT = 1000  # characters: a line is written at once, and forks write to one pipe
 FIRST_CHOSEN = "1000"  # for the kernel, where memory runs out
 

@@ -159,6 +159,8 @@ async def test_what_a_tenant_s_slow_schemas_hold_is_not_the_places_of_others(
 ) -> None:
     monkeypatch.setattr(module, "COMPILE_S", 1.0)
     monkeypatch.setattr(module, "PLACE_S", 0.1)
+    monkeypatch.setattr(module, "MAX_AT_ONCE", 8)
+    monkeypatch.setattr(module, "MAX_AT_ONCE_OF_TENANT", 4)
     begin_s = time.monotonic()
     attack = [asyncio.create_task(checker.check(slow(number), "attacker")) for number in range(12)]
     await asyncio.sleep(0)
