@@ -126,7 +126,7 @@ class Incoming:
                 return failed + self._advance_all(peer, receiver.SenderGone())
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
-        """Give up what was granted to senders that say nothing, unless it was this process that heard nothing."""
+        """Give up grants to senders whose leases have lapsed. Time in which this process was frozen does not count."""
         self._leases.excuse(max(0.0, silent_s - 2 * doors.HEARTBEAT_S), now_s)
         results: list[Result] = []
         for peer, reason in self._leases.take_lapsed(now_s):

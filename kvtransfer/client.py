@@ -78,7 +78,7 @@ class HandoffClient:
                 task.cancel()
 
     def handle(self, event: dialling.Event) -> None:
-        """Have a stream, end it, or queue a message, which nobody gets where no stream stands. A full queue ends it."""
+        """Open or end a stream, or queue a message. Without a stream it is dropped; a full queue ends the stream."""
         for command in self._dialling.handle(event):
             self._perform(command)
 

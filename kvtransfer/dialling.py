@@ -37,7 +37,7 @@ class CanWrite:
 
 @value
 class Received:
-    """A process that was dialled says something about one hand-off."""
+    """A message about one hand-off arrived from a process that was dialled."""
 
     dial: DialId
     key: HandoffKey
@@ -61,7 +61,7 @@ class Ended:
 
 @value
 class Left:
-    """This process dials no more; what is queued is still said."""
+    """This process dials no more; queued messages are still sent."""
 
 
 @value
@@ -117,7 +117,7 @@ class _Stream:
     address: str
     is_greeted: bool = False
     is_attached: bool = False
-    queue: deque[tuple[HandoffKey, FromSender]] = field(default_factory=deque)  # said before it was attached
+    queue: deque[tuple[HandoffKey, FromSender]] = field(default_factory=deque)  # sent once it is attached
 
 
 class Dialling:
@@ -188,7 +188,7 @@ class Dialling:
         return (ReceiverAttached(stream.peer), *queued, *finish)
 
     def _say(self, stream: _Stream | None, key: HandoffKey, message: FromSender) -> tuple[Command, ...]:
-        """Say something on a stream once it is attached; nothing happens for a process without a stream."""
+        """Send a message on a stream once it is attached; drop it if the process has no stream."""
         if stream is None:
             return ()
         if stream.is_attached:

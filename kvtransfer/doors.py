@@ -1,4 +1,4 @@
-"""What the two doors of a worker hear, do and bring about. Pure values.
+"""Events, commands and outcomes of the two doors of a worker. Pure values.
 
 KV leaves through the outgoing door to a *receiver*, and arrives through the incoming door from a *sender*. An outcome
 is for the worker whose doors they are: it alone knows which request a hand-off belongs to.
@@ -37,7 +37,7 @@ class ReceiverAttached:
 
 @value
 class ReceiverSaid:
-    """A receiver said something about a hand-off, or a copy into its pages has stopped."""
+    """A receiver's message about a hand-off, or the end of a copy into its pages."""
 
     peer: Peer
     key: HandoffKey

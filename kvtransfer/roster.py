@@ -29,14 +29,14 @@ class Greeted:
 
 @value
 class Alive:
-    """The process at the other end of a stream says that its engine loop goes on."""
+    """A heartbeat arrived on a stream: the engine loop of its process goes on."""
 
     stream: StreamId
 
 
 @value
 class Received:
-    """The process at the other end of a stream says something about one hand-off."""
+    """A message about one hand-off arrived on a stream."""
 
     stream: StreamId
     key: HandoffKey
@@ -45,7 +45,7 @@ class Received:
 
 @value
 class Malformed:
-    """The process at the other end of a stream says something that is refused. It lives all the same."""
+    """A message that is refused arrived on a stream. It shows that the process lives."""
 
     stream: StreamId
 

@@ -1,4 +1,4 @@
-"""What both halves of a hand-off speak about: its name, and the messages from one to the other.
+"""The name of a hand-off, and the messages between its two halves.
 
 The halves themselves are `sender.Sender` and `receiver.Receiver`: state machines without I/O.
 """

@@ -1,4 +1,4 @@
-"""Hand-offs that receivers speak of and that are not open here: over, or not placed yet. Does no I/O.
+"""Messages of receivers about hand-offs that are not open here: over, or not placed yet. Does no I/O.
 
 Invariant: a grant kept here is taken by its placement, or answered with Quiesced after EARLY_GRANT_S, and never both;
 nothing is said of a hand-off that ended in doubt.

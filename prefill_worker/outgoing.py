@@ -143,7 +143,7 @@ class Outgoing:
                 return self._lose(peer, "the peer's process ended", now_s)
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
-        """Let time pass. `silent_s`: how long this process has said nothing."""
+        """Let time pass. `silent_s`: how long this process has sent nothing."""
         awake_s = min(now_s - self._ticked_s, 2 * doors.HEARTBEAT_S)  # more than that is this process's own silence
         self._ticked_s = now_s
         results: list[Result] = []

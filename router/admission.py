@@ -48,7 +48,7 @@ class Admission:
 
     @property
     def _is_full(self) -> bool:
-        """Whether as many requests are placed as may be: what is set, else what the attached workers have a use for."""
+        """Whether the limit of placed requests is reached: as set, else as many as the attached workers can use."""
         num_placed = len(self._placements.requests)
         if num_placed >= self._max_placed:
             self._max_placed = self._limits.max_num_requests or self._useful()

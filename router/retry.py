@@ -202,7 +202,7 @@ class Retry:
             self._again(request, tuple(sequence.index for sequence in due), due[0].failure, now_s)
 
     def _give_up_doubtful(self, request: Request, now_s: float) -> None:
-        """Give up what took charge of a continuation and does not report what it has of it."""
+        """Give up placements that took charge of a continuation and have not reported that its pages arrived."""
         for placement in tuple(request.placements.values()):
             worker = placement.decode
             if worker is None or placement.committed or now_s < placement.commit_due_s:

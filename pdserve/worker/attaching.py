@@ -53,7 +53,7 @@ class Ended:
 
 @value
 class Left:
-    """This worker has drained; what is queued is still said."""
+    """This worker has drained; queued messages are still sent."""
 
 
 @value

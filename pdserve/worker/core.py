@@ -222,7 +222,7 @@ class WorkerCore:
         return commands + self._give_back_what_waits(now_s)
 
     def _give_back_what_waits(self, now_s: float) -> list[Command]:
-        """Drain once too few pages are left to be of use, and give back what waits for pages then, or in vain later."""
+        """Drain if too few pages are left to be of use. Refuse requests that would wait for pages in vain."""
         scheduler, pool = self._scheduler, self._scheduler.cache.pool
         num_lost = pool.num_quarantined + self.outgoing.num_stuck_pages
         if self._draining.look(num_lost, pool.num_pages):
@@ -262,7 +262,7 @@ class WorkerCore:
         return self._take(self.outgoing.finish(task.key, capsule, now_s), now_s)
 
     def _give_up(self, tasks: Iterable[Task], reason: str, now_s: float) -> list[Command]:
-        """End tasks without a word to their routers."""
+        """End tasks without a report to their routers."""
         commands: list[Command] = []
         for task in tasks:
             self._tasks.end(task)
@@ -271,7 +271,7 @@ class WorkerCore:
         return commands
 
     def _take(self, results: Iterable[Reported], now_s: float) -> list[Command]:
-        """Return commands and reports, with what its outcomes are to routers in their place."""
+        """Return the commands and reports among results, each outcome replaced by what follows from it."""
         commands: list[Command] = []
         for result in results:
             if isinstance(result, doors.Outcome):
@@ -281,7 +281,7 @@ class WorkerCore:
         return commands
 
     def _conclude(self, outcome: doors.Outcome, now_s: float) -> Seq[Command]:
-        """Let a task go on, or end, with what has become of its hand-off. One name may go both ways."""
+        """Apply the outcome of a hand-off to its task. A key can name one hand-off that leaves and one that arrives."""
         key = outcome.key
         if isinstance(outcome, doors.Leaving):
             if self._fetches.shares(key):

@@ -74,7 +74,7 @@ class Fetches:
     # ---- the worker that has the pages
 
     def share(self, asked: ShareAsked, now_s: float) -> list[Result]:
-        """Send the full pages of a prefix that are cached here. With none, the receiver is sent that it ends."""
+        """Send the full pages of a prefix that are cached here. If there are none, the receiver gets Quiesced."""
         key, outgoing, cache = asked.key, self._outgoing, self._scheduler.cache
         if outgoing.is_open(key) or outgoing.is_closed(asked.target, key):
             return []

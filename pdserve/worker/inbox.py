@@ -22,7 +22,7 @@ class Inbox:
         self._has_room.set()
 
     def put(self, event: Event) -> None:
-        """Add an event of which only so many can be outstanding, such as an answer to a command."""
+        """Add an event whose number is bounded elsewhere, such as an answer to a command."""
         self._events.append(event)
         self._has_news.set()
         if len(self._events) >= MAX_INBOX:
@@ -51,10 +51,9 @@ class Inbox:
 
 
 class Listener:
-    """Takes what routers and peers report, and puts it into the inbox in its order, but for the ends of processes.
+    """Forwards events to the inbox in order. PeerGone waits until no write of that process can reach our pages.
 
-    What a process had sent may still be on its way into our pages. Its end is reported to the core once that can reach
-    none of them. A frozen writer may put that off; nothing else waits for it.
+    A frozen writer may put that off; nothing else waits for it.
     """
 
     def __init__(self, inbox: Inbox, tasks: asyncio.TaskGroup) -> None:
@@ -74,7 +73,7 @@ class Listener:
         self._grammars = grammars
 
     def put(self, event: Event) -> None:
-        """Take an event of which only so many can be outstanding."""
+        """Take an event whose number is bounded elsewhere."""
         if isinstance(event, PeerGone):
             if self._is_closed:
                 return

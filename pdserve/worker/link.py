@@ -1,6 +1,6 @@
 """A worker's streams to its routers, around an `attaching.Attaching`.
 
-What a router says goes to the inbox; what the core reports waits in a bounded queue, and a router that does not read
+A router's messages go to the inbox; what the core reports waits in a bounded queue, and a router that does not read
 is dropped, with everything it asked for.
 """
 
@@ -58,7 +58,7 @@ class Links:
     ) -> None:
         """`names`: host:port each, ConfigError where one is not. `own`: that of this process's own router, if any.
 
-        `on_dismissed` is told why a router says that this process must end; it is dialled no more.
+        `on_dismissed` gets the reason if a router refuses this process, which must end; that router is dialled no more.
         """
         self._own = own
         names = (*names, own) if own else names

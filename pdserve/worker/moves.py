@@ -47,7 +47,7 @@ class Moves:
         return key in self._moves
 
     def ask(self, asked: MoveAsked, now_s: float) -> list[Reported]:
-        """Begin to hand a continuation over. The receiver is sent that it ends at once where there is none to move."""
+        """Begin to hand a continuation over. If there is none to move, the receiver gets Quiesced at once."""
         key = HandoffKey(asked.key.request_id, asked.new_attempt)
         if self._outgoing.is_open(key) or self._tasks.get(key) is not None:
             raise ProtocolError(f"new_attempt: {asked.new_attempt} is known here", Refusal.ORDER)
