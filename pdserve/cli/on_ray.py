@@ -49,19 +49,12 @@ def policy_on_ray(
 def _fixed_policy(
     name: str, num_prefill: int, num_decode: int, address: str | None, flags: Mapping[str, object]
 ) -> Path:
+    from json import dumps
+
     from pdserve.files import write_atomically
     from pdserve.launch.folder import runtime_dir
 
     device = {"GPU": 1} if flags.get("device") == "cuda" else {"CPU": flags.get("num_threads") or 1}
-    path = runtime_dir(name) / "fixed-policy.json"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(path, _policy_json(num_prefill, num_decode, {"address": address, "resourcesPerDevice": device}))
-    return path
-
-
-def _policy_json(num_prefill: int, num_decode: int, settings: Mapping[str, object]) -> str:
-    from json import dumps
-
     sizes = {"prefill": num_prefill, "decode": num_decode}
     policy = {
         "apiVersion": "pdserve/v1alpha1",
@@ -71,6 +64,9 @@ def _policy_json(num_prefill: int, num_decode: int, settings: Mapping[str, objec
         "interval": {"react": "1s"},
         "pools": {pool: {"minReplicas": size, "maxReplicas": size} for pool, size in sizes.items()},
         "roleSwitch": {"enabled": False},
-        "actuator": {"kind": "ray", **settings},
+        "actuator": {"kind": "ray", "address": address, "resourcesPerDevice": device},
     }
-    return dumps(policy, indent=2) + "\n"
+    path = runtime_dir(name) / "fixed-policy.json"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, dumps(policy, indent=2) + "\n")
+    return path

@@ -26,8 +26,8 @@ STOP_LIMIT_S = 4.5  # after drain_timeout_s: when this process ends, and its chi
 class Terminal:
     """What a cluster's operator sees: a bar for each worker that loads, then notices."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
         self.status = admin.ClusterStatus()
         self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}

@@ -14,11 +14,9 @@ class Objective:
     tpot_s: float = inf
 
     def __str__(self) -> str:
-        limits = [f"{name} {1e3 * limit_s:.4g} ms" for name, limit_s in self._limits() if isfinite(limit_s)]
+        named = ("TTFT", self.ttft_s), ("TPOT", self.tpot_s)
+        limits = [f"{name} {1e3 * limit_s:.4g} ms" for name, limit_s in named if isfinite(limit_s)]
         return ", ".join(limits) or "no objective"
-
-    def _limits(self) -> tuple[tuple[str, float], ...]:
-        return ("TTFT", self.ttft_s), ("TPOT", self.tpot_s)
 
 
 ANY = Objective()

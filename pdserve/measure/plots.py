@@ -9,6 +9,7 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44  # margins
 ROW = 9  # height of a request in a timeline
 Bar = tuple[str, float, float]  # name, start and end
 _STEPS = (1, 2, 2.5, 5, 10)
+_MAX_POINTS = 100  # of a distribution, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,10 @@ def plot(title: str, labels: tuple[str, str], lines: Sequence[Line], *, y_end: f
     return Plot(title, x, Axis(labels[1], y_end or 1.05 * highest, HEIGHT - TOP - BOTTOM), lines, has_marks)
 
 
-def shares(values: Iterable[float], max_points: int = 100) -> list[tuple[float, float]]:
+def shares(values: Iterable[float]) -> list[tuple[float, float]]:
     """Return (value, share in percent of all that are at most this much), up to the 99th percentile."""
     ordered = sorted(values)
     last = max(1, round(0.99 * len(ordered)))
-    step = max(1, last // max_points)
+    step = max(1, last // _MAX_POINTS)
     picked = [*range(step, last, step), last] if ordered else []
     return [(ordered[count - 1], 100.0 * count / len(ordered)) for count in picked]
