@@ -64,6 +64,15 @@ class WorkerCore:
         return self._draining.is_on and not self._tasks and self.outgoing.is_stuck
 
     @property
+    def may_plan_ahead(self) -> bool:
+        """Whether all sequences go on by one token a step, whatever the tokens before it are.
+
+        A step of prompts is long: it should have what comes until it begins.
+        """
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        return not waiting and not any(s.needs_output or s.num_missing > 1 for s in running)
+
+    @property
     def due_s(self) -> float:
         """When this is to handle `Due`, if nothing else comes before."""
         return self._fetches.due_s

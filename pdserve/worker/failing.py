@@ -6,11 +6,13 @@ fails too, no request is to blame: DeviceError.
 A step that fails is computed again in halves. That changes no token: K and V are written to the same slots, and draws
 depend on (seed, index) alone. Page copies run on their own, before the chunks, since a chunk may write into the page
 that was copied from.
+
+A step may have been planned while the one before it ran: its tokens that were not known then are put into it here.
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError
@@ -39,15 +41,24 @@ class Isolating:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._drawn: tuple[tuple[SampledToken, ...], ...] = ()  # by the step before
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; sequences that make it fail are named in the result. DeviceError if nothing can be computed."""
-        chunks = plan.chunks
+        chunks = tuple(map(self._filled_in, plan.chunks))
         if plan.copies:
             self._copy(plan)
         found = _Found([()] * len(chunks))
         self._try(chunks, 0, found)
-        return StepResult(tuple(found.tokens), found.elapsed_s, found.failed, found.prompts, found.stuck)
+        self._drawn = tuple(found.tokens)
+        return StepResult(self._drawn, found.elapsed_s, found.failed, found.prompts, found.stuck)
+
+    def _filled_in(self, chunk: Chunk) -> Chunk:
+        """Name the token that the step before has sampled for a chunk. Where that failed, nobody wants this chunk."""
+        if chunk.previous is None:
+            return chunk
+        sampled = self._drawn[chunk.previous]
+        return replace(chunk, token_ids=(sampled[0].token_id,) if sampled else chunk.token_ids, previous=None)
 
     def _copy(self, plan: StepPlan) -> None:
         try:

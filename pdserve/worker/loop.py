@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,11 +20,17 @@ from pdserve.worker.watchdog import LoopWatchdog
 
 logger = logging.getLogger(__name__)
 
-StartStep = Callable[[StepPlan], asyncio.Future[StepResult]]  # in another thread; requests that fail are results
+# In another thread, after the steps that were started before; requests that fail are results.
+StartStep = Callable[[StepPlan], asyncio.Future[StepResult]]
+MAX_IN_FLIGHT = 2  # steps; the second is computed while what the first brought is reported
 
 
 class WorkerLoop:
-    """Handle what came, plan, run, commit; what comes while a step runs is handled at once."""
+    """Handle what came, plan, run, commit; what comes while a step runs is handled at once.
+
+    Scheduling is asynchronous while a worker only decodes: the next step is planned as soon as one has begun, so
+    that the engine goes from step to step without waiting for this loop.
+    """
 
     def __init__(
         self,
@@ -39,6 +46,7 @@ class WorkerLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
+        self._running: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         self._num_steps = 0
         self._has_worked = False  # since a heartbeat reported that nothing was left
         self._failed_steps = FailedSteps()
@@ -65,16 +73,18 @@ class WorkerLoop:
             self._inbox.put(Ticked(self._watchdog.take_silence_s()))
 
     async def _serve(self) -> None:
-        while not self._core.drained:
+        while self._running or not self._core.drained:
             self._watchdog.turn(self._clock.now_s())
             self._take_in()
-            plan = self._core.plan(self._clock.now_s())
-            if plan is None:
+            self._start_steps()
+            if not self._running:
                 self._rest()
                 await self._wait()
                 self._began_s = self._clock.now_s()
                 continue
-            step = await self._run_step(plan)
+            plan, step = self._running[0]
+            await self._until_done(step)
+            self._running.popleft()
             try:
                 result = step.result()
             except DeviceError as error:
@@ -83,14 +93,21 @@ class WorkerLoop:
             self._take_step(plan, result)
         self._beat()
 
-    async def _run_step(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        """Let a step run in its thread, and handle what comes meanwhile; return it when it is over."""
-        step = self._start_step(plan)
-        step.add_done_callback(lambda _: self._inbox.wake())
+    def _start_steps(self) -> None:
+        """Start a step if there is one, and one ahead of it where this worker only decodes."""
+        while len(self._running) < MAX_IN_FLIGHT and (not self._running or self._core.may_plan_ahead):
+            plan = self._core.plan(self._clock.now_s())
+            if plan is None:
+                return
+            step = self._start_step(plan)
+            step.add_done_callback(lambda _: self._inbox.wake())
+            self._running.append((plan, step))
+
+    async def _until_done(self, step: asyncio.Future[StepResult]) -> None:
+        """Handle what comes until a step is over."""
         while not step.done():
             await self._wait()
             self._take_in()
-        return step
 
     async def _wait(self) -> None:
         """Wait for an event, or for the next time at which the core has something to do."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from default_rules import default_rules
@@ -12,7 +13,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError, Refusal
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.reports import Failure
@@ -46,6 +47,20 @@ class Poisoned(FakeRunner):
 
 def chunks(*prompts: list[int]) -> tuple[Chunk, ...]:
     return tuple(Chunk(tokens, 0, (PageId(place),), ()) for place, tokens in enumerate(prompts))
+
+
+def test_a_step_planned_ahead_gets_the_tokens_of_the_one_before_it_also_where_that_was_computed_in_halves() -> None:
+    runner, sound = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB), FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
+    steps = Isolating(runner.run)
+    asked = (SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False),)
+    first = tuple(Chunk([token], 0, (PageId(place),), asked) for place, token in enumerate([20, POISON, 22, 23]))
+    drawn = steps.run(StepPlan(first)).tokens
+    second = tuple(Chunk((0,), 1, (PageId(place),), asked, previous=place) for place in (3, 1, 0))
+    ahead = steps.run(StepPlan(second))
+    known = tuple(Chunk((drawn[place][0].token_id,), 1, (PageId(place),), asked) for place in (3, 0))
+    sound.run(StepPlan(first))
+    assert (ahead.tokens[0], ahead.tokens[2]) == sound.run(StepPlan(known)).tokens
+    assert drawn[1] == () != ahead.tokens[1]  # of the sequence that has failed nobody wants it
 
 
 @pytest.mark.parametrize("num_poisoned", [0, 1, 2, 5])
@@ -160,9 +175,10 @@ class Worker:
         self.core = WorkerCore(self.scheduler, VOCAB, 64, b"secret", default_rules())
         self.inbox, self.carried = Inbox(), Carried()
         run = Isolating(self.runner.run).run
+        thread = ThreadPoolExecutor(1)
 
         def start(plan: StepPlan) -> asyncio.Future[StepResult]:
-            return asyncio.get_running_loop().run_in_executor(None, run, plan)
+            return asyncio.get_running_loop().run_in_executor(thread, run, plan)
 
         self.loop = WorkerLoop(self.core, start, self.inbox, self.carried, MonotonicClock(), 60.0)
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
 
@@ -28,6 +29,7 @@ class Notes:
     """A core with one step to plan; it drains when told to."""
 
     due_s = inf
+    may_plan_ahead = True
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -62,11 +64,12 @@ class HeldUp:
     """An engine whose step lasts until it is let go."""
 
     def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1)
         self.started = threading.Event()
         self.go_on = threading.Event()
 
     def start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        return asyncio.get_running_loop().run_in_executor(None, self.run, plan)
+        return asyncio.get_running_loop().run_in_executor(self.thread, self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
         self.started.set()
@@ -111,6 +114,34 @@ async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over(
     inbox.wake()
     await loop
     assert sorted(core.heard[1:]) == ["commit", "more"]
+
+
+class Steady(Notes):
+    """A core with three steps; `is_prompt`: none of them is planned before the one before it is over."""
+
+    def __init__(self, *, is_prompt: bool) -> None:
+        super().__init__()
+        self.may_plan_ahead = not is_prompt
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        if self.heard.count("plan") == 3:
+            return None
+        self.heard.append("plan")
+        return StepPlan(())
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[str]:
+        super().commit(plan, result, now_s)
+        self.drained = self.heard.count("commit") == 3
+        return []
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+async def test_while_a_worker_only_decodes_the_next_step_is_started_before_one_is_over(is_prompt: bool) -> None:
+    core, engine, inbox = Steady(is_prompt=is_prompt), HeldUp(), Inbox()
+    engine.go_on.set()
+    await WorkerLoop(core, engine.start, inbox, Carried(), MonotonicClock(), 60.0).run()
+    ahead = ["plan", "plan", "commit", "plan", "commit", "commit"]
+    assert core.heard == (["plan", "commit"] * 3 if is_prompt else ahead)
 
 
 class Drains(Notes):

@@ -27,6 +27,7 @@ class OneStep:
     """A core with one step to compute, drained when asked."""
 
     due_s = inf
+    may_plan_ahead = True
 
     def __init__(self) -> None:
         self.drained = False
