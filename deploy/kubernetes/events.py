@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from uuid import uuid4
 
 from pdserve.kubernetes.client import ApiError, Client
-from pdserve.kubernetes.objects import Anything
-from pdserve.values import value
+from pdserve.kubernetes.objects import Anything, Object
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +20,7 @@ SEND_S = 10.0
 MAX_NOTE = 1024  # characters that the API takes
 
 
-@value
-class Subject:
+class Subject(Object, frozen=True):
     api_version: str
     kind: str
     namespace: str
@@ -71,13 +69,7 @@ class Events:
             "reason": reason,
             "type": "Warning" if is_warning else "Normal",
             "note": note[:MAX_NOTE],
-            "regarding": {
-                "apiVersion": subject.api_version,
-                "kind": subject.kind,
-                "namespace": subject.namespace,
-                "name": subject.name,
-                "uid": subject.uid,
-            },
+            "regarding": subject,
         }
         try:
             async with asyncio.timeout(SEND_S):
