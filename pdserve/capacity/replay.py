@@ -5,7 +5,7 @@ from pdserve.capacity.shape import Shape
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import Findings, LoadRun, Report, Trial, live_cluster
 from pdserve.measure.overload import find_goal
-from pdserve.measure.percentiles import Percentiles
+from pdserve.measure.percentiles import shown_all
 from pdserve.measure.profile import learnt_profile
 from pdserve.measure.summary import summarize
 from pdserve.measure.tables import Column, Sheet
@@ -64,9 +64,7 @@ def replay_table(found: Findings) -> Sheet:
         side = run.summary
         rates = (f"{side.goodput_per_s:.2f}", f"{side.attainment:.1%}", f"{side.refused:.1%}")
         error = "-" if side.tpot_error is None else f"{side.tpot_error.p50:.1%}"
-        rows.append((f"{run.load:.0%}", side.name, *rates, _ms(side.ttft_s), _ms(side.tpot_s), error))
+        rows.append(
+            (f"{run.load:.0%}", side.name, *rates, shown_all(side.ttft_s, 1e3), shown_all(side.tpot_s, 1e3), error)
+        )
     return Sheet(found.title, _COLUMNS, rows)
-
-
-def _ms(values: Percentiles | None) -> str:
-    return "-" if values is None else values.text(1e3)

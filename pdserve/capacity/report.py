@@ -6,7 +6,7 @@ from pathlib import Path
 from pdserve.capacity.long_run import Point
 from pdserve.capacity.planner import Plan
 from pdserve.capacity.search import Highest
-from pdserve.measure.percentiles import Percentiles
+from pdserve.measure.percentiles import shown_all
 from pdserve.measure.tables import Column, Sheet
 
 _COLUMNS = (
@@ -41,8 +41,8 @@ def _row(point: Point) -> tuple[str, ...]:
         "grows" if point.keeps_up is False else "steady" if point.is_settled else "unsettled",
         f"{point.goodput_per_gpu:.2f}" if is_known else "?",
         f"{100 * point.refused:.1f}" if is_known else "?",
-        _ms(point.ttft_s),
-        _ms(point.tpot_s),
+        shown_all(point.ttft_s, 1e3),
+        shown_all(point.tpot_s, 1e3),
         " ".join(f"{100 * share:.0f}" for share in point.utilization.values()),
         str(point.num_requests),
     )
@@ -62,10 +62,6 @@ def rate_note(found: Highest) -> str:
     low = f"{found.at_least:.2f}" if found.at_least else "0"
     high = "an unknown rate" if found.below is None else f"{found.below:.2f}"
     return f"highest rate: for sure between {low} and {high} requests/s a GPU"
-
-
-def _ms(times: Percentiles | None) -> str:
-    return "-" if times is None else times.text(1e3)
 
 
 def results(points: Sequence[Point], title: str, found: Sequence[Highest] = ()) -> dict[str, object]:

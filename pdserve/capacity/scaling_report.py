@@ -9,7 +9,7 @@ from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import POOLS, Sizes
 from pdserve.capacity.scaling import Scaled
 from pdserve.measure.objectives import Objective
-from pdserve.measure.percentiles import percentiles
+from pdserve.measure.percentiles import percentiles, shown_all
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Workload
 
@@ -73,7 +73,8 @@ def _row(run: Scaled, policy: Policy, objective: Objective) -> tuple[str, ...]:
         str(most_devices(run, policy)),
         f"{cost(run, policy):.2f}",
         *(str(orders.count(verb)) for verb in ("add", "drain", "flip")),
-        *("-" if times is None else times.text(1e3) for times in (ttft, tpot)),
+        shown_all(ttft, 1e3),
+        shown_all(tpot, 1e3),
     )
 
 

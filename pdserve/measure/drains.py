@@ -15,7 +15,7 @@ from pdserve.measure.live import Report, started
 from pdserve.measure.moves import MovedGap, moved_gaps
 from pdserve.measure.operations import drained
 from pdserve.measure.outcomes import Outcome
-from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.percentiles import Percentiles, percentiles, shown_all
 from pdserve.measure.tables import Comparison
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -132,8 +132,8 @@ def drain_table(found: DrainFindings) -> Comparison:
         "beyond the bytes s": f"{found.drain_s - found.transfer_s:.2f}",
         "drain of an idle worker s": f"{found.idle_drain_s:.2f}",
         "moves": ", ".join(f"{number} {end}" for end, number in sorted(found.moves.items())),
-        "gap of a move, ms: p50 / p90 / p99": "-" if found.gap_s is None else found.gap_s.text(1e3, 1),
-        "gap over what is allowed": "-" if found.over_allowed is None else found.over_allowed.text(1, 2),
+        "gap of a move, ms: p50 / p90 / p99": shown_all(found.gap_s, 1e3, 1),
+        "gap over what is allowed": shown_all(found.over_allowed, digits=2),
         "wrong or failed answers": f"{len(found.failed)}",
         "left over": found.left_over or "nothing",
     }

@@ -17,7 +17,7 @@ from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, started
 from pdserve.measure.operations import Operations, OperationsPlan, Record
 from pdserve.measure.outcomes import Outcome
-from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.percentiles import Percentiles, percentiles, shown_all
 from pdserve.measure.saturation import saturate
 from pdserve.measure.tables import Comparison
 from pdserve.measure.workload import Arrival
@@ -189,9 +189,9 @@ def moves_table(verdict: MovesVerdict) -> Comparison:
         "step beside it, ms": verdict.step_s,
         "ITL of all, ms": verdict.itl_s,
     }
-    rows |= {f"{name}: p50 / p90 / p99": "-" if each is None else each.text(1e3, 1) for name, each in times.items()}
+    rows |= {f"{name}: p50 / p90 / p99": shown_all(each, 1e3, 1) for name, each in times.items()}
     allowed = f"gap of a move over {STEPS_ALLOWED} steps and the last page: p50 / p90 / p99"
-    rows[allowed] = "-" if verdict.over_allowed is None else verdict.over_allowed.text(1, 2)
+    rows[allowed] = shown_all(verdict.over_allowed, digits=2)
     return Comparison("", ["moves"], [(name, [cell]) for name, cell in rows.items()])
 
 

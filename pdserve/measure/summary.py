@@ -7,7 +7,7 @@ from statistics import median
 
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import OK, PARTS, Outcome, part_times
-from pdserve.measure.percentiles import Percentiles, percentiles, shown
+from pdserve.measure.percentiles import Percentiles, percentiles, shown, shown_all
 from pdserve.measure.tables import Comparison
 
 
@@ -122,10 +122,6 @@ def summary_tables(runs: Sequence[Summary]) -> tuple[Comparison, Comparison]:
         rows += [
             (f"{name} {share} ms", [shown(times(run), share, 1e3) for run in runs]) for share in ("p50", "p90", "p99")
         ]
-    parts = [(name, [_part(run.parts_s.get(name)) for run in runs]) for name in PARTS]
+    parts = [(name, [shown_all(run.parts_s.get(name), 1e3, 1) for run in runs]) for name in PARTS]
     names = [run.name for run in runs]
     return Comparison("", names, rows), Comparison("from stage to stage, ms: p50 / p90 / p99", names, parts)
-
-
-def _part(values: Percentiles | None) -> str:
-    return "-" if values is None else values.text(1e3, digits=1)
