@@ -101,6 +101,8 @@ def frontend(
     output_len: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.")] = None,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream that count.")] = 4,
+    num_frontends: Annotated[list[int] | None, typer.Option(help="The router's; repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each is measured, in turn; medians are shown.")] = 1,
     stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's.")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -108,16 +110,21 @@ def frontend(
     from itertools import product
 
     from pdserve.measure.client import Door
-    from pdserve.measure.frontend import Load, frontend_table, measure_frontend
+    from pdserve.measure.frontend import Load, frontend_table, gains, measure_frontend
     from pdserve.measure.router_speed import measure_steps
 
-    shapes = product(step_ms or (20.0, 2.0), door or ("grpc", "http"), streams or (64, 256), output_len or (64, 8))
-    loads = [Load(Door(name), ms / 1e3, num, prompt_words, tokens, rounds) for ms, name, num, tokens in shapes]
-    found = run(measure_frontend(model, loads, {"stream_interval": stream_interval}, report))
+    kinds = product(step_ms or (20.0, 2.0), door or ("grpc", "http"), streams or (64, 256), output_len or (64, 8))
+    loads = [
+        Load(Door(name), ms / 1e3, num, prompt_words, tokens, rounds, count)
+        for ms, name, num, tokens in kinds
+        for count in num_frontends or (1,)
+    ]
+    found = run(measure_frontend(model, loads, repeats, {"stream_interval": stream_interval}, report))
     core = measure_steps(num_sequences=256, num_steps=64)
     title = f"Prompts of {prompt_words} words"
     times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"
-    show(json_file, {"runs": found, "core": core}, frontend_table(found, title), f"a step of 256 sequences: {times}")
+    table, core_text = frontend_table(found, title), f"a step of 256 sequences: {times}"
+    show(json_file, {"runs": found, "core": core}, table, core_text, *gains(found))
 
 
 def handoff(

@@ -9,10 +9,12 @@ import json
 import multiprocessing
 import random
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
@@ -56,6 +58,7 @@ class Load:
     prompt_words: int
     output_tokens: int
     rounds: int
+    num_frontends: int = 1
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class FrontendCost:
 
     load: Load
     cpu_s: float  # of the router's processes, a request
+    busiest_s: float  # of that one of them which took most, a request
     messages: float  # a request
     requests_per_s: float
     ttft_s: tuple[float, ...]
@@ -173,10 +177,10 @@ class _Router:
     process: psutil.Process
     doors: Mapping[Door, str]
 
-    def cpu_s(self) -> float:
-        """Return the CPU time of the router's processes so far."""
+    def cpu_s(self) -> Counter[int]:
+        """Return the CPU time of the router's processes so far, by their ids."""
         every = [self.process, *self.process.children(recursive=True)]
-        return sum(sum(each.cpu_times()[:2]) for each in every)
+        return Counter({each.pid: sum(each.cpu_times()[:2]) for each in every})
 
     def stream(self, door: Door) -> Stream:
         address = self.doors[door]
@@ -184,16 +188,36 @@ class _Router:
 
 
 async def measure_frontend(
-    model: str, loads: Sequence[Load], router_flags: Mapping[str, object], report: Report
+    model: str, loads: Sequence[Load], repeats: int, router_flags: Mapping[str, object], report: Report
 ) -> list[FrontendCost]:
-    """Measure loads, each group of one step length with a router of its own. `model` is read for its tokenizer."""
-    found = []
+    """Measure loads in turn, so many times each; return the medians. `model` is read for its tokenizer.
+
+    Each length of a step and number of frontends has a router of its own.
+    """
+    found: dict[Load, list[FrontendCost]] = {load: [] for load in loads}
     for step_s in sorted({load.step_s for load in loads}, reverse=True):
-        async with _serving(model, step_s, router_flags) as router:
-            for load in (load for load in loads if load.step_s == step_s):
-                report(f"{load.door}: {load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms")
-                found.append(await _measure(router, load))
-    return found
+        own = [load for load in loads if load.step_s == step_s]
+        async with AsyncExitStack() as stack:
+            routers = {}
+            for count in sorted({load.num_frontends for load in own}):
+                serving = _serving(model, step_s, {**router_flags, "num_frontends": count})
+                routers[count] = await stack.enter_async_context(serving)
+            for load in own * repeats:
+                text = f"{load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms"
+                report(f"{load.door}, frontends: {load.num_frontends}: {text}")
+                found[load].append(await _measure(routers[load.num_frontends], load))
+    return [_median(runs) for runs in found.values()]
+
+
+def _median(runs: Sequence[FrontendCost]) -> FrontendCost:
+    return FrontendCost(
+        runs[0].load,
+        cpu_s=median(run.cpu_s for run in runs),
+        busiest_s=median(run.busiest_s for run in runs),
+        messages=median(run.messages for run in runs),
+        requests_per_s=median(run.requests_per_s for run in runs),
+        ttft_s=tuple(ttft_s for run in runs for ttft_s in run.ttft_s),
+    )
 
 
 @asynccontextmanager
@@ -240,12 +264,13 @@ async def _measure(router: _Router, load: Load) -> FrontendCost:
         await _rounds(streams, load, 1, rng)
         began_s, cpu_s = clock.now_s(), router.cpu_s()
         seen = await _rounds(streams, load, load.rounds, rng)
-        spent_s, lasted_s = router.cpu_s() - cpu_s, clock.now_s() - began_s
+        spent_s, lasted_s = router.cpu_s(), clock.now_s() - began_s
     finally:
         for stream in streams:
             await stream.close()
-    num = seen.num_requests
-    return FrontendCost(load, spent_s / num, seen.num_messages / num, num / lasted_s, seen.ttft_s)
+    num, spent_s = seen.num_requests, spent_s - cpu_s
+    each_s, busiest_s = spent_s.total() / num, max(spent_s.values()) / num
+    return FrontendCost(load, each_s, busiest_s, seen.num_messages / num, num / lasted_s, seen.ttft_s)
 
 
 async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: random.Random) -> Seen:
@@ -264,10 +289,12 @@ async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: rando
 
 _COLUMNS = (
     Column("door", is_text=True),
+    Column("frontends"),
     Column("steps", "ms"),
     Column("streams"),
     Column("tokens"),
     Column("CPU", "ms a request"),
+    Column("busiest process", "ms a request"),
     Column("messages", "a request"),
     Column("requests/s"),
     Column("TTFT p50", "ms"),
@@ -279,10 +306,12 @@ def frontend_table(found: Sequence[FrontendCost], title: str) -> Sheet:
     rows = [
         (
             each.load.door,
+            str(each.load.num_frontends),
             f"{1e3 * each.load.step_s:g}",
             str(each.load.num_streams),
             str(each.load.output_tokens),
             f"{1e3 * each.cpu_s:.2f}",
+            f"{1e3 * each.busiest_s:.2f}",
             f"{each.messages:.1f}",
             f"{each.requests_per_s:.0f}",
             shown(percentiles(each.ttft_s), "p50", 1e3),
@@ -290,3 +319,21 @@ def frontend_table(found: Sequence[FrontendCost], title: str) -> Sheet:
         for each in found
     ]
     return Sheet(title, _COLUMNS, rows)
+
+
+def gains(found: Sequence[FrontendCost]) -> list[str]:
+    """Say how much more than with the fewest frontends is served with more of them."""
+    by_load = {each.load: each for each in found}
+    least = min((load.num_frontends for load in by_load), default=1)
+    texts = []
+    for load, each in by_load.items():
+        base = by_load.get(replace(load, num_frontends=least))
+        if base is None or base is each:
+            continue
+        served, could = each.requests_per_s / base.requests_per_s, base.busiest_s / each.busiest_s
+        what = f"{load.door}, {1e3 * load.step_s:g} ms, {load.num_streams} streams, {load.output_tokens} tokens"
+        texts.append(
+            f"{what}: {load.num_frontends} frontends serve {served:.2f} x the requests of {least}; "
+            f"by the CPU time of the busiest process {could:.2f} x"
+        )
+    return texts

@@ -5,7 +5,7 @@ has taken what it was given. What waits for the door meanwhile is bounded.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdserve.errors import InvariantError
@@ -84,6 +84,7 @@ class Answer:
         self._unsent_bytes = 0
         self._takes_more = True  # the door does
         self._was_cut_off = False
+        self._has_stopped = False  # a continuation, at a stop string
         self._pace = pace
         self._on_end = on_end
 
@@ -114,6 +115,7 @@ class Answer:
         if stop is not None:
             finish_reason = inference.FINISH_REASON_STOP
             gain.stop_match = stop
+            self._has_stopped = True
         if finish_reason:
             gain.finish_reason = finish_reason
             self._outputs[index] = None
@@ -138,6 +140,8 @@ class Answer:
 
     def end(self, outcome: Finished | Refused) -> None:
         """Note the request's end. A client that reads too slowly does not get to read what waits."""
+        if self._has_stopped and isinstance(outcome, Finished):  # the core may have taken tokens that came after
+            outcome = replace(outcome, usage=replace(outcome.usage, completion_tokens=self.num_tokens))
         self.outcome = outcome
         self._on_end(self)
         if self._was_cut_off and isinstance(outcome, Refused):

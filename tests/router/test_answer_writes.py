@@ -11,7 +11,7 @@ from pdserve.errors import Status
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.events import ClientTooSlow
+from pdserve.router.events import ClientTooSlow, StopStringFound
 from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.generate import reply_bytes
 from pdserve.router.frontend.pace import LATEST_S, WINDOW_S, Pace
@@ -276,3 +276,18 @@ def test_replies_put_together_by_hand_are_what_protobuf_makes(gained: Gain) -> N
     assert (delta.finish_reason, delta.stop_match) == (gained.finish_reason, gained.stop_match or "")
     assert list(delta.logprobs) == gained.logprobs
     assert reply.ByteSize() == len(reply_bytes("ab" * 16, [gained], None)), "nothing unknown in it"
+
+
+async def test_tokens_after_a_stop_string_are_neither_written_nor_counted() -> None:
+    door = Door()
+    answer = answer_for(door)
+    answer._outputs = [OutputText(TOKENIZER.detokenizer(at_start=False), ("b",))]
+    first, second, third = ([TOKENIZER.encode(letter, add_special=False)[0]] for letter in "abc")
+    assert answer.deliver(Deliver(answer.request_id, 0, first, (), 0)) is None
+    assert isinstance(answer.deliver(Deliver(answer.request_id, 0, second, (), 0)), StopStringFound)
+    assert answer.deliver(Deliver(answer.request_id, 0, third, (), 0)) is None
+    answer.end(FINISHED)
+    await asyncio.sleep(0)
+    ((gains, outcome),) = door.writes
+    assert [gain.token_ids for gain in gains] == [first + second]
+    assert outcome == Finished(Usage(1, 2, 0), Ledger())

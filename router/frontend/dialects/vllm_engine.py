@@ -54,12 +54,18 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         except NOT_OPENED as error:
             await deny(context, error)
         replies = Replies(asked, streams=request.stream, prompt_ids=answer.prompt_ids)
+        is_begun = False
 
         async def take(gains: Sequence[Gain], outcome: Outcome | None) -> None:
             cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
             found = replies.take(gains, cached_tokens)
             if isinstance(outcome, Finished):
                 found += replies.complete(cached_tokens)
+            nonlocal is_begun
+            if found and not is_begun:
+                # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
+                await context.send_initial_metadata(())
+                is_begun = True
             for reply in found:
                 await context.write(reply)
 
