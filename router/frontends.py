@@ -151,10 +151,10 @@ class Frontends:
                 *COMMAND, *map(str, (theirs.fileno(), number, os.getpid())), pass_fds=(theirs.fileno(),), stdin=DEVNULL
             )
         link = FrontendLink(self._hub, self._abort)
-        self._links.add(link)
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=ours)
             link.channel.post(Hello(self._config.model_dump_json().encode()))
+            self._links.add(link)  # from here on it is sent what all are sent: the hello comes first
             link.show(self._hub.standing())
             await asyncio.wait((link.ready, link.lost), timeout=START_TIMEOUT_S, return_when=FIRST_COMPLETED)
             if link.ready.done():
