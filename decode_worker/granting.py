@@ -27,6 +27,8 @@ from pdserve.kvtransfer.session import (
 
 @dataclass(slots=True, eq=False)
 class Expected:
+    """A hand-off that is to arrive."""
+
     key: HandoffKey
     peer: Peer
     job: Job

@@ -111,6 +111,7 @@ Command = StartCopy | CancelCopies | ReleasePages | Failed | FromSender
 
 
 def check(grant: Grant) -> None:
+    """Raise ProtocolError for a grant that no hand-off can use."""
     if grant.region != KV_REGION:
         raise ProtocolError(f"region: {grant.region} is unknown", Refusal.REGION)
     if len(grant.pages) != len(grant.generations):

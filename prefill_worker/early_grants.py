@@ -36,6 +36,7 @@ class EarlyGrants:
             self._in_doubt.setdefault(peer, set()).add(key)
 
     def take(self, peer: Peer, key: HandoffKey) -> ReceiverSaid | None:
+        """Return the grant that overtook a placement, if one did; it is no longer kept."""
         _, said = self._early.pop((peer, key), (0.0, None))
         return said
 

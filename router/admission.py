@@ -67,6 +67,7 @@ class Admission:
     # ---- arrivals and ends
 
     def arrive(self, event: RequestArrived, now_s: float) -> None:
+        """Place, hold or refuse a request."""
         counter, hasher = self.held.counter(event.tenant), self._placements.predictor.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1

@@ -227,6 +227,7 @@ class RouterCore:
             self.placements.end(request, SHUTTING_DOWN)
 
     def _stop(self, request_id: RequestId, index: int, now_s: float) -> None:
+        """End a continuation whose text has reached a stop string."""
         request = self.placements.requests.get(request_id)
         if request is not None and not request.sequences[index].ended:
             self.placements.end_sequence(request, index, stop_workers=True)

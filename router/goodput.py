@@ -35,6 +35,8 @@ _NO_ROOM_S = 1.0  # a step: a decode worker without room is the last choice
 
 @value
 class _Option:
+    """One way to serve a request, and what it would bring."""
+
     pair: Pair
     prediction: Prediction
     cost_s: float  # the request's own time, and the delay of others

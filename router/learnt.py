@@ -23,6 +23,8 @@ _RATE_S = 10.0  # over which, at least, rates of what was sent to a worker are t
 
 @dataclass(frozen=True, slots=True)
 class Kind:
+    """Workers whose steps cost the same."""
+
     role: Role  # PREFILL or DECODE
     device: str  # empty: unknown
     layout: KvLayout

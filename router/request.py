@@ -29,6 +29,8 @@ OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the p
 
 @dataclass(slots=True)
 class Counter:
+    """What a tenant has been served."""
+
     served: int = 0  # weighted tokens
 
 
@@ -44,6 +46,8 @@ class Loss:
 
 @dataclass(slots=True, eq=False)
 class Placement:
+    """One attempt at some of a request's sequences."""
+
     key: PlacementKey
     indices: tuple[int, ...]
     prefill: WorkerView | None  # None once the decode worker goes on without it, or where there never was one

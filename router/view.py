@@ -19,6 +19,8 @@ PlacementKey = tuple[RequestId, Attempt]
 
 @dataclass(slots=True, eq=False)
 class Share:
+    """What one placement asks of a worker."""
+
     num_sequences: int
     prefill_tokens: int  # 0 once they are computed
     prefill_work: int = 0  # of attention, the same

@@ -112,6 +112,7 @@ class FailedSteps:
         self._last_s = 0.0
 
     def note(self, num_sequences: int, num_failed: int, now_s: float) -> bool:
+        """Note a step; return whether all of its sequences failed."""
         all_failed = 0 < num_failed == num_sequences
         self._count = self.count(now_s) + 1 if all_failed else 0
         self._last_s = now_s

@@ -41,6 +41,7 @@ class Inbox:
         return events
 
     async def wait(self, timeout_s: float = inf) -> None:
+        """Return when there is an event, when woken, or after a time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None if timeout_s == inf else timeout_s):
                 await self._has_news.wait()

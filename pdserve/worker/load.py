@@ -15,6 +15,8 @@ from pdserve.worker.tasks import Task
 
 
 class Taken:
+    """Counts what routers have sent since this process started."""
+
     def __init__(self) -> None:
         self._total = [0, 0, 0]  # continuations, tokens and work of prompts
         self._by_router: dict[RouterRef, list[int]] = {}

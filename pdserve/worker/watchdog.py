@@ -28,6 +28,7 @@ class LoopWatchdog:
         return True
 
     def take_silence_s(self) -> float:
+        """Return the longest silence since this was last asked."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
