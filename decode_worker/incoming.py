@@ -103,7 +103,7 @@ class Incoming:
     def handle(self, event: doors.IncomingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
-            case doors.SenderSaid(peer, key, said):
+            case doors.SenderMessage(peer, key, said):
                 return self._take(peer, key, said)
             case doors.DigestsChecked(key, mismatch):
                 arrival = self._arrivals.get(key)

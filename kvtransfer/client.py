@@ -14,7 +14,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
-from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverSaid, Sink
+from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverMessage, Sink
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
@@ -100,7 +100,7 @@ class HandoffClient:
             case ReceiverAttached(peer):
                 logger.info("attached to %s", peer.worker_id)
                 self._sink.put(command)
-            case AttachMover() | ReceiverSaid():
+            case AttachMover() | ReceiverMessage():
                 raise AssertionError("what takes time is done by the stream's task")
 
     def _write(self, dial: DialId, message: Request | None) -> None:
@@ -160,7 +160,7 @@ class HandoffClient:
                 case AttachMover(dial, peer, metadata):
                     await asyncio.to_thread(self._mover.attach, peer, metadata)
                     self.handle(dialling.CanWrite(dial))
-                case ReceiverSaid():
+                case ReceiverMessage():
                     await self._sink.offer(command)
                 case _:
                     self._perform(command)

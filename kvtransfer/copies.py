@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 OLDEST_EVERY = 4  # slices: a long hand-off gets this share of the bandwidth, however many short ones overtake it
 
 
-OnStopped = Callable[[ReceiverSaid], None]  # with a CopyStopped
+OnStopped = Callable[[ReceiverMessage], None]  # with a CopyStopped
 
 
 @dataclass(slots=True, eq=False)
@@ -45,9 +45,9 @@ class Copy:
     def is_finished(self) -> bool:
         return self.num_in_flight == 0 and not self.num_waiting
 
-    def report(self) -> ReceiverSaid:
+    def report(self) -> ReceiverMessage:
         stopped = CopyStopped(None if self.failure else self.digests, self.failure, self.in_doubt)
-        return ReceiverSaid(self.peer, self.handoff, stopped)
+        return ReceiverMessage(self.peer, self.handoff, stopped)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.doors import Connect, Forget, ReceiverAttached, ReceiverLost, ReceiverSaid, ToReceiver
+from pdserve.kvtransfer.doors import Connect, Forget, ReceiverAttached, ReceiverLost, ReceiverMessage, ToReceiver
 from pdserve.kvtransfer.greeting import HelloAck, Introduction, check_ack
 from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Peer
 from pdserve.values import value
@@ -106,7 +106,7 @@ class Close:
 
 
 Event = Connect | ToReceiver | Forget | Answered | CanWrite | Received | TimedOut | Ended | Left
-Report = ReceiverAttached | ReceiverSaid | ReceiverLost
+Report = ReceiverAttached | ReceiverMessage | ReceiverLost
 Command = Dial | AttachMover | Send | Finish | Close | Report
 
 
@@ -156,7 +156,7 @@ class Dialling:
             case CanWrite():
                 return self._attach(stream)
             case Received(_, key, message):
-                return (ReceiverSaid(stream.peer, key, message),)
+                return (ReceiverMessage(stream.peer, key, message),)
             case TimedOut():
                 if stream.is_greeted:
                     return ()

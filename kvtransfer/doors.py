@@ -36,7 +36,7 @@ class ReceiverAttached:
 
 
 @value
-class ReceiverSaid:
+class ReceiverMessage:
     """A receiver's message about a hand-off, or the end of a copy into its pages."""
 
     peer: Peer
@@ -65,7 +65,7 @@ class SenderAlive:
 
 
 @value
-class SenderSaid:
+class SenderMessage:
     peer: Peer
     key: HandoffKey
     event: FromSender
@@ -221,8 +221,8 @@ class NotAdmitted:
     reason: str
 
 
-OutgoingEvent = ReceiverAttached | ReceiverSaid | ReceiverLost | PeerGone
-IncomingEvent = SenderAttached | SenderAlive | SenderSaid | SenderLost | DigestsChecked | PeerGone
+OutgoingEvent = ReceiverAttached | ReceiverMessage | ReceiverLost | PeerGone
+IncomingEvent = SenderAttached | SenderAlive | SenderMessage | SenderLost | DigestsChecked | PeerGone
 Command = Connect | Copy | CancelCopies | Probe | ToReceiver | ToSender | CheckDigests | Forget
 Leaving = Granted | Sent | Unsent
 Arriving = Reserved | Landed | Admitted | NotAdmitted

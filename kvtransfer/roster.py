@@ -8,7 +8,7 @@ from math import inf
 from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
+from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderMessage
 from pdserve.kvtransfer.greeting import Hello, Introduction, check_hello
 from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.processes import KnownProcesses
@@ -80,7 +80,7 @@ class Close:
 
 
 Event = Greeted | Alive | Received | Malformed | Ended | Forget
-Report = SenderAttached | SenderAlive | SenderSaid | SenderLost | PeerGone
+Report = SenderAttached | SenderAlive | SenderMessage | SenderLost | PeerGone
 Command = Welcome | Refuse | Close | Report
 
 
@@ -110,7 +110,7 @@ class Roster:
                 return () if peer is None else (SenderAlive(peer),)
             case Received(stream, key, message):
                 peer = self._receive(stream, now_s)
-                return () if peer is None else (SenderSaid(peer, key, message),)
+                return () if peer is None else (SenderMessage(peer, key, message),)
             case Malformed(stream):
                 self._receive(stream, now_s)
                 return ()

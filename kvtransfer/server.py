@@ -146,7 +146,7 @@ class HandoffServicer(HandoffServiceServicer):
                 logger.warning("stream %d: refused: %s", stream.stream_id, error)
                 event = roster.Malformed(stream.stream_id)
             for command in self._roster.handle(event, self._clock.now_s()):
-                if isinstance(command, doors.SenderAlive | doors.SenderSaid):
+                if isinstance(command, doors.SenderAlive | doors.SenderMessage):
                     await self._sink.offer(command)
         stream.end("it ended its stream")
 
@@ -175,7 +175,7 @@ def _log(report: roster.Report) -> None:
             logger.info("%s: detached: %s", peer.worker_id, reason)
         case doors.PeerGone(peer):
             logger.info("%s: its incarnation %016x has ended", peer.worker_id, peer.incarnation)
-        case doors.SenderAlive() | doors.SenderSaid():
+        case doors.SenderAlive() | doors.SenderMessage():
             pass  # one for each message
 
 

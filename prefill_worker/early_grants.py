@@ -7,7 +7,7 @@ nothing is said of a hand-off that ended in doubt.
 from collections import OrderedDict
 
 from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.doors import ReceiverSaid, Result, ToReceiver
+from pdserve.kvtransfer.doors import ReceiverMessage, Result, ToReceiver
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer, Quiesced, Withdrawn
 
 EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
@@ -21,7 +21,7 @@ class EarlyGrants:
 
     def __init__(self, max_early: int) -> None:
         self._max_early = max_early
-        self._early: dict[_Name, tuple[float, ReceiverSaid]] = {}
+        self._early: dict[_Name, tuple[float, ReceiverMessage]] = {}
         self._closed: OrderedDict[_Name, None] = OrderedDict()  # the last ones, to answer late grants at once
         self._in_doubt: dict[Peer, set[HandoffKey]] = {}  # into pages that late bytes may still reach
 
@@ -35,12 +35,12 @@ class EarlyGrants:
         if in_doubt:
             self._in_doubt.setdefault(peer, set()).add(key)
 
-    def take(self, peer: Peer, key: HandoffKey) -> ReceiverSaid | None:
+    def take(self, peer: Peer, key: HandoffKey) -> ReceiverMessage | None:
         """Return the grant that overtook a placement, if one did; it is no longer kept."""
         _, said = self._early.pop((peer, key), (0.0, None))
         return said
 
-    def handle(self, said: ReceiverSaid, now_s: float) -> list[Result]:
+    def handle(self, said: ReceiverMessage, now_s: float) -> list[Result]:
         """Answer what is said of a hand-off that is not open. ProtocolError changes nothing."""
         name = (said.peer, said.key)
         if isinstance(said.event, Grant):
@@ -71,7 +71,7 @@ class EarlyGrants:
         self.lose(peer)
         self._in_doubt.pop(peer, None)
 
-    def _give_back(self, said: ReceiverSaid, reason: str) -> Result:
+    def _give_back(self, said: ReceiverMessage, reason: str) -> Result:
         """Answer for a hand-off that is not here, and will not be from now on."""
         self.close(said.peer, said.key)
         return ToReceiver(said.peer, said.key, Quiesced(reason))

@@ -125,7 +125,7 @@ class Outgoing:
     def handle(self, event: doors.OutgoingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
-            case doors.ReceiverSaid(peer, key, said):
+            case doors.ReceiverMessage(peer, key, said):
                 handoff = self._handoffs.get(key)
                 if handoff is None or handoff.peer != peer:
                     return self._early.handle(event, now_s)

@@ -146,9 +146,9 @@ class Wires:
             case doors.Copy():
                 self._copy(worker, command)
             case doors.ToReceiver(peer, key, message):
-                self._offer(peer, doors.SenderSaid(worker.peer, key, message))
+                self._offer(peer, doors.SenderMessage(worker.peer, key, message))
             case doors.ToSender(peer, key, message):
-                self._offer(peer, doors.ReceiverSaid(worker.peer, key, message))
+                self._offer(peer, doors.ReceiverMessage(worker.peer, key, message))
             case doors.Forget(peer):
                 self._connected -= {(worker.peer, peer), (peer, worker.peer)}
             case _:
@@ -166,5 +166,5 @@ class Wires:
         start_s = max(self._clock.now_s(), worker.sends_until_s, target.receives_until_s)
         end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
         worker.sends_until_s = target.receives_until_s = end_s
-        stopped = doors.ReceiverSaid(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
+        stopped = doors.ReceiverMessage(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
         self._clock.at(end_s + link.latency_s, worker.offer, stopped)

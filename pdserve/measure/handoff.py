@@ -20,7 +20,7 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Connection, Indices, Transfer
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.sender import CopyStopped
@@ -120,7 +120,7 @@ class _Writer:
     def __init__(self, num_pages: int, page_bytes: int, description: bytes, network: Network) -> None:
         self._page_bytes = page_bytes
         self._region = region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
-        self._stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+        self._stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
         self._backend = _TimedBackend(WRITER, region, network)
         self._mover = Mover(self._backend, self._stopped.put)
         self._mover.attach(TARGET, description)

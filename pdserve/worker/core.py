@@ -159,12 +159,12 @@ class WorkerCore:
                 return []
             case messages.Ticked(silent_s):
                 return self._tick(silent_s, now_s)
-            case doors.ReceiverAttached() | doors.ReceiverSaid() | doors.ReceiverLost():
+            case doors.ReceiverAttached() | doors.ReceiverMessage() | doors.ReceiverLost():
                 return self._take(self.outgoing.handle(event, now_s), now_s)
             case (
                 doors.SenderAttached()
                 | doors.SenderAlive()
-                | doors.SenderSaid()
+                | doors.SenderMessage()
                 | doors.SenderLost()
                 | doors.DigestsChecked()
             ):

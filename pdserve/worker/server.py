@@ -24,7 +24,7 @@ from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerI
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.client import HandoffClient
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
 from pdserve.kvtransfer.session import DigestPolicy, Peer
@@ -145,7 +145,7 @@ async def assemble(
     """Set up the core and both doors, and take them down again."""
     loop = asyncio.get_running_loop()
 
-    def on_stopped(said: ReceiverSaid) -> None:
+    def on_stopped(said: ReceiverMessage) -> None:
         loop.call_soon_threadsafe(listener.put, said)
 
     host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]

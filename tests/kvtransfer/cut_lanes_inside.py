@@ -16,7 +16,7 @@ from pdserve.ids import Attempt, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.sender import CopyStopped
@@ -40,7 +40,7 @@ class Rig:
     landed: ByteRows
     mover: Mover
     peer: Peer
-    stopped: queue.SimpleQueue[ReceiverSaid]
+    stopped: queue.SimpleQueue[ReceiverMessage]
 
     def num_landed(self) -> int:
         """Return how many bytes have arrived: what is written is nowhere zero."""
@@ -61,7 +61,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     description = bytes.fromhex(process.stdout.readline())
-    stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+    stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
     ours = np.full((NUM_PAGES, PAGE_BYTES), 7, np.uint8)
     me, peer = (Peer(WorkerId(name), new_incarnation()) for name in ("writer", "target"))
     mover = Mover(NixlBackend(me, Region.of(ours), Network(tcp_only=True)), stopped.put)

@@ -7,7 +7,7 @@ import numpy as np
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -15,7 +15,7 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 WRITER, TARGET = (Peer(WorkerId(name), Incarnation(1)) for name in ("writer", "target"))
-STOPPED: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+STOPPED: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
 MOVERS = [
     Mover(CollectiveBackend(WRITER, Region.of(np.ones((2, 4096), np.uint8)), Meeting(b"s" * 32)), STOPPED.put),
     Mover(CollectiveBackend(TARGET, Region.of(np.zeros((2, 4096), np.uint8)), Meeting(b"s" * 32)), STOPPED.put),

@@ -24,7 +24,7 @@ from pdserve.kvtransfer.backends import collective_receiver, pairing
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, greet, meet
 from pdserve.kvtransfer.backends.staging import HostRows, Rows
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -74,7 +74,7 @@ def shown(greeting: Greeting, challenge: bytes, secret: bytes = MEETING.secret) 
 
 def assert_takes_writes(receiver: Mover, view: ByteRows) -> None:
     mine = np.random.default_rng(1).integers(0, 256, view.shape, np.uint8)
-    stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+    stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
     writer = Mover(CollectiveBackend(WRITER_PEER, Region.of(mine), MEETING), stopped.put)
     try:
         writer.attach(TARGET, receiver.describe())

@@ -23,7 +23,7 @@ from pdserve.kvtransfer.dialling import (
     Send,
     TimedOut,
 )
-from pdserve.kvtransfer.doors import Connect, Forget, ReceiverAttached, ReceiverLost, ReceiverSaid, ToReceiver
+from pdserve.kvtransfer.doors import Connect, Forget, ReceiverAttached, ReceiverLost, ReceiverMessage, ToReceiver
 from pdserve.kvtransfer.greeting import HelloAck, Introduction
 from pdserve.kvtransfer.sender import Quiesced, Taken
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -72,7 +72,7 @@ def test_what_is_said_early_is_sent_once_the_stream_is_attached() -> None:
 
 
 def test_what_the_other_process_says_is_reported_in_its_name() -> None:
-    assert attached().handle(Received(FIRST, KEY, Taken())) == (ReceiverSaid(D, KEY, Taken()),)
+    assert attached().handle(Received(FIRST, KEY, Taken())) == (ReceiverMessage(D, KEY, Taken()),)
 
 
 def test_a_process_that_does_not_answer_in_time_is_lost() -> None:

@@ -8,7 +8,7 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -21,7 +21,7 @@ NUM_COPIES = 320
 
 def failures(share: float, seed: str) -> list[bool]:
     """Return which of some copies, each written after the last has stopped, have failed."""
-    stopped = queue.SimpleQueue[ReceiverSaid]()
+    stopped = queue.SimpleQueue[ReceiverMessage]()
     ours, theirs = np.ones((8, 4096), np.uint8), np.zeros((8, 4096), np.uint8)
     receiver = Mover(NixlBackend(PEER, Region.of(theirs), Network()), lambda _: None)
     me = Peer(WorkerId(seed), new_incarnation())

@@ -12,7 +12,7 @@ from mover_settings import HANDOFF, NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Targ
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.speed import ProbeError
 
@@ -218,7 +218,7 @@ def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) ->
     held = []
     for _ in range(6):
         view = np.ones((4, PAGE_BYTES), np.uint8)
-        stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+        stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
         mover = setting.mover(view, stopped.put)
         mover.attach(target.peer, target.description)
         mover.write(target.peer, HANDOFF, pages(0), pages(1))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
+from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderMessage
 from pdserve.kvtransfer.greeting import Hello, Introduction
 from pdserve.kvtransfer.receiver import Quiesced
 from pdserve.kvtransfer.roster import (
@@ -57,7 +57,7 @@ def test_messages_of_an_attached_process_are_reported_in_its_name() -> None:
     assert door.greet(EARLY) == (Welcome(StreamId(1)), SenderAttached(EARLY))
     assert door.roster.handle(Alive(StreamId(1)), 1.0) == (SenderAlive(EARLY),)
     message = Received(StreamId(1), KEY, Quiesced("q"))
-    assert door.roster.handle(message, 1.0) == (SenderSaid(EARLY, KEY, Quiesced("q")),)
+    assert door.roster.handle(message, 1.0) == (SenderMessage(EARLY, KEY, Quiesced("q")),)
     assert door.roster.handle(Ended(StreamId(1), "reset"), 2.0) == (SenderLost(EARLY, "reset"),)
     assert door.roster.handle(message, 3.0) == ()
 

@@ -22,7 +22,7 @@ from pdserve import processes
 from pdserve.errors import Refusal
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvtransfer import wire
-from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderSaid
+from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderMessage
 from pdserve.kvtransfer.session import Peer, Quiesced, Taken
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -129,7 +129,7 @@ async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
         await call.write(message)
         await call.write(quiesced())
         assert await decode.heard.next() == SenderAttached(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced(""))
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced(""))
         assert decode.refused == {Refusal.MALFORMED: 1}
 
 

@@ -23,11 +23,11 @@ from pdserve.kvtransfer.doors import (
     Forget,
     ReceiverAttached,
     ReceiverLost,
-    ReceiverSaid,
+    ReceiverMessage,
     SenderAlive,
     SenderAttached,
     SenderLost,
-    SenderSaid,
+    SenderMessage,
 )
 from pdserve.kvtransfer.session import HandoffKey, Peer, Quiesced, Taken, Withdrawn
 
@@ -37,17 +37,17 @@ HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:
     async with pair() as (prefill, decode):
         decode.send(GRANT)
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, GRANT)
+        assert await prefill.heard.next() == ReceiverMessage(DECODE, KEY, GRANT)
         prefill.send(LANDED)
         prefill.send(COMMIT)
         prefill.send(Quiesced("late"))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, LANDED)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, COMMIT)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("late"))
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, LANDED)
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, COMMIT)
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced("late"))
         decode.send(Taken())
         decode.send(Withdrawn("over"))
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, Taken())
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, Withdrawn("over"))
+        assert await prefill.heard.next() == ReceiverMessage(DECODE, KEY, Taken())
+        assert await prefill.heard.next() == ReceiverMessage(DECODE, KEY, Withdrawn("over"))
 
 
 async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_words() -> None:
@@ -55,13 +55,13 @@ async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_wo
         prefill.send(COMMIT)
         prefill.client.beat()
         prefill.send(Quiesced("late"))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, COMMIT)
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, COMMIT)
         assert await decode.heard.next() == SenderAlive(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("late"))
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced("late"))
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
-    stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+    stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
     async with decode_worker() as decode, prefill_worker(on_stopped=stopped.put) as prefill:
         prefill.connect(decode)
         await decode.heard.next()
@@ -77,14 +77,14 @@ async def test_what_is_said_before_the_stream_stands_arrives_after_the_greeting(
         prefill.connect(decode)
         prefill.send(Quiesced("cancelled"))
         assert await decode.heard.next() == SenderAttached(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("cancelled"))
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced("cancelled"))
 
 
 async def test_a_second_need_uses_the_stream_that_stands() -> None:
     async with pair() as (prefill, decode):
         prefill.connect(decode)
         prefill.send(Quiesced(""))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced(""))
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced(""))
         assert decode.servicer.attached == (PREFILL,)
 
 
@@ -94,7 +94,7 @@ async def test_closing_says_what_is_queued_and_ends_the_stream() -> None:
             prefill.connect(decode)
             await decode.heard.next()
             prefill.send(Quiesced("draining"))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("draining"))
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced("draining"))
         assert await decode.heard.next() == SenderLost(PREFILL, "it ended its stream")
         assert decode.servicer.attached == ()
 
@@ -105,7 +105,7 @@ async def test_a_decode_worker_that_leaves_says_what_is_queued_and_waits_for_nob
         decode.servicer.close()
         async with asyncio.timeout(10):
             await decode.server.stop(60)
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, Taken())
+        assert await prefill.heard.next() == ReceiverMessage(DECODE, KEY, Taken())
         assert await prefill.heard.next() == ReceiverLost(DECODE, "it ended the stream")
         assert await decode.heard.next() == SenderLost(PREFILL, "this worker leaves")
 

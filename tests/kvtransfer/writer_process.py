@@ -8,7 +8,7 @@ import numpy as np
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -19,7 +19,7 @@ HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 def main() -> None:
     description, num_pages, page_bytes = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     target, pages = Peer(WorkerId("target"), Incarnation(1)), tuple(map(PageId, range(num_pages)))
-    stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+    stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
     me = Peer(WorkerId("writer"), Incarnation(1))
     region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
     mover = Mover(CollectiveBackend(me, region, Meeting(b"s" * 32)), stopped.put)

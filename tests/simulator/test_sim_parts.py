@@ -12,7 +12,7 @@ from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.doors import Copy, ReceiverSaid
+from pdserve.kvtransfer.doors import Copy, ReceiverMessage
 from pdserve.kvtransfer.sender import CopyStopped, Withdrawn
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefix_hash import PrefixHasher
@@ -123,7 +123,7 @@ class Transfer:
         self.network = Network(self.world, 0.001)
         self.writer, self.target = Host(self.world, "p0", Incarnation(1)), Host(self.world, "d0", Incarnation(2))
         self.caches = {host: self._equip(host) for host in (self.writer, self.target)}
-        self.reports: list[ReceiverSaid] = []
+        self.reports: list[ReceiverMessage] = []
         self.mover = Mover(self.writer, self.writer.memory, self.network, lambda _: self.target, self.reports.append)
         self.peer = Peer(WorkerId("d0"), Incarnation(2))
         src = self.caches[self.writer].take(NUM_PAGES) or ()
@@ -228,7 +228,7 @@ def test_a_continuation_that_is_computed_after_its_commit_left_is_noticed() -> N
 def test_a_continuation_goes_on_when_its_commit_is_withdrawn() -> None:
     witness, sequence = handed_over()
     peer = Peer(WorkerId("d1"), Incarnation(2))
-    witness.sees(ReceiverSaid(peer, HandoffKey(KEY.request_id, Attempt(1)), Withdrawn("given up")))
+    witness.sees(ReceiverMessage(peer, HandoffKey(KEY.request_id, Attempt(1)), Withdrawn("given up")))
     witness.computes([sequence])
 
 

@@ -163,14 +163,14 @@ class Joined:
                     self.send(worker, peer.worker_id, key, message)
                 case doors.ToSender(peer, key, message):
                     if (peer.worker_id, worker) in self.attached:
-                        said = doors.ReceiverSaid(self.nodes[worker].peer, key, message)
+                        said = doors.ReceiverMessage(self.nodes[worker].peer, key, message)
                         self.stream("answers", worker, peer.worker_id).append(said)
                 case _:
                     self.report(worker, command)
 
     def send(self, source: str, target: str, key: HandoffKey, message: FromSender) -> None:
         if (source, target) in self.attached:
-            said = doors.SenderSaid(self.nodes[source].peer, key, message)
+            said = doors.SenderMessage(self.nodes[source].peer, key, message)
             self.stream("hand-offs", source, target).append(said)
 
     def stream(self, what: str, source: str, target: str) -> deque[object]:
@@ -200,7 +200,7 @@ class Joined:
         digests = None if self.breaks_next_copy else tuple(map(self.digest_of, contents))
         self.breaks_next_copy = False
         stopped = sender.CopyStopped(digests, "broken by the test")
-        self.handle(source, doors.ReceiverSaid(copy.peer, copy.key, stopped))
+        self.handle(source, doors.ReceiverMessage(copy.peer, copy.key, stopped))
 
     def _check(self, worker: str, check: doors.CheckDigests) -> None:
         found = [hash(self.nodes[worker].runner.read(page)) for page in check.pages]

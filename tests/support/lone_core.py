@@ -62,7 +62,7 @@ class LoneCore:
 
     def hear(self, peer: Peer, number: int, event: object) -> list[Command]:
         """Let a receiver say something about a hand-off, or a copy to it stop."""
-        return self.handle(doors.ReceiverSaid(peer, key_of(number), event))  # type: ignore[arg-type]
+        return self.handle(doors.ReceiverMessage(peer, key_of(number), event))  # type: ignore[arg-type]
 
     def step(self) -> list[Command]:
         plan = self.core.plan(self.now_s)

@@ -19,7 +19,7 @@ from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.copies import OnStopped
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.sender import CopyStopped
@@ -53,7 +53,7 @@ class Target:
 class Writer:
     mover: Mover
     view: ByteRows
-    stopped: queue.SimpleQueue[ReceiverSaid] = field(default_factory=queue.SimpleQueue)
+    stopped: queue.SimpleQueue[ReceiverMessage] = field(default_factory=queue.SimpleQueue)
 
     def next_stopped(self, timeout_s: float = 20.0) -> CopyStopped:
         return self.stopped.get(timeout=timeout_s).event
@@ -77,7 +77,7 @@ class Setting:
 
     def writer(self) -> Writer:
         view = np.random.default_rng(7).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
-        stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+        stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
         mover = self.mover(view, stopped.put)
         self.stack.callback(mover.close)
         return Writer(mover, view, stopped)

@@ -11,7 +11,7 @@ import numpy as np
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Indices, PostError
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.sender import CopyStopped
@@ -119,7 +119,7 @@ class Rig:
     backend: ScriptedBackend
     clock: VirtualClock
     mover: Mover
-    stopped: queue.SimpleQueue[ReceiverSaid]
+    stopped: queue.SimpleQueue[ReceiverMessage]
 
     def write(self, peer: Peer, num_slices: int, handoff: HandoffKey = HANDOFF) -> None:
         pages: Pages = tuple(PageId(n) for n in range(num_slices * MIN_SLICE_PAGES))
@@ -137,7 +137,7 @@ class Rig:
 def scripted_rig() -> Iterator[Rig]:
     rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the backend moves nothing
     region = Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages))
-    backend, clock, stopped = ScriptedBackend(region), VirtualClock(), queue.SimpleQueue[ReceiverSaid]()
+    backend, clock, stopped = ScriptedBackend(region), VirtualClock(), queue.SimpleQueue[ReceiverMessage]()
     mover = Mover(backend, stopped.put, clock)
     mover.attach(FIRST, DESCRIPTION)
     yield Rig(backend, clock, mover, stopped)

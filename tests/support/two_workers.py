@@ -124,7 +124,7 @@ class Workers(Joined):
     # ---- what happens
 
     def handle(self, worker: str, event: Event) -> None:
-        if isinstance(event, doors.ReceiverSaid) and isinstance(event.event, Withdrawn):
+        if isinstance(event, doors.ReceiverMessage) and isinstance(event.event, Withdrawn):
             self.committed = {each: name for each, name in self.committed.items() if each[0] != event.key.request_id}
         super().handle(worker, event)
 

@@ -13,7 +13,7 @@ from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.copies import OnStopped
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -48,7 +48,7 @@ def test_a_kernels_digests_are_the_hosts() -> None:
 def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: str) -> None:
     mine, theirs = some_pages(), torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8)
     target = device_region(theirs)
-    stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
+    stopped: queue.SimpleQueue[ReceiverMessage] = queue.SimpleQueue()
     writer = mover_of(kind, "writer", device_region(mine), stopped.put)
     receiver = mover_of(kind, "target", target, lambda _: None)
     try:

@@ -68,8 +68,8 @@ def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
     worker.grant()
     assert sorted(keys_of(Tokens, worker.step())) == [LEAVES, STAYS]
     commit = Commit.of(grant, capsule(len(PROMPT), (0, 7)))
-    worker.handle(doors.SenderSaid(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
-    worker.handle(doors.SenderSaid(PEER, ARRIVES, commit))
+    worker.handle(doors.SenderMessage(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
+    worker.handle(doors.SenderMessage(PEER, ARRIVES, commit))
     arrived = worker.handle(doors.DigestsChecked(ARRIVES, None))
     assert keys_of(Tokens, arrived) == [ARRIVES], "with its first token, which the sender has reported too"
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
@@ -89,8 +89,8 @@ def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Work
         worker.runner.page(page)[: len(part)] = part
     tail = Tail(0, tuple(map(SampledToken, tokens[:3])))
     commit = Commit.of(grant, Capsule(len(PROMPT) + 2, (tail,)))
-    worker.handle(doors.SenderSaid(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
-    worker.handle(doors.SenderSaid(PEER, ARRIVES, commit))
+    worker.handle(doors.SenderMessage(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
+    worker.handle(doors.SenderMessage(PEER, ARRIVES, commit))
     commands = worker.handle(doors.DigestsChecked(ARRIVES, None))
     for _ in range(3):
         commands += worker.step()

@@ -139,7 +139,7 @@ def test_pages_that_late_bytes_may_reach_come_back_with_the_senders_process_alon
         pair.deliver_some()
         pair.step("p")
     copy = pair.stream("copies", "p", "d").popleft()
-    pair.handle("p", doors.ReceiverSaid(D, copy.key, sender.CopyStopped(None, "reset", in_doubt=True)))
+    pair.handle("p", doors.ReceiverMessage(D, copy.key, sender.CopyStopped(None, "reset", in_doubt=True)))
     (failed,) = pair.failed
     assert failed.code is Failure.TRANSFER_FAILED
     pair.cancel(lost)

@@ -184,7 +184,7 @@ def test_a_prompt_waits_for_its_fetch_until_that_is_due_and_no_longer() -> None:
     assert withdrawn == [Withdrawn("it is late")]
     assert computing.starts(DUE_S)
     assert computing.core.due_s > 1e9
-    quiesced = doors.SenderSaid(computing.holder, computing.each.key, Quiesced("late"))
+    quiesced = doors.SenderMessage(computing.holder, computing.each.key, Quiesced("late"))
     computing.handle(replace(quiesced, key=HandoffKey(*computing.each.key)))
     computing.assert_nothing_held()
 
@@ -194,7 +194,7 @@ def test_a_prompt_waits_for_its_fetch_until_that_is_due_and_no_longer() -> None:
     [
         lambda c: doors.SenderLost(c.holder, "cut"),
         lambda c: doors.PeerGone(c.holder),
-        lambda c: doors.SenderSaid(c.holder, HandoffKey(*c.each.key), Quiesced("no")),
+        lambda c: doors.SenderMessage(c.holder, HandoffKey(*c.each.key), Quiesced("no")),
     ],
     ids=["stream lost", "process gone", "refused"],
 )
@@ -223,7 +223,7 @@ def test_a_fetching_prompt_that_ends_gives_all_pages_back(end: str) -> None:
             assert not computing.core.drained, "what was taken in is served"
             computing.handle(Due(), DUE_S)
             assert computing.starts(DUE_S)
-    computing.handle(doors.SenderSaid(computing.holder, key, Quiesced("withdrawn")))
+    computing.handle(doors.SenderMessage(computing.holder, key, Quiesced("withdrawn")))
     assert not computing.starts()
     computing.assert_nothing_held()
 
@@ -267,10 +267,10 @@ def committed(computing: Computing, offered: list[Command]) -> list[Command]:
     """Let all that was granted to the holder land; return what the worker does when it reads the commit."""
     (grant,) = [c.message for c in offered if isinstance(c, doors.ToSender) and c.peer == computing.holder]
     key, num_pages = HandoffKey(*computing.each.key), len(grant.pages)
-    computing.handle(doors.SenderSaid(computing.holder, key, PagesLanded((7,) * num_pages)))
+    computing.handle(doors.SenderMessage(computing.holder, key, PagesLanded((7,) * num_pages)))
     computing.handle(doors.DigestsChecked(key, None))
     commit = Commit.of(grant, Capsule((grant.first_page + num_pages) * PAGE_SIZE, ()))
-    return computing.handle(doors.SenderSaid(computing.holder, key, commit))
+    return computing.handle(doors.SenderMessage(computing.holder, key, commit))
 
 
 def test_a_fetch_ends_with_its_prompt_when_that_can_go_nowhere() -> None:

@@ -45,7 +45,7 @@ class Worker(LoneCore):
         return Job(REQUEST, self.key.attempt, PROMPT, num_prompt_tokens, SamplingParams(max_tokens=3), (0,))
 
     def say(self, event: receiver.Event) -> list[Command]:
-        return self.handle(doors.SenderSaid(P, self.key, event))
+        return self.handle(doors.SenderMessage(P, self.key, event))
 
     def land(self, num_pages: int) -> None:
         self.say(PagesLanded((7,) * num_pages))

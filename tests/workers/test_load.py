@@ -7,7 +7,7 @@ from lone_core import LoneCore, job, key_of
 
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Incarnation, WorkerId
-from pdserve.kvtransfer.doors import SenderSaid
+from pdserve.kvtransfer.doors import SenderMessage
 from pdserve.kvtransfer.receiver import Quiesced
 from pdserve.kvtransfer.session import Peer
 from pdserve.load import LoadPart
@@ -85,7 +85,7 @@ def test_a_hand_off_that_its_sender_gives_up_waits_for_pages_no_longer(worker: L
     for each in jobs:
         worker.handle(Placed(OURS, each, 1e9, PEER))
     wanted, key = worker.core.load().pages_wanted, key_of(5)
-    commands = worker.handle(SenderSaid(peer, key, Quiesced("its prompt was cancelled")))
+    commands = worker.handle(SenderMessage(peer, key, Quiesced("its prompt was cancelled")))
     failed = [Failed(OURS, key, Failure.SENDER_GAVE_UP, "its prompt was cancelled")] if peer == PEER else []
     assert commands == failed
     assert worker.core.load().pages_wanted == wanted - 15 * len(failed)

@@ -31,7 +31,7 @@ class Worker(LoneCore):
         self.landed = PagesLanded((1,) * len(self.grant.pages))
 
     def say(self, event: receiver.Event, peer: Peer = P, key: HandoffKey = KEY) -> list[Command]:
-        return self.handle(doors.SenderSaid(peer, key, event))
+        return self.handle(doors.SenderMessage(peer, key, event))
 
     def state(self) -> tuple[object, ...]:
         pool = self.cache.pool

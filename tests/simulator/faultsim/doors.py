@@ -18,11 +18,11 @@ from pdserve.kvtransfer.doors import (
     IncomingEvent,
     OutgoingEvent,
     Probe,
-    ReceiverSaid,
+    ReceiverMessage,
     SenderAlive,
     SenderAttached,
     SenderLost,
-    SenderSaid,
+    SenderMessage,
     ToReceiver,
     ToSender,
 )
@@ -108,13 +108,13 @@ class Doors:
         self._owner.site(name, process)
 
     def _from_receiver(self, report: OutgoingEvent) -> None:
-        if isinstance(report, ReceiverSaid) and isinstance(report.event, Grant):
+        if isinstance(report, ReceiverMessage) and isinstance(report.event, Grant):
             self._grants[report.key] = report.event
         self._owner.offer(report)
 
     def _from_sender(self, report: IncomingEvent) -> None:
         match report:
-            case SenderAttached(peer) | SenderAlive(peer) | SenderSaid(peer):
+            case SenderAttached(peer) | SenderAlive(peer) | SenderMessage(peer):
                 self._received_s[peer] = self._world.now
             case SenderLost(peer):
                 self._received_s.pop(peer, None)

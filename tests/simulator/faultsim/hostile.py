@@ -8,7 +8,7 @@ from faultsim.world import ViolationError
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.doors import DigestsChecked, ReceiverSaid, SenderSaid, ToReceiver
+from pdserve.kvtransfer.doors import DigestsChecked, ReceiverMessage, SenderMessage, ToReceiver
 from pdserve.kvtransfer.session import (
     Capsule,
     Commit,
@@ -32,7 +32,7 @@ CAPSULE = Capsule(1, (Tail(0, (SampledToken(1),)),))
 STRANGER = Tail(1 << 20, (SampledToken(1),))  # of a continuation that nobody asked for
 LATE_NEWS = DigestsChecked(UNKNOWN, None)  # honest, and of nothing that goes on
 
-Forged = ReceiverSaid | SenderSaid | Cancelled
+Forged = ReceiverMessage | SenderMessage | Cancelled
 
 
 class Hostile:
@@ -87,11 +87,11 @@ class Hostile:
         is_receiver = bool(doors.granted) and (not doors.placed or self._rng.random() < 0.5)
         return self._forge_as_sender(worker) if is_receiver else self._forge_as_receiver(worker)
 
-    def _forge_as_sender(self, worker: WorkerProcess) -> SenderSaid:
+    def _forge_as_sender(self, worker: WorkerProcess) -> SenderMessage:
         """Speak as the sender of a hand-off with something wrong about it."""
         granted = list(worker.doors.granted)
         if not granted or self._rng.random() < 0.2:
-            return SenderSaid(NOBODY, UNKNOWN, Commit(0, (), (), b"?" * 16, CAPSULE))
+            return SenderMessage(NOBODY, UNKNOWN, Commit(0, (), (), b"?" * 16, CAPSULE))
         peer, key, grant, length = self._rng.choice(granted)
         good = Commit.of(grant, Capsule(length, CAPSULE.tails))
         older = tuple(Generation(generation - 1) for generation in grant.generations)
@@ -112,12 +112,12 @@ class Hostile:
             (past, Quiesced("q")),
         ]
         who, event = self._rng.choice(events)
-        return SenderSaid(who, key, event)
+        return SenderMessage(who, key, event)
 
-    def _forge_as_receiver(self, worker: WorkerProcess) -> ReceiverSaid:
+    def _forge_as_receiver(self, worker: WorkerProcess) -> ReceiverMessage:
         sending = list(worker.doors.placed)
         if not sending or self._rng.random() < 0.2:
-            return ReceiverSaid(NOBODY, UNKNOWN, Taken())
+            return ReceiverMessage(NOBODY, UNKNOWN, Taken())
         peer, key = self._rng.choice(sending)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
         skewed = Grant(0, (PageId(0), PageId(1)), (Generation(1),), b"?" * 16, 4.0)
@@ -127,7 +127,7 @@ class Hostile:
             (peer, skewed),
         ]
         who, event = self._rng.choice(events)
-        return ReceiverSaid(who, key, event)
+        return ReceiverMessage(who, key, event)
 
 
 def _state(worker: WorkerProcess) -> tuple[object, ...]:

@@ -66,7 +66,7 @@ class Mover:
         memory: Memory,
         network: Network,
         find: Callable[[Peer], Host | None],
-        report: Callable[[doors.ReceiverSaid], object],
+        report: Callable[[doors.ReceiverMessage], object],
     ) -> None:
         self.faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda site, process: None
@@ -107,7 +107,7 @@ class Mover:
         for copy in self._copies.pop(peer, ()):
             op = self._ops.pop(copy)
             op.over = True
-            self._report(doors.ReceiverSaid(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
+            self._report(doors.ReceiverMessage(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
 
     def check(self) -> None:
         """Raise ViolationError where a page was released that a copy will read or write."""
@@ -127,7 +127,7 @@ class Mover:
             op.over = True
             digests = None if copy.failure else tuple(op.digests)
             stopped = sender.CopyStopped(digests, copy.failure, copy.in_doubt)
-            self._report(doors.ReceiverSaid(peer, op.key, stopped))
+            self._report(doors.ReceiverMessage(peer, op.key, stopped))
         if self._copies.get(peer) is not copies or peer in self._posted:
             return  # a report has led here, and on
         following = copies.next()

@@ -13,7 +13,7 @@ from faultsim.world import ViolationError, World
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.ids import Attempt, RequestId
-from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.session import HandoffKey, Taken, Withdrawn
 from pdserve.reports import Stage
 from pdserve.router import events as to_router
@@ -49,9 +49,9 @@ class WorkerWitness:
                 self._cancelled[request_id] = max(attempt, self._cancelled.get(request_id, attempt))
             case MoveAsked(key=key, index=index, new_attempt=new_attempt):
                 self._moves[HandoffKey(key.request_id, new_attempt)] = key, index
-            case ReceiverSaid(key=key, event=Taken()):
+            case ReceiverMessage(key=key, event=Taken()):
                 self._moves.pop(key, None)
-            case ReceiverSaid(key=key, event=Withdrawn()):
+            case ReceiverMessage(key=key, event=Withdrawn()):
                 left = self._left.items()
                 self._left = {which: attempt for which, attempt in left if (which[0], attempt) != tuple(key)}
             case _:
