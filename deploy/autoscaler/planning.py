@@ -115,16 +115,16 @@ class Planner:
         best = settled(expected[0], expected[0].fewest(bounds, budget), sizes, bounds)
         lower, upper = at_least[0].fewest(bounds, budget), at_most[0].fewest(bounds, budget)
         wanted, binds = {}, dict(best.binds)
+        is_split = Binds.BUDGET in best.binds.values()
+        missed = self._missed(sizes, best.replicas, bounds)
         for pool in POOLS:
             size = best.replicas[pool]
-            is_split = Binds.BUDGET in best.binds.values()
             pressing = 0 if is_split else self._pressing(pool, seen, expected, startup_s[pool])
             kept = max(upper.replicas[pool], size, pressing, self._signalled(pool, seen, downs[pool]))
             if pressing > size:
                 binds[pool] = Binds.WAITING
             size = min(max(size, pressing), bounds[pool].most)
-            has_missed = not is_split and self._misses.are_too_many(pool, self.policy.objectives.attainment)
-            if not self._is_warm or has_missed:
+            if not self._is_warm or pool in missed:
                 kept = max(kept, sizes[pool])
             wanted[pool] = Wanted(min(size, max(lower.replicas[pool], pressing)), size, min(kept, bounds[pool].most))
         serving = {pool: len(urgent.ready(seen.replicas, pool)) for pool in POOLS}
@@ -133,6 +133,18 @@ class Planner:
         return Plan(
             wanted, binds, attained, self._seen_text(seen), _predicted_text(expected[1], best, expected[0].best)
         )
+
+    def _missed(
+        self, sizes: Mapping[Role, int], best: Mapping[Role, int], bounds: Mapping[Role, Bounds]
+    ) -> Sequence[Role]:
+        """Return the pools that stay as large as they are, because they have missed too much of late.
+
+        None does where the budget then leaves the other pool less than it needs.
+        """
+        missed = [pool for pool in POOLS if self._misses.are_too_many(pool, self.policy.objectives.attainment)]
+        kept = {pool: max(best[pool], sizes[pool]) if pool in missed else best[pool] for pool in POOLS}
+        held = sum(bounds[pool].devices * size for pool, size in kept.items())
+        return missed if held <= self.policy.budget.max_devices else ()
 
     def _is_idle(self, seen: Observation) -> bool:
         """Return whether no request has come of late, and none is left."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from scaled_world import World, policy
 
-from pdserve.autoscaler.decisions import Drain
+from pdserve.autoscaler.decisions import Drain, Flip
 from pdserve.autoscaler.misses import Misses
 from pdserve.autoscaler.observation import Observation
 from pdserve.demand import Demand
@@ -70,3 +70,16 @@ def test_a_pool_that_missed_much_of_late_does_not_shrink() -> None:
         drained.append([a.name for _, a in world.orders if isinstance(a, Drain) and a.name.startswith("prefill")])
     assert drained[0]
     assert not drained[1]
+
+
+def test_a_pool_that_missed_much_gives_up_a_replica_that_the_other_pool_needs() -> None:
+    world = World(policy(budget={"max_devices": 4}), rate=14.0, answer=11).start(3, 1).go_on(50)
+    found = world.observation(5.0)
+    assert found.demand is not None
+    demand = replace(found.demand, num_judged=70, num_within_ttft=30, num_within_tpot=70)
+    world.scaler.decide(replace(found, at_s=world.at_s + 1.0, demand=demand))
+    assert world.sizes == (3, 1)
+    world.rate, world.prompt, world.answer = 2.0, 100, 601  # 24 answers at once, and a replica holds 20
+    world.go_on(200)
+    assert any(isinstance(action, Flip) and action.role is Role.DECODE for _, action in world.orders)
+    assert world.size(Role.DECODE) == 2
