@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pdserve.autoscaler.pools import Pool, Pools
-from pdserve.autoscaler.schedules import bounds_of, changes_of, holds
+from pdserve.autoscaler.schedules import bounds, changes_of, holds
 from pdserve.yaml_models import FieldError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_budget(budget: "Budget", pools: Pools) -> None:
             f"{budget.max_devices} is below {fallback}, what fallback.replicas of both pools hold",
         )
     for at_s in changes_of((*pools.prefill.schedules, *pools.decode.schedules)):
-        least = sum(pool.devices_per_replica * bounds_of(pool, at_s)[0] for pool in both)
+        least = sum(pool.devices_per_replica * bounds(pool, at_s)[0] for pool in both)
         if least > budget.max_devices:
             raise FieldError(
                 ("budget", "maxDevices"),
@@ -51,7 +51,7 @@ def check_schedules(name: str, pool: Pool) -> None:
                         f"asks for {count} as {_KEYS[field]}, and schedules.{asking[0][0]} for {asking[0][1]} at the "
                         f"same time{_hour(at_s, pool)}",
                     )
-        least, most = bounds_of(pool, at_s)
+        least, most = bounds(pool, at_s)
         if least > most:
             place: tuple[int | str, ...] = ("schedules", held[-1][0]) if held else ()
             raise FieldError(

@@ -132,7 +132,7 @@ class Autoscaler:
                 self._pacing[pool].unchanged(by)
 
     def _limits(self, pool: Role, unix_s: float) -> Bounds:
-        least, most = bounds(self._policy, pool, unix_s)
+        least, most = bounds(self._policy.pools.of(pool), unix_s)
         return Bounds(least, most, self._policy.pools.of(pool).devices_per_replica)
 
     # ---- what is wanted

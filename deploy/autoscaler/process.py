@@ -18,9 +18,8 @@ from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
-from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
+from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 
 STATES = {
     launcher.WORKER_STATE_STARTING: State.STARTING,
@@ -47,7 +46,7 @@ def sizes_at_start(policy_file: Path) -> PoolSizes:
     policy = load(policy_file)
     if policy.actuator.kind not in ("process", "ray"):
         raise ConfigError(f"{policy_file}: actuator.kind: {policy.actuator.kind} starts no workers of this cluster")
-    (prefill, _), (decode, _) = (bounds(policy, role, time.time()) for role in (Role.PREFILL, Role.DECODE))
+    (prefill, _), (decode, _) = (bounds(pool, time.time()) for pool in (policy.pools.prefill, policy.pools.decode))
     fewest_devices = min(policy.pools.prefill.devices_per_replica, policy.pools.decode.devices_per_replica)
     return PoolSizes(prefill, decode, policy.budget.max_devices // fewest_devices, policy.actuator.kind == "ray")
 
@@ -70,7 +69,7 @@ class LocalActuator:
     async def add(self, name: str, role: Role) -> None:
         """Start a worker, unless there is one of this name."""
         async with ordering(f"add {name}", self._timeout_s):
-            await self._launcher.start_worker(name, _number(role))
+            await self._launcher.start_worker(name, ROLE_NUMBERS[role])
 
     async def drain(self, name: str) -> None:
         """Let a worker drain and end for good."""
@@ -85,7 +84,7 @@ class LocalActuator:
 async def give_role(router: AdminClient, name: str, role: Role, timeout_s: float) -> None:
     """Give a worker another role while it serves; ActuatorError where its router does not."""
     async with ordering(f"flip {name} to {role}", timeout_s):
-        await router.set_role(WorkerId(name), _number(role))
+        await router.set_role(WorkerId(name), ROLE_NUMBERS[role])
 
 
 @asynccontextmanager
@@ -99,7 +98,3 @@ async def ordering(what: str, timeout_s: float, also_done: grpc.StatusCode | Non
     except grpc.aio.AioRpcError as error:
         if error.code() is not also_done:
             raise ActuatorError(f"{what}: {error.code().name}: {error.details()}") from error
-
-
-def _number(role: Role) -> "link.Role.ValueType":
-    return link.Role.Value(f"ROLE_{role.name}")

@@ -2,26 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, date, datetime, time, timedelta
-from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 from pdserve.autoscaler.pools import DAYS, Pool, Schedule
-from pdserve.roles import Role
-
-if TYPE_CHECKING:
-    from pdserve.autoscaler.schema import Policy
 
 _FIRST_MONDAY = datetime(2026, 1, 5, tzinfo=UTC)  # of the year whose weeks stand for all
 _WEEK = timedelta(days=7)
 
 
-def bounds(policy: "Policy", role: Role, unix_s: float) -> tuple[int, int]:
-    """Return how many replicas a pool has at least and at most at a moment of the wall clock, Unix seconds."""
-    return bounds_of(policy.pools.of(role), unix_s)
+def bounds(pool: Pool, unix_s: float) -> tuple[int, int]:
+    """Return how many replicas a pool has at least and at most at a moment of the wall clock, Unix seconds.
 
-
-def bounds_of(pool: Pool, unix_s: float) -> tuple[int, int]:
-    """Return the limits of one pool. Where schedules differ, which no valid policy allows, the greatest ones hold."""
+    Where schedules differ, which no valid policy allows, the greatest limits hold.
+    """
     held = [each for each in pool.schedules if holds(each, unix_s)]
     least = [each.min_replicas for each in held if each.min_replicas is not None]
     most = [each.max_replicas for each in held if each.max_replicas is not None]

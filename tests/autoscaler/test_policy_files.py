@@ -7,7 +7,6 @@ import pytest
 
 from pdserve.autoscaler.schedules import bounds
 from pdserve.autoscaler.schema import Policy
-from pdserve.roles import Role
 
 
 def policy_of(**prefill: object) -> Policy:
@@ -68,5 +67,5 @@ NIGHT = {"daysOfWeek": ["Fri"], "start": "22:00", "end": "06:00", "timeZone": "E
 )
 def test_a_schedule_past_midnight_belongs_to_the_day_that_it_starts_on(moment: str, least: int) -> None:
     local = datetime.fromisoformat(moment).replace(tzinfo=ZoneInfo("Europe/Zurich"))
-    assert bounds(policy_of(schedules=[NIGHT]), Role.PREFILL, local.timestamp()) == (least, 4)
-    assert bounds(policy_of(schedules=[NIGHT]), Role.DECODE, local.timestamp()) == (1, 4)
+    assert bounds(policy_of(schedules=[NIGHT]).pools.prefill, local.timestamp()) == (least, 4)
+    assert bounds(policy_of(schedules=[NIGHT]).pools.decode, local.timestamp()) == (1, 4)
