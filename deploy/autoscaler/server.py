@@ -150,8 +150,8 @@ async def connected(policy: Policy, target: Target) -> AsyncIterator[Actuator]:
         case ProcessActuator(timeout_s=timeout_s):
             if not target.launcher:
                 raise ConfigError("actuator: no launcher is known: this cluster was not started by `pdserve up`")
-            async with LauncherClient(target.launcher, target.secret_file, target.identity_dir) as launcher:
-                yield LocalActuator(launcher, router, timeout_s)
+            launcher = LauncherClient(target.launcher, target.secret_file, target.identity_dir)
+            yield LocalActuator(launcher, router, timeout_s)
         case PublishSettings():
             yield PublishActuator(router)
         case RayActuator():

@@ -2,12 +2,11 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.certificates import Part
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.launch.calls import CALL_TIMEOUT_S, OperatorClient, operator_credentials
+from pdserve.launch.calls import CALL_TIMEOUT_S, OperatorClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
@@ -20,8 +19,7 @@ if TYPE_CHECKING:  # stubs alone have it
 class AdminClient(OperatorClient):
     """One operator's connection to one router."""
 
-    def __init__(self, address: str, secret_file: Path, identity_dir: Path | None = None) -> None:
-        super().__init__(address, operator_credentials(secret_file, identity_dir), Part.ROUTER)
+    listener = Part.ROUTER
 
     async def status(self) -> admin.ClusterStatus:
         """Return the cluster as the router sees it now."""

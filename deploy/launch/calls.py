@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 import grpc
 
@@ -22,18 +21,12 @@ class OperatorClient:
     Each call dials: so it shows the certificate that is there by then, and what runs on an earlier connection goes on.
     """
 
-    def __init__(self, address: str, credentials: Credentials, listener: Part) -> None:
+    listener: ClassVar[Part]  # whose port it is
+
+    def __init__(self, address: str, secret_file: Path, identity_dir: Path | None = None) -> None:
+        """ConfigError names the setting of the credentials that is refused."""
         self.address = address
-        self._credentials = credentials
-        self._listener = listener
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+        self._credentials = Credentials.read(secret_file, identity_dir, Part.OPERATOR)
 
     def at(self, address: str) -> Self:
         """Return a connection to another port of the same kind, with the same credentials."""
@@ -47,10 +40,5 @@ class OperatorClient:
     ) -> AsyncIterator[tuple[grpc.aio.Channel, rpc.Metadata]]:
         """Yield a connection, and the metadata of one call of a method, service/name, that is to be made there."""
         method, secret = f"/pdserve.v1.{method}", self._credentials.secret
-        async with self._credentials.channel(self.address, self._listener) as channel:
+        async with self._credentials.channel(self.address, self.listener) as channel:
             yield channel, await rpc.identify(channel, secret, method, timeout_s, wait_for_ready=wait_for_ready)
-
-
-def operator_credentials(secret_file: Path, identity_dir: Path | None) -> Credentials:
-    """Read what an operator shows; ConfigError names the setting that is refused."""
-    return Credentials.read(secret_file, identity_dir, Part.OPERATOR)

@@ -1,10 +1,9 @@
 """Talk to the launcher of a machine's cluster as its operator."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from pdserve.certificates import Part
-from pdserve.launch.calls import CALL_TIMEOUT_S, OperatorClient, operator_credentials
+from pdserve.launch.calls import CALL_TIMEOUT_S, OperatorClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceStub
@@ -13,8 +12,7 @@ from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceStub
 class LauncherClient(OperatorClient):
     """One operator's connection to one launcher."""
 
-    def __init__(self, address: str, secret_file: Path, identity_dir: Path | None = None) -> None:
-        super().__init__(address, operator_credentials(secret_file, identity_dir), Part.OPERATOR)
+    listener = Part.OPERATOR
 
     async def list_workers(self) -> Sequence[launcher.LaunchedWorker]:
         """Return the workers that run or start, those that drain included."""

@@ -146,7 +146,7 @@ class LocalCluster:
             self._announce(exit_)
 
         self._publish()  # an autoscaler reads it when it starts
-        async with client, asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             helpers.add(tasks.create_task(self._watch(client)))
             await self._supervisor.run(on_exit, self._publish)
             for helper in helpers:

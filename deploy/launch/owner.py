@@ -6,7 +6,6 @@ Invariant: no two processes of one worker run at once on a machine, whatever bec
 import asyncio
 import os
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,16 +69,14 @@ class Owner:
 
     async def run(self) -> None:
         """Keep the worker running until it is retired. An ExceptionGroup holds ConfigError if it refuses its flags."""
-        async with AsyncExitStack() as stack:
-            clients = [AdminClient(address, self._order.secret_file) for address in self._order.routers]
-            routers = [await stack.enter_async_context(client) for client in clients]
-            async with asyncio.TaskGroup() as reports:
+        routers = [AdminClient(address, self._order.secret_file) for address in self._order.routers]
+        async with asyncio.TaskGroup() as reports:
 
-                def on_exit(exit_: ChildExit) -> None:
-                    for router in routers:
-                        reports.create_task(report_end(router, exit_))
+            def on_exit(exit_: ChildExit) -> None:
+                for router in routers:
+                    reports.create_task(report_end(router, exit_))
 
-                await self._supervisor.run(on_exit, self._on_change)
+            await self._supervisor.run(on_exit, self._on_change)
 
     def _on_change(self) -> None:
         if not self._supervisor.processes:

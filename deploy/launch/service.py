@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 import grpc
 
+from pdserve.certificates import Part
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, echo
-from pdserve.launch.calls import operator_credentials
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, ClusterSpec, WorkerPlans
 from pdserve.launch.supervisor import Supervisor
@@ -98,7 +99,7 @@ async def serving(
     endpoint: LauncherEndpoint, secret_file: Path, identity_dir: Path | None = None
 ) -> AsyncIterator[str]:
     """Serve on loopback for the length of the block; yield the address, host:port."""
-    credentials = operator_credentials(secret_file, identity_dir)
+    credentials = Credentials.read(secret_file, identity_dir, Part.OPERATOR)
     server = credentials.server(lambda _: None)
     add_LauncherServiceServicer_to_server(endpoint, server)
     address = credentials.listen(server, "127.0.0.1", 0, "launcher")

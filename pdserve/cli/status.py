@@ -37,14 +37,13 @@ COLUMNS = (
 
 async def show_status(client: AdminClient, *, watch: bool, as_json: bool) -> None:
     """Print the state once, or each change of it until interrupted."""
-    async with client:
-        try:
-            if watch:
-                await _follow(client, as_json=as_json)
-            else:
-                _print(await client.status(), as_json=as_json)
-        except grpc.aio.AioRpcError as error:
-            raise failure(client.address, error) from error
+    try:
+        if watch:
+            await _follow(client, as_json=as_json)
+        else:
+            _print(await client.status(), as_json=as_json)
+    except grpc.aio.AioRpcError as error:
+        raise failure(client.address, error) from error
 
 
 async def _follow(client: AdminClient, *, as_json: bool) -> None:

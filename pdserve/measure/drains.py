@@ -49,7 +49,8 @@ async def measure_drain(
 ) -> DrainFindings:
     """Start two decode workers, run `count` answers on one, and drain it once this share of their tokens is there."""
     clock, gaps, pairs = MonotonicClock(), list[MovedGap](), dict[str, float]()
-    async with started(spec, report) as (cluster, live, board), cluster.state.operator() as operator:
+    async with started(spec, report) as (cluster, live, board):
+        operator = cluster.state.operator()
         board.watchers.append(lambda status: pairs.update(_bandwidth(status)))
         await operator.set_role(STAYING, link.ROLE_PREFILL)  # so that all answers begin on the other
 

@@ -103,8 +103,7 @@ class LiveCluster:
 
     async def status(self) -> admin.ClusterStatus:
         """Return the router's view of the cluster."""
-        async with self.state.operator() as operator:
-            return await operator.status()
+        return await self.state.operator().status()
 
 
 @asynccontextmanager

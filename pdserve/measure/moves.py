@@ -89,14 +89,11 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
                 report(f"{outcome}")
 
         state = cluster.state
-        async with (
-            state.operator() as operator,
-            LauncherClient(state.launcher, state.secret_file, state.identity_dir) as launcher,
-        ):
-            operations = Operations(cluster, board, (operator, launcher), trial.operations, clock)
-            async with asyncio.TaskGroup() as tasks:
-                operating = tasks.create_task(operations.run())
-                outcomes = await _load(live.client, requests, rate, operating, on_end)
+        launcher = LauncherClient(state.launcher, state.secret_file, state.identity_dir)
+        operations = Operations(cluster, board, (state.operator(), launcher), trial.operations, clock)
+        async with asyncio.TaskGroup() as tasks:
+            operating = tasks.create_task(operations.run())
+            outcomes = await _load(live.client, requests, rate, operating, on_end)
         free_after_s, left_over = await recovered(cluster, board)
         return MovesVerdict(
             capacity_per_s=capacity,

@@ -120,8 +120,9 @@ async def _raise_when_ended(process: asyncio.subprocess.Process, name: str) -> N
 async def _attended(state: ClusterState, name: str, num_workers: int, clock: MonotonicClock) -> tuple[float, float]:
     """Wait for a router and for its workers; return when it listened, and when all were attached and ready."""
     listened_s: float | None = None
+    operator = state.operator()
     try:
-        async with asyncio.timeout(_READY_TIMEOUT_S), state.operator() as operator:
+        async with asyncio.timeout(_READY_TIMEOUT_S):
             while True:
                 try:
                     async for status in operator.watch(wait_for_ready=True):

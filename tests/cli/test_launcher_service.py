@@ -100,8 +100,7 @@ async def test_a_caller_without_the_secret_is_refused(tmp_path: Path) -> None:
     async with sleeping_cluster(tmp_path, 3) as stage:
         other = tmp_path / "other"
         other.mkdir()
-        async with LauncherClient(stage.address, write_secret(other)) as stranger:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stranger.start_worker("decode-1", link.ROLE_DECODE)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await LauncherClient(stage.address, write_secret(other)).start_worker("decode-1", link.ROLE_DECODE)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert await stage.states() == {"prefill-0": STARTING, "decode-0": STARTING}

@@ -62,11 +62,8 @@ class Cluster:
     def num_quarantined(self) -> int:
         """Return how many pages of all workers wait for proof that a peer has ended."""
 
-        async def ask() -> int:
-            async with self.operator() as client:
-                return sum(worker.load.pages_quarantined for worker in (await client.status()).workers)
-
-        return asyncio.run(ask())
+        status = asyncio.run(self.operator().status())
+        return sum(worker.load.pages_quarantined for worker in status.workers)
 
     def ask(self, prompt: list[int]) -> list[int]:
         """Return the tokens of an answer, each the likeliest."""

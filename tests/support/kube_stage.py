@@ -113,11 +113,11 @@ class KubeStage:
 @asynccontextmanager
 async def kube_stage(kube: KubeCluster, tmp_path: Path) -> AsyncIterator[KubeStage]:
     router, secret = Router(), write_secret(tmp_path)
-    async with serving(router, secret) as address, AdminClient(address, secret) as operator, Client() as client:
+    async with serving(router, secret) as address, Client() as client:
         for name in NAMES.values():
             await kube.make_deployment(name)
         hole = socket.create_server(("127.0.0.1", 0))  # that takes whatever comes, and answers nothing
-        stage = KubeStage(kube, client, router, operator, secret, hole)
+        stage = KubeStage(kube, client, router, AdminClient(address, secret), secret, hole)
         await stage.actuator.observe()
         for role in NAMES:
             await stage.actuator.add(f"{role.value}-0", role)

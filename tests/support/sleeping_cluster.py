@@ -72,7 +72,7 @@ async def sleeping_cluster(folder: Path, max_workers: int) -> AsyncIterator[Slee
     async with (
         serving(endpoint, wiring.secret_file) as address,
         supervised(supervisor, record),
-        LauncherClient(address, wiring.secret_file) as client,
     ):
+        client = LauncherClient(address, wiring.secret_file)
         await record.until(lambda: record.num_starts == 3)
         yield SleepingCluster(address, wiring.secret_file, client, supervisor, record, ready)
