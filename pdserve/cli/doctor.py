@@ -130,8 +130,7 @@ async def asked(router: "AdminClient", model: str | None) -> list["Finding"]:
 
     asked_s = time.time()
     try:
-        async with router:
-            reply = await router.status_and_clock()
+        reply = await router.status_and_clock()
     except (grpc.aio.AioRpcError, ConfigError) as error:
         why = str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
         return [failed("router", f"{router.address}: {why}", "see that it runs, and that this machine reaches it")]

@@ -87,11 +87,11 @@ def _operate(work: "Callable[[AdminClient], Awaitable[None]]", cluster: Operated
     from pdserve.cli.stream import failure
 
     async def run() -> None:
-        async with cluster.client() as router:
-            try:
-                await work(router)
-            except grpc.aio.AioRpcError as error:
-                raise failure(router.address, error) from error
+        router = cluster.client()
+        try:
+            await work(router)
+        except grpc.aio.AioRpcError as error:
+            raise failure(router.address, error) from error
 
     asyncio.run(run())
 
