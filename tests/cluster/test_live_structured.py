@@ -149,6 +149,47 @@ def test_openais_client_parses_answers_and_streams_tool_calls(cluster: LiveClust
         assert refused.value.param == "structured_outputs.regex"
 
 
+REFERENCES = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)} | {"d1500": {"type": "string"}}
+NASTY: list[tuple[str, Any]] = [  # as structured_outputs asks for them; none takes 64 KiB
+    ("regex", "a{1000000}"),
+    ("regex", r"(\w+\s?){1,500}[\p{Greek}&&\p{Lu}]"),
+    ("json", {"type": "integer", "multipleOf": 999_983, "minimum": 0}),
+    ("json", {"$ref": "#/$defs/d0", "$defs": REFERENCES}),
+    ("json", {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1500)}}),
+    ("json", {"type": "object", "patternProperties": {"^a.*": {}, "^.*b": {}}}),
+    ("json", {"$ref": "#"}),
+    ("grammar", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"'),
+    ("grammar", "start: " + " | ".join(f"r{i}" for i in range(2500)) + "".join(f'\nr{i}: "{i}"' for i in range(2500))),
+    ("grammar", "start: A\nA: /(a|b)*a(a|b){12}/ & /(a|b)*b(a|b){13}/ & ~/.*abab.*/"),
+    ("choice", [str(number) for number in range(1025)]),
+]
+
+
+def test_what_is_nasty_is_refused_and_harms_no_stream(cluster: LiveCluster) -> None:
+    plain = inference.SamplingParams(max_tokens=60, ignore_eos=True)
+    asked = [inference.GenerateRequest(text=f"Once upon a time, {topic}", sampling=plain) for topic in TOPICS]
+    streams = [(Answer(), cluster.start(request)) for request in asked]
+    for answer, call in streams:
+        answer.add(next(call))
+    with (
+        openai.OpenAI(base_url=f"{cluster.state.http}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(len(NASTY)) as pool,
+    ):
+        model = client.models.list().data[0].id
+
+        def refusal(each: tuple[str, Any]) -> str | None:
+            asking = {"structured_outputs": dict([each])}
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(model=model, prompt="Go:", max_tokens=8, extra_body=asking)
+            return refused.value.param
+
+        params = list(pool.map(refusal, NASTY))
+    assert params == [f"structured_outputs.{field}" for field, _ in NASTY]
+    for answer, call in streams:
+        answer.read(call)
+        assert len(answer.tokens[0]) == 60
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_thousand_answers_match_their_schemas(cluster: LiveCluster) -> None:
