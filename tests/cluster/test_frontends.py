@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from frontend_owners import PATIENCE_S, frontends, own_ports, owner, until
-from live_cluster import LiveCluster, greedy, is_idle, live_cluster, load_of
+from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
 from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 
@@ -150,6 +151,16 @@ def test_another_frontend_takes_its_place(cluster: LiveCluster, oracle: PreTrain
         assert len(client.tokens) == 8
         client.close()
     cluster.wait_for(is_idle, 5)
+
+
+def test_frontends_end_with_their_router(cluster: LiveCluster) -> None:
+    router = cluster.pid_of("router")
+    ended = frontends(router)
+    os.kill(router, signal.SIGKILL)
+    gone, left = psutil.wait_procs(ended, timeout=5)
+    assert (len(gone), left) == (2, [])
+    until(lambda: cluster.pid_of("router") != router and len(frontends(cluster.pid_of("router"))) == 2)
+    cluster.wait_for(all_ready(2), 30)
 
 
 def metric(cluster: LiveCluster, name: str) -> float:
