@@ -1,0 +1,61 @@
+"""A program's threads do each piece of each call once, and no call before the one before it is done."""
+
+import ctypes
+
+import pytest
+import torch
+
+from pdserve.kernels.cpu.calls import Calls, Immediate, Program
+from pdserve.kernels.cpu.quantized import QuantizedTiles, multiply_codes, tiled_codes
+from pdserve.kernels.cpu.rows import rms_norm
+
+WIDTH = 256
+MOST_ROWS = 24
+DEPTH = 12
+NORM = torch.ones(WIDTH)
+
+
+def tiles(seed: int) -> QuantizedTiles:
+    draw = torch.Generator().manual_seed(seed)
+    shape = (WIDTH, WIDTH // 32)
+    codes = torch.randint(0, 256, (*shape, 32), generator=draw, dtype=torch.uint8)
+    scales = torch.rand(shape, generator=draw).half() / 128
+    return QuantizedTiles(tiled_codes(codes, scales, -scales * 128), 8, WIDTH, torch.float32)
+
+
+def computed(calls: Calls, x: torch.Tensor, matrices: list[QuantizedTiles]) -> torch.Tensor:
+    """Go through matrices one after the other; each result needs all of the one before it."""
+    for matrix in matrices:
+        x = multiply_codes(calls, rms_norm(calls, x, NORM, 1e-5), matrix, x)
+    return x
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_any_number_of_threads_and_rows_gives_the_bits_of_calls_one_by_one(
+    loaded: ctypes.CDLL, num_threads: int
+) -> None:
+    matrices = [tiles(seed) for seed in range(DEPTH)]
+    given = torch.randn(MOST_ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    expected = computed(Immediate(loaded), given.clone(), matrices)
+    program, x, before = Program(loaded), given.clone(), torch.get_num_threads()
+    out = computed(program, x, matrices)
+    try:
+        torch.set_num_threads(num_threads)
+        for turn in range(150):
+            num_rows = 1 + turn % MOST_ROWS
+            x.copy_(given)
+            program.run(num_rows)
+            assert torch.equal(out[:num_rows], expected[:num_rows])
+            assert torch.equal(out[num_rows:], given[num_rows:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_is_used_again_once_nobody_holds_it(loaded: ctypes.CDLL) -> None:
+    program = Program(loaded)
+    first, second = (program.empty(4, 8, torch.float32) for _ in range(2))
+    address = first.data_ptr()
+    assert address != second.data_ptr()
+    del first
+    assert program.empty(4, 8, torch.bfloat16).data_ptr() != address
+    assert program.empty(4, 8, torch.float32).data_ptr() == address
