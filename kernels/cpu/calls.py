@@ -47,6 +47,9 @@ class Call(ctypes.Structure):
     )
 
 
+_ALL_PACKED: list[ctypes.Array[Call]] = []  # of programs that are gone too: a thread that comes late looks at them
+
+
 class Calls(Protocol):
     """Takes calls in the order in which they are to be computed."""
 
@@ -61,21 +64,30 @@ class Calls(Protocol):
         ...
 
 
+MOST_AT_ONCE = 8  # calls of one operation
+WORTH_TEAM = 64  # rows; threads of a program sleep between its runs, and waking them takes longer than fewer rows
+
+
 class Immediate:
-    """Computes each call as it comes."""
+    """Computes each call as it comes: of a few rows in OpenMP's threads, of many in those of programs."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self.loaded = loaded
         self._run = function(loaded, "pdserve_run", Pointer, Size, Size)
+        self._run_in_team = function(loaded, "pdserve_run_program", Pointer, Size, Size, Size)
+        self._kept = (Call * MOST_AT_ONCE)()
+        _ALL_PACKED.append(self._kept)
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((num_rows, width), dtype=dtype)
 
     def take(self, num_rows: int, *calls: Call) -> None:
-        self._run((Call * len(calls))(*calls), len(calls), num_rows)
-
-
-_ALL_PACKED: list[ctypes.Array[Call]] = []  # of programs that are gone too: a thread that comes late looks at them
+        if num_rows < WORTH_TEAM:
+            self._run((Call * len(calls))(*calls), len(calls), num_rows)
+            return
+        for place, call in enumerate(calls):
+            self._kept[place] = call
+        self._run_in_team(self._kept, len(calls), num_rows, torch.get_num_threads())
 
 
 class Program:
