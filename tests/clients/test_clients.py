@@ -6,6 +6,7 @@ None of them may ask a hub: tokenizers are those of the model's file.
 import io
 import json
 import os
+import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable, Iterator
@@ -61,14 +62,15 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def run(hub: Path, tmp_path: Path) -> Run:
-    """Run a program of the clients' environment, among the tasks."""
+    """Run a program of the clients' environment, in a folder with the tasks."""
+    tasks = shutil.copytree(TASKS, tmp_path / "tasks")
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     environment = {**os.environ, **offline, "HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(hub)}
 
     def run(*command: object) -> None:
         name, *arguments = map(str, command)
         done = subprocess.run(
-            [f"{CLIENTS}/{name}", *arguments], capture_output=True, text=True, check=False, cwd=TASKS, env=environment
+            [f"{CLIENTS}/{name}", *arguments], capture_output=True, text=True, check=False, cwd=tasks, env=environment
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -126,7 +128,7 @@ def test_lm_eval_asks_in_chats(cluster: LiveCluster, run: Run, tmp_path: Path) -
 
 def evaluate(run: Run, kind: str, model: dict[str, object], task: str, folder: Path, *flags: str) -> None:
     arguments = ",".join(f"{name}={value}" for name, value in model.items())
-    where = ("--tasks", task, "--include_path", TASKS, "--output_path", folder, "--log_samples")
+    where = ("--tasks", task, "--include_path", ".", "--output_path", folder, "--log_samples")
     run("lm_eval", "--model", kind, "--model_args", arguments, *where, *flags)
 
 
