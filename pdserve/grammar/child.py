@@ -65,9 +65,9 @@ def _compile(compiler: Compiler, asked: dict[str, Any]) -> Never:
     status = 1
     try:
         os.nice(NICENESS)
-        with open("/proc/self/statm", encoding="ascii") as sizes:
+        with suppress(OSError), open("/proc/self/statm", encoding="ascii") as sizes:  # Linux alone has it
             memory_bytes = int(sizes.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
         signal.setitimer(signal.ITIMER_PROF, asked["cpu_limit_s"])
         outcome, text = Outcome.COMPILED, ""
