@@ -98,7 +98,9 @@ def move_all(cluster: LiveCluster, numbers: Sequence[int]) -> int:
 def test_answers_match_their_schemas_though_their_worker_is_killed_or_they_move(cluster: LiveCluster) -> None:
     assert kill_one(cluster, range(20)) >= 3
     cluster.wait_for(all_ready(3), 60)
-    assert move_all(cluster, range(20, 40)) >= 3
+    num_moved, first = 0, 20
+    while num_moved < 3:  # answers may end before they could
+        num_moved, first = num_moved + move_all(cluster, range(first, first + 20)), first + 20
 
 
 class Ship(BaseModel):
