@@ -144,6 +144,12 @@ class Refused:
     because: Because | None = None  # set where a want of workers, room or time was the reason
 
 
+def reads_too_slowly(limit_bytes: int) -> Refused:
+    """Return the end of an answer whose client let more than that wait."""
+    text = f"client reads too slowly: {limit_bytes} bytes of its answer wait"
+    return Refused(Status.RESOURCE_EXHAUSTED, text)
+
+
 @value
 class End:
     request_id: RequestId

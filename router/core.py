@@ -11,7 +11,7 @@ from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import IDLE
 from pdserve.router.admission import SHUTTING_DOWN, Admission
-from pdserve.router.commands import Command, Refused, SendDrain, SendRole, Warn
+from pdserve.router.commands import Command, Refused, SendDrain, SendRole, Warn, reads_too_slowly
 from pdserve.router.config import Limits
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
@@ -141,8 +141,7 @@ class RouterCore:
             case ClientGone(request_id):
                 self._end(request_id, _CANCELLED)
             case ClientTooSlow(request_id, limit_bytes):
-                text = f"client reads too slowly: {limit_bytes} bytes of its answer wait"
-                self._end(request_id, Refused(Status.RESOURCE_EXHAUSTED, text))
+                self._end(request_id, reads_too_slowly(limit_bytes))
             case StopStringFound(request_id, index):
                 self._stop(request_id, index, now_s)
             case Tick():

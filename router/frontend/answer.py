@@ -1,7 +1,8 @@
 """One request's answer on its way from the core to a door: text made of tokens, and written together where it waits.
 
 Invariant: a door is given each gain once and in order; nothing after the end; and it is called again only after it
-has taken what it was given. What waits for the door meanwhile is bounded.
+has taken what it was given. What waits for the door meanwhile is bounded: a door that lets more wait is given nothing
+further, and its answer is cut off at the request's end.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Protocol
 from pdserve.errors import InvariantError
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Deliver, Finished, Refused
+from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.events import ClientTooSlow, StopStringFound
 from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Terms
@@ -92,8 +93,8 @@ class Answer:
         """Add tokens; return what the core has to know about it."""
         index = command.index
         output = self._outputs[index]
-        if output is None:
-            return None  # decoded before the workers heard of the stop string
+        if output is None or self._was_cut_off:
+            return None  # decoded before the workers heard of the stop string, or of the slow reader
         if self._unsent_bytes > self._max_unsent_bytes and not self._takes_more:
             self._was_cut_off = True
             return ClientTooSlow(self.request_id, self._max_unsent_bytes)
@@ -140,8 +141,11 @@ class Answer:
 
     def end(self, outcome: Finished | Refused) -> None:
         """Note the request's end. A client that reads too slowly does not get to read what waits."""
-        if self._has_stopped and isinstance(outcome, Finished):  # the core may have taken tokens that came after
-            outcome = replace(outcome, usage=replace(outcome.usage, completion_tokens=self.num_tokens))
+        if isinstance(outcome, Finished):
+            if self._was_cut_off:  # its last tokens were dropped
+                outcome = reads_too_slowly(self._max_unsent_bytes)
+            elif self._has_stopped:  # the core may have taken tokens that came after
+                outcome = replace(outcome, usage=replace(outcome.usage, completion_tokens=self.num_tokens))
         self.outcome = outcome
         self._on_end(self)
         if self._was_cut_off and isinstance(outcome, Refused):
@@ -163,13 +167,13 @@ class Answer:
             self._note_news(is_urgent=self.outcome is not None)
 
     def _note_news(self, *, is_urgent: bool) -> None:
-        if self._takes_more and self._client is not None:
+        if self._takes_more and not self._was_cut_off and self._client is not None:
             self._pace.add(self, is_urgent=is_urgent or self._unsent_bytes > self._max_unsent_bytes)
 
     def write(self) -> None:
         """Give the door all that it has not had. Called by Pace."""
         client, outcome = self._client, self.outcome
-        if client is None or not self._takes_more:
+        if client is None or self._was_cut_off or not self._takes_more:
             return
         gains = list(self._unsent.values())
         self._unsent.clear()

@@ -212,12 +212,45 @@ async def test_too_much_that_waits_cuts_the_reader_off() -> None:
     gain(answer, 10)
     await turn()
     cuts = [news for _ in range(100) if (news := gain(answer, 11)) is not None]
-    assert cuts[0] == ClientTooSlow(answer.request_id, 100)
+    assert cuts == [ClientTooSlow(answer.request_id, 100)]
     answer.end(CUT_OFF)
     await turn()
     assert door.cuts == [CUT_OFF]
     answer.resume()
     assert len(door.writes) == 1
+
+
+async def test_an_answer_that_finishes_as_its_reader_is_cut_off_is_not_finished_to_the_reader() -> None:
+    door = Door(takes_more=False)
+    answer = answer_for(door, max_unsent_bytes=100)
+    gain(answer, 10)
+    await turn()
+    while not gain(answer, 11):
+        pass
+    gain(answer, 12, finish_reason=2)
+    answer.end(FINISHED)
+    answer.resume()
+    await turn()
+    assert len(door.writes) == 1
+    assert door.cuts == [answer.outcome]
+    assert isinstance(answer.outcome, Refused)
+    assert answer.outcome.status is Status.RESOURCE_EXHAUSTED
+
+
+async def test_nothing_is_written_after_tokens_that_were_dropped() -> None:
+    door = Door(takes_more=False)
+    answer = answer_for(door, max_unsent_bytes=100)
+    gain(answer, 10)
+    await turn()
+    while not gain(answer, 11):
+        pass
+    answer.resume()
+    assert gain(answer, 12) is None
+    await turn()
+    assert door.tokens() == [[10]]
+    answer.end(CUT_OFF)
+    await turn()
+    assert (len(door.writes), door.cuts) == (1, [CUT_OFF])
 
 
 async def test_a_door_that_takes_more_is_not_too_slow_however_much_comes_in_one_turn() -> None:
