@@ -8,10 +8,11 @@ depend on (seed, index) alone. Page copies run on their own, before the chunks, 
 that was copied from.
 
 A step may have been planned while the one before it ran: its tokens that were not known then are put into it here.
+A chunk whose sequence failed in that step is not computed.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from pdserve.engine.step import Chunk, StepPlan, StepResult
@@ -45,20 +46,26 @@ class Isolating:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; sequences that make it fail are named in the result. DeviceError if nothing can be computed."""
-        chunks = tuple(map(self._filled_in, plan.chunks))
         if plan.copies:
             self._copy(plan)
-        found = _Found([()] * len(chunks))
-        self._try(chunks, 0, found)
+        found = _Found([()] * len(plan.chunks))
+        wanted = self._known(plan.chunks, found)
+        if wanted:
+            self._try(wanted, found)
         self._drawn = tuple(found.tokens)
         return StepResult(self._drawn, found.elapsed_s, found.failed, found.prompts, found.stuck)
 
-    def _filled_in(self, chunk: Chunk) -> Chunk:
-        """Name the token that the step before has sampled for a chunk. Where that failed, nobody wants this chunk."""
-        if chunk.previous is None:
-            return chunk
-        sampled = self._drawn[chunk.previous]
-        return replace(chunk, token_ids=(sampled[0].token_id,) if sampled else chunk.token_ids, previous=None)
+    def _known(self, chunks: tuple[Chunk, ...], found: _Found) -> list[tuple[int, Chunk]]:
+        """Return the chunks to compute, with their places, and with tokens of the step before where they need them."""
+        wanted: list[tuple[int, Chunk]] = []
+        for place, chunk in enumerate(chunks):
+            if chunk.previous is None:
+                wanted.append((place, chunk))
+            elif sampled := self._drawn[chunk.previous]:
+                wanted.append((place, replace(chunk, token_ids=(sampled[0].token_id,), previous=None)))
+            else:
+                found.failed[place] = "the step before failed"
+        return wanted
 
     def _copy(self, plan: StepPlan) -> None:
         try:
@@ -68,27 +75,29 @@ class Isolating:
         except Exception as error:
             raise DeviceError(f"copying pages failed: {_describe(error)}") from error
 
-    def _try(self, chunks: tuple[Chunk, ...], place: int, found: _Found) -> None:
-        """Compute chunks, the first of which is at that place of the plan; in halves if it fails."""
+    def _try(self, wanted: list[tuple[int, Chunk]], found: _Found) -> None:
+        """Compute chunks, each with its place in the plan; in halves if that fails."""
         try:
-            result = self._run(StepPlan(chunks))
+            result = self._run(StepPlan(tuple([chunk for _, chunk in wanted])))
         except InvariantError:
             raise
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(chunks))
-            if len(chunks) == 1:
-                self._check_device(chunks[0], error)
+            logger.exception("a step of %d sequences failed", len(wanted))
+            if len(wanted) == 1:
+                ((place, chunk),) = wanted
+                self._check_device(chunk, error)
                 found.failed[place] = _describe(error)
                 return
         else:
-            found.tokens[place : place + len(chunks)] = result.tokens
+            for (place, _), tokens in zip(wanted, result.tokens, strict=True):
+                found.tokens[place] = tokens
             found.elapsed_s += result.elapsed_s
-            found.prompts |= {place + offset: scores for offset, scores in result.prompts.items()}
-            found.stuck |= {place + offset: reason for offset, reason in result.stuck.items()}
+            found.prompts |= {wanted[index][0]: scores for index, scores in result.prompts.items()}
+            found.stuck |= {wanted[index][0]: reason for index, reason in result.stuck.items()}
             return
-        half = len(chunks) // 2
-        self._try(chunks[:half], place, found)
-        self._try(chunks[half:], place + half, found)
+        half = len(wanted) // 2
+        self._try(wanted[:half], found)
+        self._try(wanted[half:], found)
 
     def _check_device(self, failed: Chunk, error: Exception) -> None:
         """Raise DeviceError unless one token can be computed, in a page that only the failed sequence writes to."""
@@ -110,10 +119,15 @@ class FailedSteps:
     def __init__(self) -> None:
         self._count = 0
         self._last_s = 0.0
+        self._failed_before: Collection[int] = ()  # places in the last step
 
-    def note(self, num_sequences: int, num_failed: int, now_s: float) -> bool:
-        """Note a step; return whether all of its sequences failed."""
-        all_failed = 0 < num_failed == num_sequences
+    def note(self, plan: StepPlan, result: StepResult, now_s: float) -> bool:
+        """Note a step; return whether all of its sequences failed, those aside that the step before has failed."""
+        wanted = [place for place, chunk in enumerate(plan.chunks) if chunk.previous not in self._failed_before]
+        self._failed_before = result.failed
+        if not wanted:
+            return False
+        all_failed = all(place in result.failed for place in wanted)
         self._count = self.count(now_s) + 1 if all_failed else 0
         self._last_s = now_s
         return all_failed

@@ -122,7 +122,7 @@ class WorkerLoop:
         # A step computed again in halves takes longer than others of its size: its time is not reported.
         step = None if result.failed else (plan, replace(result, elapsed_s=self._began_s - began_s))
         self._outbox.perform(commands, step)
-        if self._failed_steps.note(len(plan.chunks), len(result.failed), self._began_s):
+        if self._failed_steps.note(plan, result, self._began_s):
             self._beat()  # before routers place more here
         self._outbox.refresh(self._load, self._num_steps, at_once=False)
 

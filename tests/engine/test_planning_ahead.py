@@ -12,31 +12,14 @@ from faultsim.engine import FakeRunner, expected
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Job, Sampled, Sequence, Split
-from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.worker.failing import Isolating
 
 VOCAB = 101
 PAGE_SIZE = 4
-
-
-class FollowingRunner(FakeRunner):
-    """Knows the tokens of the step before, as a device does."""
-
-    drawn: tuple[tuple[SampledToken, ...], ...] = ()
-
-    def run(self, plan: StepPlan) -> StepResult:
-        known = tuple(map(self._fill_in, plan.chunks))
-        result = super().run(replace(plan, chunks=known))
-        self.drawn = result.tokens
-        return result
-
-    def _fill_in(self, chunk: Chunk) -> Chunk:
-        if chunk.previous is None:
-            return chunk
-        (token,) = self.drawn[chunk.previous]
-        return replace(chunk, token_ids=(token.token_id,))
 
 
 @dataclass
@@ -50,7 +33,8 @@ class Bench:
     def __post_init__(self) -> None:
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=self.budget, max_model_len=48, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(self.num_pages, PAGE_SIZE, None), limits)
-        self.runner = FollowingRunner(self.num_pages, PAGE_SIZE, VOCAB)
+        self.runner = FakeRunner(self.num_pages, PAGE_SIZE, VOCAB)
+        self.steps = Isolating(self.runner.run)
         self.running: deque[tuple[StepPlan, StepResult]] = deque()
         self.drawn: dict[tuple[int, int], list[int]] = {}
         self.alive: dict[int, list[Sequence]] = {}
@@ -75,7 +59,7 @@ class Bench:
             return False
         if plan is not None:
             self.num_ahead += len(self.running)
-            self.running.append((plan, self.runner.run(plan)))
+            self.running.append((plan, self.steps.run(plan)))
         else:
             self._commit()
         self.check()

@@ -14,12 +14,13 @@ from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.ids import PageId
 from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.core import WorkerCore
+from pdserve.worker.failing import Isolating
 from pdserve.worker.messages import Event, RouterRef
 
 VOCAB = 997
@@ -36,25 +37,15 @@ class PageRunner(Protocol):
 
 
 class AttentiveRunner(FakeRunner):
-    """Samples tokens that depend on all that a sampler looks at, and knows those of the step before.
+    """Samples tokens that depend on all that a sampler looks at.
 
     Each has a log probability that depends on it, where they are asked for.
     """
 
-    _sampled: tuple[tuple[SampledToken, ...], ...] = ()
-
     def run(self, plan: StepPlan) -> StepResult:
-        chunks = tuple(map(self._fill_in, plan.chunks))
-        result = super().run(replace(plan, chunks=chunks))
-        pairs = zip(chunks, result.tokens, strict=True)
-        self._sampled = tuple([_attend(chunk.samples, tokens) for chunk, tokens in pairs])
-        return replace(result, tokens=self._sampled)
-
-    def _fill_in(self, chunk: Chunk) -> Chunk:
-        if chunk.previous is None:
-            return chunk
-        (token,) = self._sampled[chunk.previous]
-        return replace(chunk, token_ids=(token.token_id,))
+        result = super().run(plan)
+        pairs = zip(plan.chunks, result.tokens, strict=True)
+        return replace(result, tokens=tuple([_attend(chunk.samples, tokens) for chunk, tokens in pairs]))
 
     def read(self, page: PageId) -> bytes:
         return bytes(self.page(page))
@@ -86,6 +77,7 @@ class Node:
         self.peer = peer
         self.scheduler = scheduler
         self.runner = runner
+        self.run = Isolating(runner.run).run
         self.depth = depth
         key = b"secret of " + peer.worker_id.encode()
         self.core = WorkerCore(scheduler, VOCAB, 64, key, default_rules(**rules))
@@ -126,7 +118,7 @@ class Joined:
     def commit(self, worker: str) -> None:
         node = self.nodes[worker]
         plan = node.steps.popleft()
-        self.perform(worker, node.core.commit(plan, node.runner.run(plan), self.now_s))
+        self.perform(worker, node.core.commit(plan, node.run(plan), self.now_s))
 
     def step(self, worker: str) -> bool:
         """Compute a step; False if there is nothing to compute."""

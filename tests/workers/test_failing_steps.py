@@ -60,7 +60,8 @@ def test_a_step_planned_ahead_gets_the_tokens_of_the_one_before_it_also_where_th
     known = tuple(Chunk((drawn[place][0].token_id,), 1, (PageId(place),), asked) for place in (3, 0))
     sound.run(StepPlan(first))
     assert (ahead.tokens[0], ahead.tokens[2]) == sound.run(StepPlan(known)).tokens
-    assert drawn[1] == () != ahead.tokens[1]  # of the sequence that has failed nobody wants it
+    assert drawn[1] == ahead.tokens[1] == ()
+    assert ahead.failed.keys() == {1}
 
 
 @pytest.mark.parametrize("num_poisoned", [0, 1, 2, 5])
@@ -116,14 +117,44 @@ def test_a_bug_of_ours_is_no_requests_fault() -> None:
         Isolating(run).run(StepPlan(chunks([1])))
 
 
+def failing(plan: StepPlan, *places: int) -> StepResult:
+    return StepResult(((),) * len(plan.chunks), 0.0, dict.fromkeys(places, "poison"))
+
+
 def test_failed_steps_are_counted_until_one_brings_something_or_they_are_long_ago() -> None:
-    steps = FailedSteps()
-    assert steps.note(2, 2, 0.0)
-    assert steps.note(1, 1, 1.0)
+    steps, one, four = FailedSteps(), StepPlan(chunks([1])), StepPlan(chunks([1], [2], [3], [4]))
+    assert steps.note(four, failing(four, 0, 1, 2, 3), 0.0)
+    assert steps.note(one, failing(one, 0), 1.0)
     assert steps.count(1.0) == 2
     assert steps.count(1.0 + REMEMBERED_S) == 0
-    assert not steps.note(4, 3, 2.0)
+    assert not steps.note(four, failing(four, 0, 2, 3), 2.0)
     assert steps.count(2.0) == 0
+
+
+def after(*places: int | None) -> StepPlan:
+    """Return a step planned ahead, of a chunk after each of these of the step before; None: after none."""
+    return StepPlan(tuple(Chunk((0,), 1, (PageId(9),), (), previous=place) for place in places))
+
+
+def test_a_sequence_that_has_failed_is_not_computed_in_the_step_planned_ahead() -> None:
+    runner = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB)
+    steps, counted = Isolating(runner.run), FailedSteps()
+    for number in (1, 2):  # a worker that fails all it is given, one by one
+        alone = StepPlan(chunks([POISON]))
+        assert counted.note(alone, steps.run(alone), 0.0)
+        num_runs = runner.num_runs
+        assert not counted.note(after(0), steps.run(after(0)), 0.0)
+        assert (counted.count(0.0), runner.num_runs) == (number, num_runs)
+
+
+@pytest.mark.parametrize(("failed", "count"), [((0, 1), 2), ((0,), 0)])
+def test_only_sequences_that_had_not_failed_decide_what_a_step_planned_ahead_counts(
+    failed: tuple[int, ...], count: int
+) -> None:
+    steps, first, ahead = FailedSteps(), StepPlan(chunks([POISON])), after(0, None)
+    steps.note(first, failing(first, 0), 0.0)
+    assert steps.note(ahead, failing(ahead, *failed), 0.0) == (count == 2)
+    assert steps.count(0.0) == count
 
 
 class Carried:

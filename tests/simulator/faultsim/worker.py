@@ -223,7 +223,7 @@ class WorkerProcess(Host):
             result = self._run(plan)
             commands = self.core.commit(plan, result, self.world.now)
             self._perform(commands, None if result.failed else (plan, result))
-            if self._failed_steps.note(len(plan.chunks), len(result.failed), self.world.now):
+            if self._failed_steps.note(plan, result, self.world.now):
                 self.beat()
             self._refresh(at_once=False)
         except ViolationError:
