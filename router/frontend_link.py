@@ -3,7 +3,7 @@
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -20,6 +20,9 @@ from pdserve.router.frontend.backend import Standing
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.hub import Hub
 
+MAX_UNANSWERED = 10  # pings
+MAX_VOCABULARY = 2**32  # token ids travel as 32 bits; how many the model has, frontends check
+
 
 class FrontendLink:
     """Carries out what a frontend asks for. With the channel everything ends that it began."""
@@ -35,6 +38,7 @@ class FrontendLink:
         self._answers: dict[RequestId, _Forwarding] = {}  # until the frontend has counted their ends
         self._begun: Counter[str] = Counter()  # requests, by tenant
         self._replies: set[asyncio.Task[None]] = set()
+        self._num_unanswered = 0  # pings
         self._standing: Standing | None = None  # that the frontend knows
 
     def show(self, standing: Standing) -> None:
@@ -43,32 +47,74 @@ class FrontendLink:
             self._standing = standing
             self.channel.post(messages.Stands(standing))
 
-    def _take(self, message: messages.FromFrontend) -> None:  # noqa: C901 - one match
+    def ping(self) -> None:
+        """Ask for a sign of life; end the channel where the last ones that were asked for did not come."""
+        if self._num_unanswered == MAX_UNANSWERED:
+            self.channel.close(f"it hangs: {MAX_UNANSWERED} pings wait for their answers")
+        self._num_unanswered += 1
+        self.channel.post(messages.Ping())
+
+    def _take(self, message: messages.FromFrontend) -> None:
         hub = self._hub
         match message:
             case messages.Arrive(event, token_ids):
-                answer = self._answers[event.request_id] = _Forwarding(event, self.channel)
-                hub.admit(replace(event, token_ids=array("I", token_ids)), answer)
-            case messages.Leave(request_id):
-                hub.leave(request_id)
-            case messages.TooSlow(request_id, limit_bytes):
-                hub.post(ClientTooSlow(request_id, limit_bytes))
-            case messages.Stopped(request_id, index):
-                hub.post(StopStringFound(request_id, index))
-            case messages.Counted(request_id, finish_reasons):
-                self._count(self._answers.pop(request_id), finish_reasons)
+                self._admit(event, token_ids)
+            case messages.Leave() | messages.TooSlow() | messages.Stopped() | messages.Counted():
+                answer = self._answers.get(message.request_id)
+                if answer is not None:  # else it is late news
+                    self._take_news(answer, message)
             case messages.Rejected(status):
                 hub.outcomes.reject(status)
-            case messages.Ask(number, what, data):
-                self._reply(number, self._asked(what, data))
+            case messages.Ask():
+                task = asyncio.create_task(self._reply(message), name="reply to a frontend")
+                self._replies.add(task)
+                task.add_done_callback(self._replies.discard)
             case messages.Abort():
                 self._abort(message)
             case messages.Spans(counts):
                 hub.num_spans.update(counts)
             case messages.Ready():
                 self.ready.set_result(None)
+            case messages.Pong():
+                self._num_unanswered = 0
             case _:
                 self._take_use(message)
+
+    def _admit(self, event: RequestArrived, token_ids: bytes) -> None:
+        request_id = event.request_id
+        if request_id in self._answers or self._hub.knows(request_id):
+            raise ProtocolError(f"request {request_id.hex()} has come before")
+        if not token_ids:
+            raise ProtocolError(f"request {request_id.hex()} has no tokens")
+        event.params.validate(MAX_VOCABULARY)
+        answer = self._answers[request_id] = _Forwarding(event, self.channel)
+        self._hub.admit(replace(event, token_ids=array("I", token_ids)), answer)
+
+    def _take_news(
+        self, answer: "_Forwarding", message: messages.Leave | messages.TooSlow | messages.Stopped | messages.Counted
+    ) -> None:
+        match message:
+            case messages.Leave(request_id):
+                self._hub.leave(request_id)
+            case messages.TooSlow(request_id, limit_bytes):
+                self._hub.post(ClientTooSlow(request_id, limit_bytes))
+            case messages.Stopped(request_id, index):
+                if index not in range(answer.event.params.n):
+                    raise ProtocolError(f"index: {index} of a request whose n is {answer.event.params.n}")
+                self._hub.post(StopStringFound(request_id, index))
+            case messages.Counted(request_id, finish_reasons):
+                outcome = answer.outcome
+                if outcome is None:
+                    raise ProtocolError(f"request {request_id.hex()} has not ended")
+                if isinstance(outcome, Finished):
+                    usage = replace(outcome.usage, completion_tokens=message.num_tokens)
+                    outcome = message.refused or replace(outcome, usage=usage)
+                del self._answers[request_id]
+                self._count(answer.event, outcome, finish_reasons)
+
+    def _count(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: list[int]) -> None:
+        slo_s = event.ttft_slo_s, event.tpot_slo_s
+        self._hub.outcomes.end(event.request_id, event.priority, slo_s, outcome, finish_reasons)
 
     def _take_use(
         self, message: messages.Begin | messages.Spend | messages.Done | messages.Keep | messages.Deny
@@ -76,10 +122,15 @@ class FrontendLink:
         tenants = self._hub.tenants
         match message:
             case messages.Begin(number, tenant, limits):
-                self._reply(number, self._begin(tenant, limits))
+                refused = tenants.admit(tenant, TenantLimits.model_validate_json(limits))
+                if refused is None:
+                    self._begun[tenant] += 1
+                self.channel.post(messages.Reply(number, msgspec.msgpack.encode(refused)))
             case messages.Spend(tenant, num_tokens):
+                self._check_begun(tenant)
                 tenants.spend(tenant, num_tokens)
             case messages.Done(tenant):
+                self._check_begun(tenant)
                 self._begun[tenant] -= 1
                 tenants.end(tenant)
             case messages.Keep(names):
@@ -87,46 +138,38 @@ class FrontendLink:
             case messages.Deny(reason):
                 tenants.deny(reason)
 
-    def _count(self, answer: "_Forwarding", finish_reasons: list[int]) -> None:
-        event, outcome = answer.event, answer.outcome
-        if outcome is None:
-            raise ProtocolError(f"request {event.request_id.hex()} has not ended")
-        slo_s = event.ttft_slo_s, event.tpot_slo_s
-        self._hub.outcomes.end(event.request_id, event.priority, slo_s, outcome, finish_reasons)
+    def _check_begun(self, tenant: str) -> None:
+        if not self._begun[tenant]:
+            raise ProtocolError(f"tenant {tenant!r} has no request under way here")
 
-    def _reply(self, number: int, reply: Awaitable[bytes]) -> None:
-        async def run() -> None:
-            try:
-                self.channel.post(messages.Reply(number, await reply))
-            except Exception as error:
-                self.channel.close(f"{type(error).__name__}: {error}")
-                raise
+    async def _reply(self, asked: messages.Ask) -> None:
+        try:
+            self.channel.post(messages.Reply(asked.number, await self._asked(asked)))
+        except Exception as error:
+            self.channel.close(f"{type(error).__name__}: {error}")
+            raise
 
-        task = asyncio.create_task(run(), name="reply to a frontend")
-        self._replies.add(task)
-        task.add_done_callback(self._replies.discard)
-
-    async def _begin(self, tenant: str, limits: bytes) -> bytes:
-        refused = await self._hub.tenants.begin(tenant, TenantLimits.model_validate_json(limits))
-        if refused is None:
-            self._begun[tenant] += 1
-        return msgspec.msgpack.encode(refused)
-
-    async def _asked(self, what: messages.What, data: bytes) -> bytes:
+    async def _asked(self, asked: messages.Ask) -> bytes:
         hub = self._hub
-        match what:
+        match asked.what:
             case "live":
-                return (await hub.live(admin.GetLiveRequest.FromString(data))).SerializeToString()
+                return (await hub.live(admin.GetLiveRequest.FromString(asked.data))).SerializeToString()
             case "metrics":
                 return b"" if hub.metrics is None else await hub.metrics()
             case "engine":
                 return msgspec.msgpack.encode(await hub.engine())
 
     def _end(self, why: str) -> None:
+        """End what the frontend began; it counts as if the clients had left."""
         for task in self._replies:
             task.cancel()
-        for request_id in self._answers:
+        answers, self._answers = self._answers, {}
+        for request_id, answer in answers.items():
             self._hub.leave(request_id)
+            if self._begun[answer.event.tenant]:  # requests that came with a key
+                self._hub.tenants.spend(answer.event.tenant, answer.num_tokens)
+            if answer.outcome is not None:
+                self._count(answer.event, answer.outcome, answer.finish_reasons)
         for tenant, count in self._begun.items():
             for _ in range(count):
                 self._hub.tenants.end(tenant)
@@ -139,9 +182,14 @@ class _Forwarding:
     def __init__(self, event: RequestArrived, channel: Channel) -> None:
         self.event = event
         self.outcome: Finished | Refused | None = None
+        self.num_tokens = 0  # that were sent to the frontend
+        self.finish_reasons: list[int] = []  # of the continuations that have ended
         self._channel = channel
 
     def deliver(self, command: Deliver) -> None:
+        self.num_tokens += len(command.token_ids)
+        if command.finish_reason:
+            self.finish_reasons.append(command.finish_reason)
         logprobs: list[bytes] = []
         for logprob in command.logprobs:
             if not isinstance(logprob, inference.TokenLogprobs):

@@ -73,6 +73,10 @@ class Hub:
     def admit(self, event: RequestArrived, answer: Answer) -> None:
         self._shell.admit(event, answer)
 
+    def knows(self, request_id: RequestId) -> bool:
+        """Whether a request is under way."""
+        return self._shell.core.find(request_id) is not None
+
     def leave(self, request_id: RequestId) -> None:
         self._shell.leave(request_id)
 

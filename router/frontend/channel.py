@@ -79,6 +79,10 @@ class Stop(_Message, tag=6):
     """Close the doors, then end."""
 
 
+class Ping(_Message, tag=7):
+    """Answer with a Pong at once."""
+
+
 # ---- from a frontend
 
 
@@ -108,10 +112,12 @@ class Stopped(_Message, tag=20):
 
 
 class Counted(_Message, tag=21):
-    """The answer to Ended: why its continuations finished, as the client was told."""
+    """The answer to Ended: what the client was sent."""
 
     request_id: RequestId
-    finish_reasons: list[int]
+    finish_reasons: list[int]  # of its continuations
+    num_tokens: int  # of all of them; fewer than the core's where some came after a stop string
+    refused: Refused | None  # also where the core finished it, but the client read too slowly
 
 
 class Rejected(_Message, tag=22):
@@ -164,10 +170,14 @@ class Spans(_Message, tag=30):
     counts: dict[str, int]
 
 
-FromCore = Hello | Stands | Tokens | Ended | Reply | Aborted | Stop
+class Pong(_Message, tag=31):
+    """The answer to Ping."""
+
+
+FromCore = Hello | Stands | Tokens | Ended | Reply | Aborted | Stop | Ping
 FromFrontend = (
     Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected
-    | Begin | Spend | Done | Keep | Deny | Ask | Abort | Spans
+    | Begin | Spend | Done | Keep | Deny | Ask | Abort | Spans | Pong
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -83,6 +83,10 @@ class Uses:
         self.over_limit: Counter[Cause] = Counter()  # requests, by the limit
 
     async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
+        return self.admit(tenant, limits)
+
+    def admit(self, tenant: str, limits: TenantLimits) -> Refused | None:
+        """Begin a request at once."""
         refused = self._uses.setdefault(tenant, Use()).begin(limits, self._clock.now_s())
         if refused is not None and refused.because is not None:
             self.over_limit[refused.because.cause] += 1

@@ -92,7 +92,7 @@ class Remote:
 
         show()
 
-    def take(self, message: messages.FromCore) -> None:
+    def take(self, message: messages.FromCore) -> None:  # noqa: C901 - one match
         """Carry out a message of the core's."""
         match message:
             case messages.Tokens():
@@ -110,6 +110,8 @@ class Remote:
             case messages.Aborted(tenant, names):
                 for abort in self._aborts:
                     abort(tenant, names)
+            case messages.Ping():
+                self.channel.post(messages.Pong())
             case messages.Stop():
                 self._end("")
             case messages.Hello():
@@ -211,5 +213,7 @@ class _Outcomes:
         outcome: Finished | Refused,
         finish_reasons: Sequence[int],
     ) -> None:
-        del priority, slo_s, outcome  # the core knows them
-        self._channel.post(messages.Counted(request_id, list(finish_reasons)))
+        del priority, slo_s  # the core knows them
+        refused = outcome if isinstance(outcome, Refused) else None
+        num_tokens = outcome.usage.completion_tokens if isinstance(outcome, Finished) else 0
+        self._channel.post(messages.Counted(request_id, list(finish_reasons), num_tokens, refused))
