@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from asyncio import FIRST_COMPLETED
-from asyncio.subprocess import DEVNULL
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 
@@ -31,6 +31,7 @@ STOP_TIMEOUT_S = 3.5  # for the last words of HTTP, of gRPC, and the last spans;
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before another is started; twice as long each time
 STABLE_S = 60.0  # after which the pause is short again
 LOOK_S = 0.1  # between two looks at what changes with time in the router's standing
+PING_S = 1.0  # of which a frontend may miss `frontend_link.MAX_UNANSWERED`
 
 
 @asynccontextmanager
@@ -46,16 +47,17 @@ async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Doors]:
         if config.http_port is not None:
             http_port = _reserve(config.http_host, config.http_port, "http_port", reserved)
         frontends = Frontends(config.model_copy(update={"port": port, "http_port": http_port}), hub)
-        try:
-            await frontends.start()
-            public, http = join_address(config.host, port), ""
-            if http_port is not None:
-                scheme = "http" if config.ssl_certfile is None else "https"
-                http = f"{scheme}://{join_address(config.http_host, http_port)}"
-            logger.info("%d frontends serve on %s %s", config.num_frontends, public, http)
-            yield Doors(public, http, frontends.show)
-        finally:
-            await frontends.stop()
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                await frontends.start(tasks)
+                public, http = join_address(config.host, port), ""
+                if http_port is not None:
+                    scheme = "http" if config.ssl_certfile is None else "https"
+                    http = f"{scheme}://{join_address(config.http_host, http_port)}"
+                logger.info("%d frontends serve on %s %s", config.num_frontends, public, http)
+                yield Doors(public, http, frontends.show)
+            finally:
+                await frontends.stop()
 
 
 def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
@@ -81,6 +83,18 @@ def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
     return port
 
 
+async def _start(number: int) -> tuple[socket.socket, Process]:
+    """Start a frontend's process; return this end of its channel, too."""
+    ours, theirs = socket.socketpair()
+    with theirs, ExitStack() as failed:
+        failed.enter_context(ours)
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, *map(str, (theirs.fileno(), number, os.getpid())), pass_fds=(theirs.fileno(),), stdin=DEVNULL
+        )
+        failed.pop_all()
+    return ours, process
+
+
 class Frontends:
     """The frontends of a router."""
 
@@ -89,30 +103,34 @@ class Frontends:
         self._config = config
         self._hub = hub
         self._links: set[FrontendLink] = set()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._is_stopping = False
+        self._kept: list[asyncio.Task[None]] = []  # one for each frontend
+        self._looking: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
 
-    async def start(self) -> None:
-        """Return once all doors are open; CommandError where a frontend ends before."""
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Return once all doors are open; raises CommandError in a task where a frontend ends before."""
         opened = [asyncio.get_running_loop().create_future() for _ in range(self._config.num_frontends)]
-        self._tasks = [
-            asyncio.create_task(self._keep(number, first), name=f"frontend {number}")
+        self._kept = [
+            tasks.create_task(self._keep(number, first), name=f"frontend {number}")
             for number, first in enumerate(opened)
         ]
-        self._tasks.append(asyncio.create_task(self._look(), name="standing"))
-        await asyncio.gather(*opened)
+        self._looking = [
+            tasks.create_task(self._look(), name="standing"),
+            tasks.create_task(self._ping(), name="frontends' pings"),
+        ]
+        await asyncio.wait(opened)
 
     async def stop(self) -> None:
         """Let all of them close their doors, then end them."""
-        self._is_stopping = True
+        self._stopping.set()
+        for task in self._looking:
+            task.cancel()
         for link in self._links:
             link.channel.post(Stop())
-        if self._tasks:
-            self._tasks.pop().cancel()
-            await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
-        for task in self._tasks:
+        if self._kept:
+            await asyncio.wait(self._kept, timeout=STOP_TIMEOUT_S)
+        for task in self._kept:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def show(self) -> None:
         """Let frontends know how the router stands."""
@@ -125,54 +143,61 @@ class Frontends:
             await asyncio.sleep(LOOK_S)
             self.show()
 
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            for link in self._links:
+                if link.ready.done():
+                    link.ping()
+
     async def _keep(self, number: int, opened: asyncio.Future[None]) -> None:
         """Run a frontend, and another whenever it has ended. `opened`: is done once its doors are open."""
         loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
-        while True:
+        while not self._stopping.is_set():
             began_s = loop.time()
             why = await self._run(number, opened)
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             if not opened.done():
-                opened.set_exception(CommandError(f"frontend {number} ended as it started: {why}"))
-                return
+                raise CommandError(f"frontend {number} ended as it started: {why}")
             self._hub.num_frontends_lost += 1
             if loop.time() - began_s > STABLE_S:
                 pause_s = FIRST_PAUSE_S
             logger.error("frontend %d has ended: %s; another one starts in %g s", number, why, pause_s)
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _run(self, number: int, opened: asyncio.Future[None]) -> str:
-        """Run a frontend's process until it ends; return why it did."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *COMMAND, *map(str, (theirs.fileno(), number, os.getpid())), pass_fds=(theirs.fileno(),), stdin=DEVNULL
-            )
-        link = FrontendLink(self._hub, self._abort)
+        """Run a frontend's process until it ends; return why it did, or why it could not be started."""
+        try:
+            ours, process = await _start(number)
+        except OSError as error:  # of processes, descriptors or memory there are too few at the moment
+            return str(error)
+        link, ended = FrontendLink(self._hub, self._abort), asyncio.ensure_future(process.wait())
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=ours)
             link.channel.post(Hello(self._config.model_dump_json().encode()))
             self._links.add(link)  # from here on it is sent what all are sent: the hello comes first
             link.show(self._hub.standing())
-            await asyncio.wait((link.ready, link.lost), timeout=START_TIMEOUT_S, return_when=FIRST_COMPLETED)
+            await asyncio.wait((link.ready, link.lost, ended), timeout=START_TIMEOUT_S, return_when=FIRST_COMPLETED)
             if link.ready.done():
                 self._count()
                 if not opened.done():
                     opened.set_result(None)
-            else:
+            elif not ended.done():
                 link.channel.close(f"its doors are not open after {START_TIMEOUT_S:g} s")
+            await asyncio.wait((link.lost, ended), return_when=FIRST_COMPLETED)
+            await asyncio.wait((link.lost, ended), timeout=END_TIMEOUT_S)
+            link.channel.close("a process that it started has its channel")
             why = await link.lost
-            with suppress(TimeoutError):
-                async with asyncio.timeout(END_TIMEOUT_S):
-                    await process.wait()
         finally:
             self._links.discard(link)
             self._count()
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await ended
         return f"{why} (status {process.returncode})"
 
     def _count(self) -> None:

@@ -25,6 +25,7 @@ ABANDONED_STATUS = 1
 
 def main() -> None:
     descriptor, number, router = map(int, sys.argv[1:])
+    os.set_inheritable(descriptor, False)  # children that held it would keep the channel open after this process's end
     for stop in STOP_SIGNALS:  # a terminal and systemd send them to all processes of a router
         signal.signal(stop, signal.SIG_IGN)
     die_with_parent(router)

@@ -10,9 +10,10 @@ import pytest
 from router_driver import LENGTH, PROMPT, Delta, Driver
 
 from pdserve.clock import MonotonicClock
-from pdserve.errors import ProtocolError, Status
+from pdserve.errors import CommandError, ProtocolError, Status
 from pdserve.ids import RequestId
 from pdserve.metrics import ANSWER_TOKENS, FINISHED, Distribution, Metric
+from pdserve.router import frontends as frontends_module
 from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientEvent, ClientTooSlow, RequestArrived, StepReported, StopStringFound
@@ -21,6 +22,7 @@ from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.channel import Channel, core_decoder, frame
 from pdserve.router.frontend.remote import Remote
 from pdserve.router.frontend_link import MAX_UNANSWERED, FrontendLink
+from pdserve.router.frontends import Frontends, run_frontends
 from pdserve.router.hub import Hub
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger, Usage
@@ -311,3 +313,40 @@ async def test_a_frontend_that_does_not_read_is_given_up(core: Core, monkeypatch
         link.channel.post(messages.Reply(1, bytes(1 << 20)))
         link.channel.post(messages.Reply(2, bytes(1 << 20)))
         assert "it does not read" in await link.lost
+
+
+async def test_a_start_that_fails_says_why(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", none_left)
+    with pytest.raises(ExceptionGroup) as failed:
+        async with asyncio.timeout(10), run_frontends(CONFIG, core.hub):
+            pass
+    assert failed.group_contains(CommandError, match="frontend 0 ended as it started: .*no processes are left")
+
+
+async def test_a_frontend_that_cannot_be_started_is_tried_again_until_the_router_stops(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, paused = iter(range(3)), asyncio.Event()
+
+    async def start(*_command: str, **_options: object) -> None:
+        if next(tries, None) is None:
+            monkeypatch.setattr(frontends_module, "FIRST_PAUSE_S", 1000.0)
+            paused.set()
+        await none_left()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr(frontends_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(frontends_module, "STABLE_S", -1.0)
+    frontends = Frontends(CONFIG, core.hub)
+    opened = asyncio.get_running_loop().create_future()
+    opened.set_result(None)
+    keeping = asyncio.create_task(frontends._keep(0, opened))
+    await paused.wait()
+    assert core.hub.num_frontends_lost == 4
+    await frontends.stop()
+    async with asyncio.timeout(10):
+        await keeping
+
+
+async def none_left(*_command: str, **_options: object) -> None:
+    raise OSError(11, "no processes are left")

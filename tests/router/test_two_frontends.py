@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import grpc
+import psutil
 import pytest
 from frontend_owners import frontends, own_ports, owner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -78,6 +79,7 @@ async def test_two_frontends_are_one_router(start_router: StartRouter, model: Pa
     keys.chmod(0o600)
     served = {"model": str(model), "served_model_name": MODEL, "api_keys_file": keys, "num_frontends": 2}
     router = await start_router(**served)
+    assert not any(map(shares_channel, frontends(os.getpid())))
     prefill, _ = await router.pair()
     async with both_sides(router, key) as (one, other):
         for side in (one, other):
@@ -116,6 +118,12 @@ async def test_two_frontends_are_one_router(start_router: StartRouter, model: Pa
             await other.generate(1).read()
         await prefill.step([prefill.delta(prefill.prefills[5].spec, 0, 0, is_last=True)])
         assert len(text_of([reply async for reply in last])) == 1
+
+
+def shares_channel(frontend: psutil.Process) -> bool:
+    """Whether processes that a frontend starts have its channel."""
+    flags = Path(f"/proc/{frontend.pid}/fdinfo/{frontend.cmdline()[-3]}").read_text().split()[3]
+    return not int(flags, 8) & os.O_CLOEXEC
 
 
 async def not_serving(side: Side) -> None:
