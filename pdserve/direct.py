@@ -22,9 +22,10 @@ async def serve(config: WorkerConfig) -> None:
     stop = asyncio.Event()
     listening: asyncio.Future[router.Addresses] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(router.run(own, model, stop, listening.set_result), name="own router")
+        running = router.run(own, model, stop, listening.set_result, port_key="dialect_port")
+        tasks.create_task(running, name="own router")
         try:
-            await worker.serve(config, own_router=(await listening).internal)
+            await worker.serve(config, (await listening).internal, closing_s=router.CLOSING_S)
         finally:
             stop.set()
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.channel import Abort, Aborted, Hello, Stop
-from pdserve.router.frontend.doors import Doors, check_doors
+from pdserve.router.frontend.doors import Doors, check_doors, http_url
 from pdserve.router.frontend_link import FrontendLink
 from pdserve.router.hub import Hub
 from pdserve.rpc import join_address
@@ -50,10 +50,8 @@ async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Doors]:
         async with asyncio.TaskGroup() as tasks:
             try:
                 await frontends.start(tasks)
-                public, http = join_address(config.host, port), ""
-                if http_port is not None:
-                    scheme = "http" if config.ssl_certfile is None else "https"
-                    http = f"{scheme}://{join_address(config.http_host, http_port)}"
+                public = join_address(config.host, port)
+                http = "" if http_port is None else http_url(config, http_port)
                 logger.info("%d frontends serve on %s %s", config.num_frontends, public, http)
                 yield Doors(public, http, frontends.show)
             finally:

@@ -70,10 +70,11 @@ async def run(
     model: ServedModel,
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None] = lambda _: None,
+    port_key: str = "port",
 ) -> bool:
     """Serve a model until `stop` is set, then drain; return whether all requests finished in time.
 
-    `on_ready` gets the addresses.
+    `on_ready` gets the addresses. `port_key` is how the operator sets the port for clients.
     """
     start = config.start_costs()
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
@@ -88,7 +89,7 @@ async def run(
         async with (
             asyncio.TaskGroup() as tasks,
             _listening(config, credentials, server) as internal,
-            _doors(config, model, hub) as doors,
+            _doors(config, model, hub, port_key) as doors,
         ):
             watching = tasks.create_task(_report_health(shell, doors.changed), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
@@ -104,10 +105,10 @@ async def run(
     return has_drained
 
 
-def _doors(config: RouterConfig, model: ServedModel, hub: Hub) -> AbstractAsyncContextManager[Doors]:
+def _doors(config: RouterConfig, model: ServedModel, hub: Hub, port_key: str) -> AbstractAsyncContextManager[Doors]:
     """Serve clients in this process, or in others."""
     if config.num_frontends == 1:
-        return open_doors(config, model, hub, hub.clients)
+        return open_doors(config, model, hub, hub.clients, port_key)
     return run_frontends(config, hub)
 
 

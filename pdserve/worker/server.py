@@ -82,10 +82,11 @@ class Worker:
         yield from span_samples(self.outbox.spans.counts if self.outbox.spans else {})
 
 
-async def serve(config: WorkerConfig, own_router: str = "") -> None:
+async def serve(config: WorkerConfig, own_router: str = "", closing_s: float = 0.0) -> None:
     """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision.
 
-    `own_router` is where a router of this process awaits it, over loopback and without TLS.
+    `own_router` is where a router of this process awaits it, over loopback and without TLS. After the drain this router
+    may take `closing_s` to close its doors.
     """
     check_addresses(config)
     check_network(config)
@@ -117,7 +118,7 @@ async def serve(config: WorkerConfig, own_router: str = "") -> None:
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
 
-        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s):
+        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s + closing_s):
             async with (
                 publishing(config, credentials.secret, register) as publisher,
                 assemble(config, engine, identity, listener, reporter(publisher)) as worker,

@@ -23,14 +23,14 @@ from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, Requ
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import Prompts, ServedModel
 from pdserve.router.frontend.records import Records
-from pdserve.rpc import check_bind, listen, server_options
+from pdserve.rpc import check_bind, join_address, listen, server_options
 
 if TYPE_CHECKING:
     from pdserve.tracing import SpanExport
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when the servers stop
+LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when a server stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,20 @@ def check_doors(config: RouterConfig) -> None:
     _credentials(config)
 
 
+def http_url(config: RouterConfig, port: int) -> str:
+    """Return where HTTP is served; `port`: the one that was taken."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://{join_address(config.http_host, port)}"
+
+
 @asynccontextmanager
 async def open_doors(
-    config: RouterConfig, model: ServedModel, backend: Backend, clients: Clients
+    config: RouterConfig, model: ServedModel, backend: Backend, clients: Clients, port_key: str = "port"
 ) -> AsyncIterator[Doors]:
-    """Serve a model's clients for the length of the block. ConfigError as `check_doors`, or for a port in use."""
+    """Serve a model's clients for the length of the block. ConfigError as `check_doors`, or for a port in use.
+
+    `port_key` is how the operator sets the port of gRPC.
+    """
     check_doors(config)
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     export = _span_export(config)
@@ -67,7 +76,7 @@ async def open_doors(
     shown = HealthMethods({"": lambda: backend.standing().is_live, **serves})
     try:
         async with (
-            _listening(config, _server(config, intake, shown)) as public,
+            _listening(config, _server(config, intake, shown), port_key) as public,
             _listening_http(config, intake) as http,
         ):
             logger.info("serving %s on %s", model.name, public)
@@ -102,9 +111,9 @@ def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.
 
 
 @asynccontextmanager
-async def _listening(config: RouterConfig, server: grpc.aio.Server) -> AsyncIterator[str]:
+async def _listening(config: RouterConfig, server: grpc.aio.Server, key: str) -> AsyncIterator[str]:
     """Run a server for the length of the block; yield its address."""
-    address = listen(server, config.host, config.port, "port", _credentials(config))
+    address = listen(server, config.host, config.port, key, _credentials(config))
     await server.start()
     try:
         yield address

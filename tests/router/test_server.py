@@ -18,7 +18,6 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.dialects.doors import DIALECTS
-from pdserve.router.frontend.openai import server as http
 from pdserve.router.hub import Awaited
 from pdserve.router.server import CLOSING_S, LAST_WORDS_S
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
@@ -57,7 +56,7 @@ async def test_health_follows_the_workers_and_ends_first(start_router: StartRout
 
 
 def test_a_drain_that_ends_in_time_leaves_time_to_close_everything() -> None:
-    assert http.LAST_WORDS_S + LAST_WORDS_S + tracing.CLOSE_TIMEOUT_S < CLOSING_S
+    assert 2 * LAST_WORDS_S + tracing.CLOSE_TIMEOUT_S < CLOSING_S
 
 
 class HandClock:

@@ -1,7 +1,6 @@
 """Two frontends are one router to tenants, gateways and operators, and end with it."""
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,7 +12,7 @@ import psutil
 import pytest
 from frontend_owners import frontends, own_ports, owner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, text_of, tokens_of
+from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, model_folder, text_of, tokens_of
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
@@ -27,14 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model's folder, of which routers read all but the weights."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **shape}
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": TOKENIZER.vocab_size}))
-    (folder / "tokenizer.json").write_text(TOKENIZER.to_json())
-    return folder
+    return model_folder(tmp_path)
 
 
 class Side:

@@ -5,6 +5,7 @@ A fake worker's token is a hash of prompt, continuation and position, so that a 
 
 import asyncio
 import hashlib
+import json
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -56,6 +57,19 @@ def byte_tokenizer() -> Tokenizer:
 
 
 TOKENIZER = byte_tokenizer()
+
+
+def model_folder(parent: Path) -> Path:
+    """Write a model's folder, with all of it that routers read: no weights."""
+    folder = parent / "model"
+    folder.mkdir()
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **shape}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": TOKENIZER.vocab_size}))
+    (folder / "tokenizer.json").write_text(TOKENIZER.to_json())
+    return folder
+
+
 LETTERS = tuple(TOKENIZER.encode("abcdefghijklmnopqrstuvwxyz", add_special=False))
 
 

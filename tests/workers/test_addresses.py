@@ -5,11 +5,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from router_fakes import model_folder
 
 from pdserve import direct
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvtransfer.server import advertised
+from pdserve.launch.folder import write_secret
 from pdserve.rpc import listen
 from pdserve.worker.server import serve
 
@@ -60,6 +62,13 @@ async def test_a_port_that_is_taken_is_refused_by_name() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"handoff_port: cannot listen on 127.0.0.1:{port}"):
             listen(grpc.aio.server(options=[("grpc.so_reuseport", 0)]), "127.0.0.1", port, "handoff_port")
+
+
+async def test_a_dialect_port_that_is_taken_is_refused_by_name(tmp_path: Path) -> None:
+    own = {"model": str(model_folder(tmp_path)), "secret_file": write_secret(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ExceptionGroup) as refused:
+        await direct.serve(config(dialect_port=taken.getsockname()[1], **own))
+    assert refused.group_contains(ConfigError, match="dialect_port: cannot listen on 127.0.0.1")
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")

@@ -11,13 +11,12 @@ from uvicorn.server import ServerState
 
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
+from pdserve.router.frontend.doors import LAST_WORDS_S, http_url
 from pdserve.router.frontend.openai.app import App
 from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
 from pdserve.router.frontend.openai.handshakes import Handshakes
-from pdserve.rpc import join_address
 
 BACKLOG = 1024
-LAST_WORDS_S = 1.0  # for responses that are on their way when the server stops
 
 
 @asynccontextmanager
@@ -30,8 +29,7 @@ async def serving_http(config: RouterConfig, app: App) -> AsyncIterator[str]:
         handshakes = Handshakes(config.ssl_certfile, config.ssl_keyfile, connect)
     server = await _listen(config, connect if handshakes is None else handshakes.accept)
     try:
-        scheme = "http" if handshakes is None else "https"
-        yield f"{scheme}://{join_address(config.http_host, server.sockets[0].getsockname()[1])}"
+        yield http_url(config, server.sockets[0].getsockname()[1])
     finally:
         server.close()
         if handshakes is not None:
