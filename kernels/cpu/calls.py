@@ -53,8 +53,6 @@ _ALL_PACKED: list[ctypes.Array[Call]] = []  # of programs that are gone too: a t
 class Calls(Protocol):
     """Takes calls in the order in which they are to be computed."""
 
-    loaded: ctypes.CDLL
-
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return memory for the result of a call, or for what only the call uses."""
         ...
@@ -72,10 +70,9 @@ class Immediate:
     """Computes each call as it comes: of a few rows in OpenMP's threads, of many in those of programs."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
-        self.loaded = loaded
         self._run = function(loaded, "pdserve_run", Pointer, Size, Size)
         self._run_in_team = function(loaded, "pdserve_run_program", Pointer, Size, Size, Size)
-        self._kept = (Call * MOST_AT_ONCE)()
+        self._kept = (Call * (MOST_AT_ONCE + 1))()  # the last is of no run
         _ALL_PACKED.append(self._kept)
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -97,7 +94,6 @@ class Program:
     """
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
-        self.loaded = loaded
         self._run = function(loaded, "pdserve_run_program", Pointer, Size, Size, Size)
         self._calls: list[Call] = []
         self._packed: ctypes.Array[Call] | None = None
@@ -121,6 +117,6 @@ class Program:
     def run(self, num_rows: int) -> None:
         """Compute all calls over so many rows, in as many threads as torch has. The first run ends the taking."""
         if self._packed is None:
-            self._packed = (Call * len(self._calls))(*self._calls)
+            self._packed = (Call * (len(self._calls) + 1))(*self._calls)  # behind them lies one of no run
             _ALL_PACKED.append(self._packed)
-        self._run(self._packed, len(self._packed), num_rows, torch.get_num_threads())
+        self._run(self._packed, len(self._calls), num_rows, torch.get_num_threads())

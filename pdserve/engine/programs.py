@@ -3,6 +3,7 @@
 A program is recorded by the model's own forward pass, over operations that keep what they are asked to compute.
 """
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.batch import Ints
-from pdserve.kernels.cpu.calls import Calls, Program
+from pdserve.kernels.cpu.calls import Program
 from pdserve.kernels.cpu.products import Tiles
 from pdserve.kernels.cpu.quantized import QuantizedTiles
 from pdserve.model.llama import Model
@@ -28,10 +29,10 @@ class _Recorded:
 class DecodePrograms:
     """Computes steps of single tokens that are all sampled from."""
 
-    def __init__(self, model: Model, attention: CompiledAttention, calls: Calls) -> None:
+    def __init__(self, model: Model, attention: CompiledAttention, loaded: ctypes.CDLL) -> None:
         self._model = model
         self._attention = attention
-        self._loaded = calls.loaded
+        self._loaded = loaded
         self._recorded: _Recorded | None = None
 
     def logits(self, token_ids: Ints) -> Tensor:

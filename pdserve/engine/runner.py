@@ -146,9 +146,8 @@ def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAtten
     loaded = library()
     if isinstance(loaded, Missing) or not serves(model.config.head_dim, kv.dtype):
         return TorchAttention(model.config, kv, model.rope), None
-    calls = Immediate(loaded)
-    attention = CompiledAttention(calls, model.config, kv, model.rope)
-    return attention, DecodePrograms(model, attention, calls) if is_compiled(model) else None
+    attention = CompiledAttention(Immediate(loaded), model.config, kv, model.rope)
+    return attention, DecodePrograms(model, attention, loaded) if is_compiled(model) else None
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:

@@ -1,11 +1,15 @@
 """A program's threads do each piece of each call once, and no call before the one before it is done."""
 
 import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
 
-from pdserve.kernels.cpu.calls import Calls, Immediate, Program
+from pdserve.kernels.cpu.calls import WORTH_TEAM, Calls, Immediate, Program
 from pdserve.kernels.cpu.quantized import QuantizedTiles, multiply_codes, tiled_codes
 from pdserve.kernels.cpu.rows import rms_norm
 
@@ -15,6 +19,7 @@ DEPTH = 12
 NORM = torch.ones(WIDTH)
 
 
+@cache  # calls know only where weights lie
 def tiles(seed: int) -> QuantizedTiles:
     draw = torch.Generator().manual_seed(seed)
     shape = (WIDTH, WIDTH // 32)
@@ -49,6 +54,61 @@ def test_any_number_of_threads_and_rows_gives_the_bits_of_calls_one_by_one(
             assert torch.equal(out[num_rows:], given[num_rows:])
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass
+class Recorded:
+    """A program of so many products and norms, and what it is to bring."""
+
+    program: Program
+    x: torch.Tensor
+    given: torch.Tensor
+    out: torch.Tensor
+    expected: torch.Tensor
+
+    @classmethod
+    def of(cls, loaded: ctypes.CDLL, num_rows: int, depth: int) -> "Recorded":
+        matrices = [tiles(seed) for seed in range(depth)]
+        given = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(depth))
+        expected = torch.cat([computed(Immediate(loaded), part.clone(), matrices) for part in given.split(MOST_ROWS)])
+        program, x = Program(loaded), given.clone()
+        return cls(program, x, given, computed(program, x, matrices), expected)
+
+    def brings_it(self) -> bool:
+        self.x.copy_(self.given)
+        self.program.run(len(self.given))
+        return torch.equal(self.out, self.expected)
+
+
+@pytest.fixture
+def _five_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_five_threads")
+def test_programs_of_different_length_and_calls_over_many_rows_take_turns(loaded: ctypes.CDLL) -> None:
+    programs = [Recorded.of(loaded, WORTH_TEAM, depth) for depth in (DEPTH, 1)]
+    at_once, matrices = Immediate(loaded), [tiles(0)]
+    for turn in range(200):
+        torch.set_num_threads(5 - turn // 50)
+        assert programs[0].brings_it()
+        assert torch.equal(computed(at_once, programs[1].given.clone(), matrices), programs[1].expected)
+        assert programs[1].brings_it()
+
+
+@pytest.mark.usefixtures("_five_threads")
+def test_threads_that_run_programs_at_the_same_moment_share_no_helpers(loaded: ctypes.CDLL) -> None:
+    programs = [Recorded.of(loaded, num_rows, DEPTH) for num_rows in (MOST_ROWS, 3)]
+
+    def run(recorded: Recorded) -> bool:
+        torch.set_num_threads(5)  # of this thread
+        return all(recorded.brings_it() for _ in range(300))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, programs)) == [True, True]
 
 
 def test_memory_is_used_again_once_nobody_holds_it(loaded: ctypes.CDLL) -> None:

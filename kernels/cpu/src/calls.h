@@ -48,7 +48,13 @@ work pdserve_work;
 /* Whether an attention takes longer than waking threads. */
 int pdserve_attention_is_long(const struct call *call);
 
-/* Units that are taken at once: few enough for threads to end together, many enough to be worth the taking. */
-static inline int64_t pdserve_run_length(int64_t units) { return units >= 32 ? units / 16 : 1; }
+#define MOST_PIECES 255 /* of a call: team.c counts them in 8 bits */
+
+/* Units that are taken at once, a piece: few enough for threads to end together, many enough to be worth the taking. No
+ * unit's result depends on it. */
+static inline int64_t pdserve_run_length(int64_t units, int64_t num_threads) {
+    const int64_t wanted = num_threads > 4 ? 4 * num_threads : 16, least = 1 + (units - 1) / MOST_PIECES;
+    return units / wanted > least ? units / wanted : least;
+}
 
 #endif

@@ -1,5 +1,7 @@
 /* Runs calls at once, one after the other, in OpenMP's team, which torch's own operations have just used. */
 
+#include <omp.h>
+
 #include "calls.h"
 
 #define WORTH_THREADS 65536 /* elements of rows; fewer take less time than waking threads */
@@ -39,7 +41,7 @@ static int is_worth_threads(const struct call *call, int64_t rows) {
 void pdserve_run(const struct call *calls, int64_t count, int64_t rows) {
 #pragma omp parallel if (is_worth_threads(calls, rows))
     for (int64_t i = 0; i < count; i++) {
-        const int64_t total = pdserve_units_of(&calls[i], rows), run = pdserve_run_length(total);
+        const int64_t total = pdserve_units_of(&calls[i], rows), run = pdserve_run_length(total, omp_get_num_threads());
 #pragma omp for schedule(dynamic)
         for (int64_t begin = 0; begin < total; begin += run)
             pdserve_work(&calls[i], rows, begin, begin + run < total ? begin + run : total);
