@@ -1,7 +1,8 @@
 """Lets all workers of one machine hold a model's weights once: each maps the same file.
 
 Whoever comes first writes its tensors into the file as they lie in memory. A worker maps a file only if it has the very
-bytes that this worker has read and packed itself: another file costs memory, and changes no token.
+bytes that this worker has read and packed itself: another file costs memory, and changes no token. Files have the name
+of their machine: a folder may lie on a network's disk, and what another machine gives up there cannot be read any more.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -47,13 +48,14 @@ class Place:
 
 def share_weights(model: Model, folder: Path, weights_hash: str) -> None:
     """Put mapped memory under the large tensors of a model on the CPU; where that fails, a warning says why."""
-    places = _places(model)
+    tensors = {id(tensor): tensor for tensor in _tensors(model)}.values()  # a tied head is the embedding
+    places = _places(tensors)
     if not places or places[-1].end < WORTH_BYTES:
         return
     shapes = [(tuple(place.tensor.shape), str(place.tensor.dtype)) for place in places]
     name = hashlib.sha256(repr((weights_hash, shapes)).encode()).hexdigest()[:32]
     try:
-        mapped = _mapped(folder, folder / f"{name}.weights", places)
+        mapped = _mapped(folder, name, places)
     except OSError as error:
         logger.warning("weights are not shared with other workers: %s", error)
         return
@@ -61,14 +63,14 @@ def share_weights(model: Model, folder: Path, weights_hash: str) -> None:
         tensor = place.tensor
         tensor.data = mapped[place.offset : place.end].view(tensor.dtype).view(tensor.shape)
     ctypes.CDLL(None).malloc_trim(0)  # what the tensors had goes back to the system
-    logger.info("%d MiB of weights are mapped from %s", places[-1].end >> 20, folder)
+    total = sum(tensor.nbytes for tensor in tensors)
+    logger.info("%d of %d MiB of weights are mapped from %s", places[-1].end >> 20, total >> 20, folder)
 
 
-def _places(model: Model) -> list[Place]:
-    """Return all large tensors, one behind the other."""
+def _places(tensors: Iterable[Tensor]) -> list[Place]:
+    """Return all large tensors, one behind the other. What oneDNN has packed has no bytes to be seen."""
     places, end = list[Place](), 0
-    tensors = {id(tensor): tensor for tensor in _tensors(model)}  # a tied head is the embedding
-    for tensor in tensors.values():
+    for tensor in tensors:
         if tensor.layout == torch.strided and tensor.is_contiguous() and tensor.nbytes >= LEAST_BYTES:
             place = Place(tensor, -(-end // ALIGNMENT) * ALIGNMENT)
             end = place.end
@@ -87,14 +89,18 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-def _mapped(folder: Path, path: Path, places: list[Place]) -> Tensor:
-    """Return the file's bytes, which are those of the tensors; it is written if need be. OSError where that fails."""
+def _mapped(folder: Path, name: str, places: list[Place]) -> Tensor:
+    """Return a file's bytes, which are those of the tensors; it is written if need be. OSError where that fails."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
         raise PermissionError(f"{folder}: others than this user may write to it")
+    machine = os.uname().nodename
+    path = folder / f"{machine}@{name}.weights"
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.glob(f"{machine}@*.tmp"):  # by a worker that was ended while it wrote
+            left.unlink()
         mapped = _read(path, places)
         if mapped is None:
             _write(path, places)
@@ -102,7 +108,7 @@ def _mapped(folder: Path, path: Path, places: list[Place]) -> Tensor:
         if mapped is None:
             raise OSError(f"{path}: what was written is not what is read")
         os.utime(path)
-        for old in sorted(folder.glob("*.weights"), key=lambda each: each.stat().st_mtime)[:-NUM_KEPT]:
+        for old in sorted(folder.glob(f"{machine}@*.weights"), key=lambda each: each.stat().st_mtime)[:-NUM_KEPT]:
             old.unlink()
     return mapped
 
@@ -127,10 +133,12 @@ def _write(path: Path, places: list[Place]) -> None:
     if shutil.disk_usage(path.parent).free < 2 * places[-1].end:
         raise OSError(f"{path.parent}: too little space is free for {places[-1].end} bytes")
     scratch = path.with_suffix(".tmp")
-    scratch.unlink(missing_ok=True)
-    scratch.touch(0o600)
-    with scratch.open("wb") as file:
-        for place in places:
-            file.seek(place.offset)
-            place.bytes_of().numpy().tofile(file)
-    scratch.replace(path)
+    try:
+        scratch.touch(0o600)
+        with scratch.open("wb") as file:
+            for place in places:
+                file.seek(place.offset)
+                place.bytes_of().numpy().tofile(file)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,6 +1,8 @@
 """Workers of one machine map the same weights, and only bytes that are their own."""
 
 import logging
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,26 @@ def test_the_folder_keeps_few_files(tmp_path: Path) -> None:
         share_weights(model_in(), tmp_path, str(number))
     assert len(list(tmp_path.glob("*.weights"))) == NUM_KEPT
     assert {each.suffix for each in tmp_path.iterdir()} == {".weights", ""}
+
+
+def test_what_other_machines_have_in_the_folder_stays(tmp_path: Path) -> None:
+    others = [tmp_path / f"elsewhere@{number}.{suffix}" for number in range(NUM_KEPT) for suffix in ("weights", "tmp")]
+    for other in others:
+        other.touch()
+        os.utime(other, (0, 0))
+    for number in range(2):
+        share_weights(model_in(), tmp_path, str(number))
+    assert all(other.exists() for other in others)
+    assert len(list(tmp_path.glob("*.weights"))) == NUM_KEPT + 2
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / f"{os.uname().nodename}@of-a-killed-worker.tmp").write_bytes(b"half of it")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, before[1]))  # fails in the middle, as a full disk does
+    try:
+        share_weights(model_in(), tmp_path, "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "weights are not shared" in caplog.text
+    assert [each.name for each in tmp_path.iterdir()] == [".lock"]

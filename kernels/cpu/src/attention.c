@@ -1,8 +1,8 @@
 /* Attention of single queries over a pool of pages: no K or V is copied out of its page.
  *
- * A row is one query token. An item is one range of a row's keys, of one KV head, with all heads that share it; ranges
- * start at multiples of SPLIT positions, whatever else is in the step and however many threads there are. So a row's
- * result depends on its own sequence alone. Ranges of one row are put together in their order.
+ * A row is one query token. An item is one range of a row's keys, for all heads; ranges start at multiples of SPLIT
+ * positions, whatever else is in the step and however many threads there are. So a row's result depends on its own
+ * sequence alone. Ranges of one row are put together in their order.
  */
 
 #define OWN_WIDTH
