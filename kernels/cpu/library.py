@@ -1,7 +1,7 @@
 """Loads the compiled library into this process, and says once where there is none.
 
-The library needs the OpenMP runtime that torch has loaded, and computes with as many threads as torch: in OpenMP's team,
-which torch's own operations use, or in its own (src/team.c).
+The library needs the OpenMP runtime that torch has loaded, and computes with as many threads as torch: in OpenMP's
+team, which torch's own operations use, or in its own (src/team.c).
 """
 
 import ctypes
