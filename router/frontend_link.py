@@ -19,9 +19,9 @@ from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.backend import Standing
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.hub import Hub
+from pdserve.token_ids import ALL_IDS
 
 MAX_UNANSWERED = 10  # pings
-MAX_VOCABULARY = 2**32  # token ids travel as 32 bits; how many the model has, frontends check
 
 
 class FrontendLink:
@@ -86,7 +86,7 @@ class FrontendLink:
             raise ProtocolError(f"request {request_id.hex()} has come before")
         if not token_ids:
             raise ProtocolError(f"request {request_id.hex()} has no tokens")
-        event.params.validate(MAX_VOCABULARY)
+        event.params.validate(ALL_IDS)  # frontends know the model's vocabulary
         answer = self._answers[request_id] = _Forwarding(event, self.channel)
         self._hub.admit(replace(event, token_ids=array("I", token_ids)), answer)
 

@@ -323,6 +323,22 @@ async def test_a_start_that_fails_says_why(core: Core, monkeypatch: pytest.Monke
     assert failed.group_contains(CommandError, match="frontend 0 ended as it started: .*no processes are left")
 
 
+async def test_an_error_of_ours_stops_the_router_while_its_frontends_start(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(*_command: str, **_options: object) -> None:
+        await asyncio.Event().wait()
+
+    def broken() -> bool:
+        raise ArithmeticError
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    with pytest.raises(ExceptionGroup) as failed:
+        async with asyncio.timeout(10), run_frontends(CONFIG, Hub(core.shell, CONFIG, "m", broken)):
+            pass
+    assert failed.group_contains(ArithmeticError)
+
+
 async def test_a_frontend_that_cannot_be_started_is_tried_again_until_the_router_stops(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
