@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from lone_core import LoneCore, job
 
 from pdserve.clock import MonotonicClock
 from pdserve.engine.sequence import Job
@@ -235,3 +236,20 @@ async def test_placements_that_come_together_are_told_to_other_routers_once() ->
         inbox.put(Placed(RouterRef(1), job, 1e9, None))
     await WorkerLoop(core, engine.start, inbox, carried, MonotonicClock(), 60.0).run()
     assert (core.heard.count("placed"), carried.refreshed) == (50, 1)
+
+
+def test_steps_are_planned_ahead_only_where_all_sequences_decode_whatever_their_tokens_are() -> None:
+    worker = LoneCore(step_tokens=4)
+    worker.place(job(1, 6))
+    worker.step()
+    assert not worker.core.may_plan_ahead, "the rest of a prompt is to be computed"
+    worker.step()
+    assert worker.core.may_plan_ahead
+    worker.place(job(2, 3))
+    assert not worker.core.may_plan_ahead, "a prompt waits"
+    worker.step()
+    assert worker.core.may_plan_ahead
+    penalized = job(3, 2)
+    worker.place(replace(penalized, params=replace(penalized.params, presence_penalty=1.0)))
+    worker.step()
+    assert not worker.core.may_plan_ahead, "a penalty counts tokens that are not known yet"
