@@ -1,4 +1,4 @@
-"""Attention of single queries straight over pages, compiled. Plan a step once, then run each of its layers."""
+"""Attention straight over pages, compiled. Plan a step once, then run each of its layers."""
 
 import ctypes
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
-from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
+from pdserve.kernels.cpu.library import DTYPES, Pointer, Size, answer
 
-SPLIT = 256  # keys of an item, as in src/attention.c
+SPLIT = 256  # keys of an item, as in src/attention_pass.h
+TOKENS = 32  # queries of a block, as in src/blocks.c
 LANES = 16
 MAX_HEAD_DIM = 256
 
@@ -20,11 +21,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Step(ctypes.Structure):
-    """`struct step` of src/attention.c."""
+    """`struct step` of src/attention.h."""
 
     _fields_ = (
         *((name, Pointer) for name in ("pool", "cos_sin", "targets", "table", "begins", "ends", "items")),
         *((name, Pointer) for name in ("first_items", "partials")),
+        *((name, Pointer) for name in ("blocks", "chunk_starts", "chunk_positions", "chunk_table")),
+        *((name, Size) for name in ("chunk_table_stride", "num_blocks", "window")),
         *((name, Size) for name in ("table_stride", "num_tokens", "num_rows", "num_items", "num_keys")),
         *((name, Size) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "page_size", "type")),
     )
@@ -37,6 +40,16 @@ class Rows:
     page_table: Ints  # [num_rows, most pages]
     begins: Ints  # [num_rows]: the first position that a row sees
     ends: Ints  # [num_rows]: the position after the last one that it sees
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The query tokens after the rows: runs of tokens of one sequence, each of which sees all before it and itself."""
+
+    page_table: Ints  # [num_chunks, most pages]
+    starts: Ints  # [num_chunks + 1]: the first token of each, and the end
+    positions: Ints  # [num_chunks]: of the first token
+    window: int | None = None  # the most positions that a token sees
 
 
 class PagedAttention:
@@ -57,7 +70,7 @@ class PagedAttention:
         )  # fmt: skip
         self._arrays: tuple[object, ...] = ()  # what the step points to
 
-    def plan(self, cos_sin: Tensor, targets: Ints, rows: Rows) -> None:
+    def plan(self, cos_sin: Tensor, targets: Ints, rows: Rows, chunks: Chunks | None = None) -> None:
         """Prepare what the layers of a step share.
 
         cos_sin: float32 [num_tokens, head_dim], as `reference.rope` takes them. targets: [num_tokens, 2], the page and
@@ -71,6 +84,9 @@ class PagedAttention:
         if num_rows:
             require_lens(np.ones_like(rows.ends), rows.ends - rows.begins)
             require_page_table(rows.page_table, rows.ends, step.page_size)
+        if chunks is not None:
+            require_page_table(chunks.page_table, chunks.positions + np.diff(chunks.starts), step.page_size)
+            require(chunks.starts[-1] == num_tokens, f"chunks must end at {num_tokens}, got {chunks.starts[-1]}")
         items, first_items = _items(rows)
         size = len(items) * step.num_heads * (step.head_dim + 2)
         if self._partials.numel() < size:
@@ -79,6 +95,14 @@ class PagedAttention:
             "targets": targets, "table": rows.page_table, "begins": rows.begins, "ends": rows.ends,
             "items": items, "first_items": first_items,
         }  # fmt: skip
+        step.num_blocks = 0
+        if chunks is not None:
+            arrays |= {
+                "blocks": _blocks(chunks), "chunk_starts": chunks.starts, "chunk_positions": chunks.positions,
+                "chunk_table": chunks.page_table,
+            }  # fmt: skip
+            step.num_blocks, step.chunk_table_stride = len(arrays["blocks"]), chunks.page_table.shape[1]
+            step.window = chunks.window or 0
         kept = {name: np.ascontiguousarray(array, dtype=np.int64) for name, array in arrays.items()}
         for name, array in kept.items():
             setattr(step, name, array.ctypes.data)
@@ -90,10 +114,11 @@ class PagedAttention:
         self._arrays = (kept, cos_sin)
 
     def run(self, calls: Calls, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
-        """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows.
+        """Norm and rotate q and k in place, write K and V into the pages, and attend with what is planned.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. norms: the weights
-        [head_dim] of q's and of k's norm. Returns [num_tokens, num_heads * head_dim], of which the rows come first.
+        [head_dim] of q's and of k's norm. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the
+        chunks if they are planned.
         """
         step, dtype = self._step, self._pool.dtype
         num_heads = step.num_heads + 2 * step.num_kv_heads
@@ -107,13 +132,30 @@ class PagedAttention:
         out = calls.empty(len(qkv), step.num_heads * step.head_dim, dtype)
         where = {"x": qkv.data_ptr(), "step": ctypes.addressof(step), "layer": layer, "out": out.data_ptr()}
         placing = Call(kind=Kind.PLACING, q_norm=q_norm, k_norm=k_norm, eps=eps, **where)
-        calls.take(len(qkv), placing, Call(kind=Kind.RANGES, **where), Call(kind=Kind.COMBINING, **where))
+        kinds = [Kind.RANGES, Kind.COMBINING] if step.num_rows else []
+        kinds += [Kind.BLOCKS] if step.num_blocks else []
+        calls.take(len(qkv), placing, *(Call(kind=kind, **where) for kind in kinds))
         return out
 
 
 def serves(head_dim: int, dtype: torch.dtype) -> bool:
     """Say whether the library attends with heads of this width in this type."""
     return head_dim % LANES == 0 and 0 < head_dim <= MAX_HEAD_DIM and dtype in DTYPES
+
+
+def serves_chunks(loaded: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> bool:
+    """Say whether the library is the fastest for chunks of several tokens, too: torch's attention uses matrix units."""
+    fits = head_dim % 32 == 0 and dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
+    return fits and answer(loaded, "pdserve_attends_in_blocks")
+
+
+def _blocks(chunks: Chunks) -> Ints:
+    """Return each block's chunk and first token in it; those that see most come first, for threads to end together."""
+    counts = -(-np.diff(chunks.starts) // TOKENS)
+    of_chunk = np.repeat(np.arange(len(counts)), counts)
+    firsts = (np.arange(len(of_chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * TOKENS
+    order = np.argsort(-(chunks.positions[of_chunk] + firsts), kind="stable")
+    return np.stack((of_chunk, firsts), axis=1)[order]
 
 
 def _items(rows: Rows) -> tuple[Ints, Ints]:

@@ -28,6 +28,7 @@ class Kind(IntEnum):
     PLACING = 6
     RANGES = 7
     COMBINING = 8
+    BLOCKS = 9
 
 
 class Call(ctypes.Structure):

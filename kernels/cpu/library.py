@@ -42,6 +42,13 @@ def function(loaded: ctypes.CDLL, name: str, *arguments: type) -> Function:
     return found
 
 
+def answer(loaded: ctypes.CDLL, name: str) -> bool:
+    """Ask the library what it was compiled for."""
+    found = loaded[name]
+    found.restype = Size
+    return bool(found())
+
+
 def _without(missing: Missing) -> Missing:
     logger.warning("no compiled kernels, plain torch computes instead, which is slower: %s", missing)
     return missing

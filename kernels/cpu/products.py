@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
-from pdserve.kernels.cpu.library import DTYPES, Size
+from pdserve.kernels.cpu.library import DTYPES, answer
 
 TILE = 32  # outputs
 LANES = 16  # of one vector
@@ -65,13 +65,6 @@ def require_bias(bias: Tensor | None, num_outputs: int, dtype: torch.dtype) -> N
 def multiplies_bfloat16(loaded: ctypes.CDLL) -> bool:
     """Say whether the library multiplies bfloat16 on this processor."""
     return answer(loaded, "pdserve_multiplies_bfloat16")
-
-
-def answer(loaded: ctypes.CDLL, name: str) -> bool:
-    """Ask the library what it was compiled for."""
-    found = loaded[name]
-    found.restype = Size
-    return bool(found())
 
 
 class AnyTiles(Protocol):

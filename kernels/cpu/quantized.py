@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
-from pdserve.kernels.cpu.products import LANES, TILE, answer, filled, lookup_call, product_call, require_bias
+from pdserve.kernels.cpu.library import answer
+from pdserve.kernels.cpu.products import LANES, TILE, filled, lookup_call, product_call, require_bias
 
 BLOCK = 32  # inputs that share a scale and a minimum
 

@@ -1,7 +1,7 @@
-"""Attention with compiled kernels, for CPUs: tokens are rotated and put into pages in one call for each layer, and
-chunks of one token attend in the same call, straight over their pages.
+"""Attention with compiled kernels, for CPUs: tokens are rotated and put into pages, and attend straight over their
+pages.
 
-Longer chunks take torch's fused attention, which multiplies whole blocks of queries and keys.
+Where the kernels do not serve longer chunks, those take torch's fused attention.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.engine.attention_torch import GroupedAttention
 from pdserve.engine.batch import Batch
-from pdserve.kernels.cpu.attention import PagedAttention, Rows
+from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
@@ -20,8 +20,8 @@ from pdserve.model.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class SingleTokens:
-    """Attention of a step's chunks of one token; longer chunks are only rotated and put into pages."""
+class Planned:
+    """Attention of what is planned of a step; other chunks are only rotated and put into pages."""
 
     paged: PagedAttention
     calls: Calls
@@ -35,18 +35,21 @@ class SingleTokens:
 class CompiledAttention:
     """Plans a step once, then serves each layer of it."""
 
-    def __init__(self, calls: Calls, config: ModelConfig, kv: Tensor, rope: Rope) -> None:
-        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
+    def __init__(self, calls: Calls, config: ModelConfig, kv: Tensor, rope: Rope, *, with_chunks: bool) -> None:
+        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
+
+        with_chunks: whether the kernels serve chunks of several tokens.
+        """
         self._config = config
         self._rope = rope
         self._paged = PagedAttention(kv, config.num_heads)
-        self._single = self.single_tokens(calls)
-        self._grouped = GroupedAttention(config, kv)
+        self._planned = self.planned(calls)
+        self._grouped = None if with_chunks else GroupedAttention(config, kv)
         self._num_rows = 0
 
-    def single_tokens(self, calls: Calls) -> SingleTokens:
+    def planned(self, calls: Calls) -> Planned:
         """Return the attention of steps of single tokens that are planned here."""
-        return SingleTokens(self._paged, calls, self._config.rms_norm_eps)
+        return Planned(self._paged, calls, self._config.rms_norm_eps)
 
     def plan(self, batch: Batch) -> None:
         """Prepare what all layers share of the step."""
@@ -58,12 +61,18 @@ class CompiledAttention:
             self._rope.cos_sin(torch.from_numpy(batch.positions)),
             np.stack((batch.pages, batch.slots), axis=1),
             Rows(batch.page_table[:num_rows], begins, ends),
+            self._chunks(batch, num_rows) if self._grouped is None and num_rows < len(batch.kv_lens) else None,
         )
-        self._grouped.plan(batch, num_rows)
+        if self._grouped is not None:
+            self._grouped.plan(batch, num_rows)
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
         """Attend in one layer; see `pdserve.model.ops.Attention`."""
-        out = self._single.run(layer, qkv, qk_norm)
-        if self._num_rows == len(qkv):
+        out = self._planned.run(layer, qkv, qk_norm)
+        if self._grouped is None or self._num_rows == len(qkv):
             return out
         return torch.cat((out[: self._num_rows], *self._grouped.run(layer, qkv)))
+
+    def _chunks(self, batch: Batch, first: int) -> Chunks:
+        positions = (batch.kv_lens - batch.query_lens)[first:]
+        return Chunks(batch.page_table[first:], batch.query_starts[first:], positions, self._config.sliding_window)

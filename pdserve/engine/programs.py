@@ -49,7 +49,7 @@ class DecodePrograms:
         program = Program(self._loaded)
         model = replace(self._model, ops=CompiledOps(self._model.config.rms_norm_eps, program))
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
-        logits = model.forward(token_ids, self._attention.single_tokens(program), None)
+        logits = model.forward(token_ids, self._attention.planned(program), None)
         return _Recorded(program, token_ids, logits)
 
 

@@ -25,7 +25,7 @@ from pdserve.engine.scoring import Scorer
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
-from pdserve.kernels.cpu.attention import serves
+from pdserve.kernels.cpu.attention import serves, serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.library import library
@@ -146,7 +146,8 @@ def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAtten
     loaded = library()
     if isinstance(loaded, Missing) or not serves(model.config.head_dim, kv.dtype):
         return TorchAttention(model.config, kv, model.rope), None
-    attention = CompiledAttention(Immediate(loaded), model.config, kv, model.rope)
+    with_chunks = serves_chunks(loaded, model.config.head_dim, kv.dtype)
+    attention = CompiledAttention(Immediate(loaded), model.config, kv, model.rope, with_chunks=with_chunks)
     return attention, DecodePrograms(model, attention, loaded) if is_compiled(model) else None
 
 

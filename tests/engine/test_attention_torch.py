@@ -67,7 +67,7 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
 def compiled(config: ModelConfig, kv: Tensor, rope: Rope) -> CompiledAttention:
     loaded = library()
     assert not isinstance(loaded, Missing), loaded
-    return CompiledAttention(Immediate(loaded), config, kv, rope)
+    return CompiledAttention(Immediate(loaded), config, kv, rope, with_chunks=False)
 
 
 KINDS = {"torch": TorchAttention, "compiled": compiled}

@@ -7,32 +7,11 @@
 
 #define OWN_WIDTH
 
+#include "attention.h"
 #include "attention_pass.h"
-#include "calls.h"
 #include "norm.h"
 
 #define WORTH_THREADS 4096 /* keys times heads of a step; fewer take less time than waking threads */
-
-/* What all layers of a step share. kernels/cpu/attention.py has the same fields. */
-struct step {
-    char *pool;              /* [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] */
-    const float *cos_sin;    /* [num_tokens, head_dim]: cosines of head_dim / 2 angles, then sines */
-    const int64_t *targets;  /* [num_tokens, 2]: page and slot that K and V of a token go to */
-    const int64_t *table;    /* [num_rows, table_stride]: a row's pages in order */
-    const int64_t *begins;   /* [num_rows]: the first position that a row sees */
-    const int64_t *ends;     /* [num_rows]: the position after the last one */
-    const int64_t *items;    /* [num_items, 2]: row, and the range of its keys */
-    const int64_t *first_items; /* [num_rows + 1] */
-    float *partials;         /* [num_items, num_heads, head_dim + 2]: sums, largest score, sum of weights */
-    int64_t table_stride, num_tokens, num_rows, num_items, num_keys;
-    int64_t num_layers, num_heads, num_kv_heads, head_dim, page_size, type;
-};
-
-/* The run of one page, layer and KV head: [page_size, head_dim]. which: 0 for K, 1 for V. */
-INLINE char *run_of(const struct step *step, int64_t page, int64_t layer, int64_t which, int64_t head) {
-    int64_t run = ((page * step->num_layers + layer) * 2 + which) * step->num_kv_heads + head;
-    return step->pool + run * step->page_size * step->head_dim * size_of(step->type);
-}
 
 INLINE void rotate_head(char *head, const float *cos_sin, int64_t half, int type) {
     for (int64_t i = 0; i < half; i += LANES) {

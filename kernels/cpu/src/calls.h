@@ -10,7 +10,10 @@
 #include <stdint.h>
 
 /* As kernels/cpu/calls.py numbers them. */
-enum { NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING };
+enum {
+    NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
+    BLOCKS
+};
 
 struct step;
 
@@ -34,12 +37,12 @@ struct call {
 /* How many units there are. */
 typedef int64_t units(const struct call *call, int64_t rows);
 units pdserve_units_bfloat16, pdserve_units_quantized, pdserve_units_placing, pdserve_units_ranges,
-    pdserve_units_combining;
+    pdserve_units_combining, pdserve_units_blocks;
 
 /* Each does the units from begin to before end. */
 typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t end);
 work pdserve_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16, pdserve_coding,
-    pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining;
+    pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks;
 
 /* The same for a call of any kind; see run.c. */
 units pdserve_units_of;

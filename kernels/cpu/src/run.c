@@ -13,6 +13,7 @@ int64_t pdserve_units_of(const struct call *call, int64_t rows) {
     case PLACING: return pdserve_units_placing(call, rows);
     case RANGES: return pdserve_units_ranges(call, rows);
     case COMBINING: return pdserve_units_combining(call, rows);
+    case BLOCKS: return pdserve_units_blocks(call, rows);
     default: return rows;
     }
 }
@@ -22,7 +23,7 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [NORM] = pdserve_norm, [LOOKUP_BFLOAT16] = pdserve_lookup_bfloat16,
         [LOOKUP_QUANTIZED] = pdserve_lookup_quantized, [PRODUCT_BFLOAT16] = pdserve_product_bfloat16,
         [CODING] = pdserve_coding, [PRODUCT_QUANTIZED] = pdserve_product_quantized, [PLACING] = pdserve_placing,
-        [RANGES] = pdserve_ranges, [COMBINING] = pdserve_combining,
+        [RANGES] = pdserve_ranges, [COMBINING] = pdserve_combining, [BLOCKS] = pdserve_blocks,
     };
     works[call->kind](call, rows, begin, end);
 }

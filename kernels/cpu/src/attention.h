@@ -1,0 +1,35 @@
+/* What the kernels of attention share: the step, and where K and V lie. */
+
+#ifndef PDSERVE_ATTENTION_H
+#define PDSERVE_ATTENTION_H
+
+#include "calls.h"
+#include "vectors.h"
+
+/* What all layers of a step share. kernels/cpu/attention.py has the same fields. */
+struct step {
+    char *pool;              /* [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] */
+    const float *cos_sin;    /* [num_tokens, head_dim]: cosines of head_dim / 2 angles, then sines */
+    const int64_t *targets;  /* [num_tokens, 2]: page and slot that K and V of a token go to */
+    const int64_t *table;    /* [num_rows, table_stride]: a row's pages in order */
+    const int64_t *begins;   /* [num_rows]: the first position that a row sees */
+    const int64_t *ends;     /* [num_rows]: the position after the last one */
+    const int64_t *items;    /* [num_items, 2]: row, and the range of its keys */
+    const int64_t *first_items; /* [num_rows + 1] */
+    float *partials;         /* [num_items, num_heads, head_dim + 2]: sums, largest score, sum of weights */
+    const int64_t *blocks;          /* [num_blocks, 2]: of chunks of more tokens: chunk, and the block's first token in it */
+    const int64_t *chunk_starts;    /* [num_chunks + 1]: a chunk's first token, and the end */
+    const int64_t *chunk_positions; /* [num_chunks]: of that token */
+    const int64_t *chunk_table;     /* [num_chunks, chunk_table_stride]: a chunk's pages in order */
+    int64_t chunk_table_stride, num_blocks, window; /* window: 0 where each token sees all before it */
+    int64_t table_stride, num_tokens, num_rows, num_items, num_keys;
+    int64_t num_layers, num_heads, num_kv_heads, head_dim, page_size, type;
+};
+
+/* The run of one page, layer and KV head: [page_size, head_dim]. which: 0 for K, 1 for V. */
+INLINE char *run_of(const struct step *step, int64_t page, int64_t layer, int64_t which, int64_t head) {
+    int64_t run = ((page * step->num_layers + layer) * 2 + which) * step->num_kv_heads + head;
+    return step->pool + run * step->page_size * step->head_dim * size_of(step->type);
+}
+
+#endif

@@ -1,0 +1,226 @@
+/* Attention of chunks of more than one token over a pool of pages, in bfloat16, by dot products of pairs.
+ *
+ * A unit is a block of TOKENS queries of one chunk, with all heads that share one KV head. It goes over its keys in
+ * blocks of KEYS positions, which begin at multiples of KEYS. For each query it keeps the largest score so far, the sum
+ * of weights and the weighted sum of values (the online softmax of FlashAttention, Dao et al. 2022). Keys that a query
+ * does not see change none of these. So a query's result depends on its own sequence alone, not on how that came in
+ * chunks. */
+
+#include "attention.h"
+
+#define TOKENS 32
+#define KEYS 64
+#define ROWS 4 /* queries that one stream of keys or values serves at once */
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+
+typedef struct {
+    float peaks[TOKENS], totals[TOKENS];
+} state;
+
+/* The pairs of 16 keys as columns: to[pair * KEYS + key]. */
+INLINE void transpose_pairs(uint32_t *to, const char *const *keys, int64_t offset) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++)
+        a[i] = _mm512_loadu_si512(keys[i] + offset);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int half = 0; half < 2; half++) {
+            a[i + 2 * half] = _mm512_unpacklo_epi64(b[i + half], b[i + 2 + half]);
+            a[i + 2 * half + 1] = _mm512_unpackhi_epi64(b[i + half], b[i + 2 + half]);
+        }
+    for (int column = 0; column < 4; column++) {
+        __m512i even = _mm512_shuffle_i32x4(a[column], a[4 + column], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(a[column], a[4 + column], 0xdd);
+        __m512i later_even = _mm512_shuffle_i32x4(a[8 + column], a[12 + column], 0x88);
+        __m512i later_odd = _mm512_shuffle_i32x4(a[8 + column], a[12 + column], 0xdd);
+        _mm512_storeu_si512(to + column * KEYS, _mm512_shuffle_i32x4(even, later_even, 0x88));
+        _mm512_storeu_si512(to + (column + 4) * KEYS, _mm512_shuffle_i32x4(odd, later_odd, 0x88));
+        _mm512_storeu_si512(to + (column + 8) * KEYS, _mm512_shuffle_i32x4(even, later_even, 0xdd));
+        _mm512_storeu_si512(to + (column + 12) * KEYS, _mm512_shuffle_i32x4(odd, later_odd, 0xdd));
+    }
+}
+
+/* Values of two keys side by side: to[pair of keys * dim + dimension]. */
+INLINE void interleave_values(uint32_t *to, const char *const *keys, int64_t offset, int64_t dim) {
+    const __m512i upper = _mm512_set1_epi32(16), step = _mm512_set1_epi32(0x00200000);
+    const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i first = _mm512_or_si512(_mm512_or_si512(count, _mm512_slli_epi32(count, 16)), step);
+    const __m512i last = _mm512_or_si512(_mm512_or_si512(first, upper), _mm512_slli_epi32(upper, 16));
+    for (int64_t pair = 0; pair < KEYS / 2; pair++)
+        for (int64_t d = 0; d < dim; d += 32) {
+            __m512i x = _mm512_loadu_si512(keys[2 * pair] + offset + 2 * d);
+            __m512i y = _mm512_loadu_si512(keys[2 * pair + 1] + offset + 2 * d);
+            _mm512_storeu_si512(to + pair * dim + d, _mm512_permutex2var_epi16(x, first, y));
+            _mm512_storeu_si512(to + pair * dim + d + 16, _mm512_permutex2var_epi16(x, last, y));
+        }
+}
+
+/* Adds to sums[row][vector] the products of `pairs` pairs of each row with columns: [pairs][stride]. */
+INLINE void multiply_pairs(
+    __m512 sums[ROWS][4], const char *const *rows, const uint32_t *columns, int64_t stride, int64_t pairs, int vectors
+) {
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        __m512bh column[4];
+        for (int v = 0; v < vectors; v++)
+            column[v] = (__m512bh)_mm512_loadu_si512(columns + pair * stride + 16 * v);
+        for (int r = 0; r < ROWS; r++) {
+            int32_t both;
+            memcpy(&both, rows[r] + 4 * pair, sizeof both);
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)_mm512_set1_epi32(both), column[v]);
+        }
+    }
+}
+
+/* Turns scores of one query into weights in bfloat16, with zeros for keys before `begin` and from `end` on. Returns
+ * what its sums so far are to be multiplied with. */
+INLINE float weigh_keys(
+    uint16_t *weights, const __m512 *scores, float scale, int64_t begin, int64_t end, float *peak, float *total
+) {
+    const ints count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    floats scaled[KEYS / 16], most = splat(-INFINITY), sum = {0};
+    for (int v = 0; v < KEYS / 16; v++) {
+        ints key = count + 16 * v, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
+        scaled[v] = choose(seen, (floats)scores[v] * scale, splat(-INFINITY));
+        most = larger(most, scaled[v]);
+    }
+    float block = _mm512_reduce_max_ps((__m512)most), before = *peak;
+    if (block > before)
+        *peak = block;
+    float highest = *peak == -INFINITY ? 0.0f : *peak;
+    for (int v = 0; v < KEYS / 16; v++) {
+        floats weight = rounded_to(exp_of(scaled[v] - highest), BFLOAT16);
+        store_bfloat16(weights + 16 * v, weight);
+        sum += weight;
+    }
+    float factor = before == *peak ? 1.0f : expf(before - highest);
+    *total = *total * factor + sum_of(sum);
+    return factor;
+}
+
+struct block {
+    const struct step *step;
+    int64_t chunk, first, count, kv_head; /* the chunk's tokens from `first` on */
+};
+
+/* Scores and weights of one head's queries for one block of keys, and the values summed by them. */
+INLINE void attend_keys(
+    float *sums, state *so_far, const struct block *block, const char *const *queries, const uint32_t *keys,
+    const uint32_t *values, int64_t key_begin, int64_t first_position, int64_t dim
+) {
+    const float scale = 1.0f / sqrtf((float)dim);
+    const int64_t window = block->step->window;
+    for (int64_t row = 0; row < block->count; row += ROWS) {
+        __m512 scores[ROWS][4];
+        uint16_t weights[ROWS][KEYS];
+        const char *weight_rows[ROWS];
+        float factors[ROWS];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < 4; v++)
+                scores[r][v] = _mm512_setzero_ps();
+        multiply_pairs(scores, queries + row, keys, KEYS, dim / 2, 4);
+        for (int r = 0; r < ROWS; r++) {
+            int64_t end = first_position + row + r + 1 - key_begin, begin = window ? end - window : 0;
+            factors[r] = weigh_keys(weights[r], scores[r], scale, begin, end < KEYS ? end : KEYS,
+                                    &so_far->peaks[row + r], &so_far->totals[row + r]);
+            weight_rows[r] = (const char *)weights[r];
+        }
+        for (int64_t d = 0; d < dim; d += 64) {
+            const int vectors = dim - d >= 64 ? 4 : 2;
+            __m512 parts[ROWS][4];
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < vectors; v++)
+                    parts[r][v] = _mm512_loadu_ps(sums + (row + r) * dim + d + 16 * v) * factors[r];
+            if (vectors == 4)
+                multiply_pairs(parts, weight_rows, values + d, dim, KEYS / 2, 4);
+            else
+                multiply_pairs(parts, weight_rows, values + d, dim, KEYS / 2, 2);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < vectors; v++)
+                    _mm512_storeu_ps(sums + (row + r) * dim + d + 16 * v, parts[r][v]);
+        }
+    }
+}
+
+/* The addresses of KEYS keys; those that the chunk has not written are the last one's, and no query sees them. */
+INLINE void locate_keys(const char **at, const struct block *block, int64_t layer, int64_t begin, int64_t end) {
+    const struct step *step = block->step;
+    const int64_t *pages = step->chunk_table + block->chunk * step->chunk_table_stride;
+    for (int64_t i = 0; i < KEYS; i++) {
+        int64_t position = begin + i < end ? begin + i : end - 1;
+        at[i] = run_of(step, pages[position / step->page_size], layer, 0, block->kv_head)
+                + position % step->page_size * step->head_dim * 2;
+    }
+}
+
+INLINE void attend_block(const struct block *block, int64_t layer, const char *qkv, char *out, int64_t dim) {
+    const struct step *step = block->step;
+    const int64_t group = step->num_heads / step->num_kv_heads, width = step->num_heads + 2 * step->num_kv_heads;
+    const int64_t token = step->chunk_starts[block->chunk] + block->first;
+    const int64_t position = step->chunk_positions[block->chunk] + block->first, end = position + block->count;
+    const int64_t values_offset = step->num_kv_heads * step->page_size * dim * 2;
+    float sums[group * TOKENS * dim];
+    state so_far[group];
+    uint32_t keys[dim / 2 * KEYS], values[KEYS / 2 * dim];
+    memset(sums, 0, sizeof sums);
+    for (int64_t head = 0; head < group; head++)
+        for (int64_t row = 0; row < TOKENS; row++)
+            so_far[head].peaks[row] = -INFINITY, so_far[head].totals[row] = 0.0f;
+    int64_t seen = step->window && position + 1 > step->window ? position + 1 - step->window : 0;
+    for (int64_t begin = seen / KEYS * KEYS; begin < end; begin += KEYS) {
+        const char *at[KEYS];
+        locate_keys(at, block, layer, begin, end);
+        for (int64_t key = 0; key < KEYS; key += 16)
+            for (int64_t pair = 0; pair < dim / 2; pair += 16)
+                transpose_pairs(keys + pair * KEYS + key, at + key, 4 * pair);
+        interleave_values(values, at, values_offset, dim);
+        for (int64_t head = 0; head < group; head++) {
+            const char *queries[TOKENS];
+            for (int64_t row = 0; row < TOKENS; row++) {
+                int64_t of = token + (row < block->count ? row : block->count - 1);
+                queries[row] = qkv + (of * width + block->kv_head * group + head) * dim * 2;
+            }
+            attend_keys(sums + head * TOKENS * dim, &so_far[head], block, queries, keys, values, begin, position, dim);
+        }
+    }
+    for (int64_t head = 0; head < group; head++)
+        for (int64_t row = 0; row < block->count; row++)
+            for (int64_t d = 0; d < dim; d += 16)
+                store(out, ((token + row) * step->num_heads + block->kv_head * group + head) * dim + d,
+                      load_float32(sums + (head * TOKENS + row) * dim + d) / so_far[head].totals[row], BFLOAT16);
+}
+
+int64_t pdserve_attends_in_blocks(void) { return 1; }
+
+void pdserve_blocks(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    const struct step *step = call->step;
+    (void)rows;
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t *item = step->blocks + unit / step->num_kv_heads * 2;
+        int64_t rest = step->chunk_starts[item[0] + 1] - step->chunk_starts[item[0]] - item[1];
+        const struct block block = {step, item[0], item[1], rest < TOKENS ? rest : TOKENS, unit % step->num_kv_heads};
+        switch (step->head_dim) {
+        case 64: attend_block(&block, call->layer, call->x, call->out, 64); break;
+        case 128: attend_block(&block, call->layer, call->x, call->out, 128); break;
+        default: attend_block(&block, call->layer, call->x, call->out, step->head_dim); break;
+        }
+    }
+}
+
+#else
+
+int64_t pdserve_attends_in_blocks(void) { return 0; }
+
+void pdserve_blocks(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    (void)call, (void)rows, (void)begin, (void)end;
+}
+
+#endif
+
+int64_t pdserve_units_blocks(const struct call *call, int64_t rows) {
+    return (void)rows, call->step->num_blocks * call->step->num_kv_heads;
+}

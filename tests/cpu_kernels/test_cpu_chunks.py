@@ -1,0 +1,118 @@
+"""Compiled attention of chunks of several tokens is the plain formula's, in float64, whatever else is in the pool.
+
+A token's bits depend on its own sequence alone: not on how its prompt came in chunks, on other chunks, or on threads.
+"""
+
+import ctypes
+import math
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import reference
+from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows, serves_chunks
+from pdserve.kernels.cpu.calls import Immediate
+
+LAYER, NUM_LAYERS, EPS = 1, 2, 1e-6
+CLOSE = 2**-7
+# Where each sequence's chunk begins, and its context: full blocks of queries and keys, and one more or less.
+SPANS = [(0, 2), (0, 31), (0, 32), (0, 33), (0, 64), (0, 200), (1, 3), (17, 50), (63, 65), (64, 128), (100, 230)]
+
+
+@pytest.fixture(autouse=True)
+def _served(loaded: ctypes.CDLL) -> None:
+    if not serves_chunks(loaded, 64, torch.bfloat16):
+        pytest.skip("this processor has no dot products of bfloat16")
+
+
+class Prompts:
+    """Sequences, and a pool whose other slots hold NaN."""
+
+    def __init__(self, head_dim: int, heads: tuple[int, int], page_size: int, spans: list[tuple[int, int]]) -> None:
+        generator = torch.Generator().manual_seed(head_dim + page_size)
+        self.spans, self.page_size, (self.num_heads, self.num_kv_heads) = spans, page_size, heads
+        lengths = [end for _, end in spans]
+        width = sum(heads) + heads[1]
+        self.qkvs = [torch.randn(end, width, head_dim, generator=generator).bfloat16() for end in lengths]
+        counts = [-(-end // page_size) for end in lengths]
+        shape = (sum(counts) + 1, NUM_LAYERS, 2, heads[1], page_size, head_dim)
+        self.pool = torch.full(shape, math.nan, dtype=torch.bfloat16)
+        supply = torch.randperm(len(self.pool), generator=generator).tolist()
+        self.table = np.zeros((len(spans), max(counts)), dtype=np.int64)
+        for row, count in enumerate(counts):
+            self.table[row, :count] = [supply.pop() for _ in range(count)]
+
+    def attended(self, loaded: ctypes.CDLL, cuts: list[tuple[int, int, int]], window: int | None = None) -> Tensor:
+        """Run one step of chunks, each (sequence, first token, end); q and k are not turned."""
+        qkv = torch.cat([self.qkvs[row][begin:end] for row, begin, end in cuts])
+        angles = torch.cat((torch.ones(len(qkv), qkv.shape[2] // 2), torch.zeros(len(qkv), qkv.shape[2] // 2)), 1)
+        positions = [(row, position) for row, begin, end in cuts for position in range(begin, end)]
+        size = self.page_size
+        targets = np.array([(self.table[row, position // size], position % size) for row, position in positions])
+        starts = np.cumsum([0, *(end - begin for _, begin, end in cuts)])
+        nothing = np.zeros(0, dtype=np.int64)
+        chunks = Chunks(self.table[[row for row, _, _ in cuts]], starts, np.array([cut[1] for cut in cuts]), window)
+        paged = PagedAttention(self.pool, self.num_heads)
+        paged.plan(angles, targets, Rows(self.table[:0], nothing, nothing), chunks)
+        return paged.run(Immediate(loaded), LAYER, qkv, None, EPS)
+
+    def expected(self, row: int, begin: int, window: int | None) -> Tensor:
+        heads = self.qkvs[row].double().transpose(0, 1)
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads))
+        out = reference.attention(q.transpose(0, 1), k, v, scale=q.shape[2] ** -0.5, window=window)
+        return out.flatten(1)[begin:]
+
+
+def checked(loaded: ctypes.CDLL, prompts: Prompts, window: int | None = None) -> None:
+    """Fill what comes before the chunks, then compare each chunk with the formula."""
+    before = [(row, 0, begin) for row, (begin, _) in enumerate(prompts.spans) if begin]
+    if before:
+        prompts.attended(loaded, before, window)
+    out = prompts.attended(loaded, [(row, *span) for row, span in enumerate(prompts.spans)], window)
+    wanted = [prompts.expected(row, begin, window) for row, (begin, _) in enumerate(prompts.spans)]
+    torch.testing.assert_close(out.double(), torch.cat(wanted), atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "page_size"),
+    [
+        *product([32, 64, 96, 128, 160, 256], [(6, 2)], [16]),
+        *product([64], [(1, 1), (9, 3), (14, 2), (10, 1)], [16]),
+        *product([64], [(6, 2)], [1, 7, 64, 1000]),
+    ],
+)
+def test_each_token_is_the_formula_over_what_it_sees(
+    loaded: ctypes.CDLL, head_dim: int, heads: tuple[int, int], page_size: int
+) -> None:
+    checked(loaded, Prompts(head_dim, heads, page_size, SPANS))
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 64, 100])
+def test_a_token_sees_no_more_than_its_window(loaded: ctypes.CDLL, window: int) -> None:
+    checked(loaded, Prompts(64, (6, 2), 16, SPANS), window)
+
+
+@pytest.mark.parametrize("cuts", [[0, 2, 34, 35, 99, 230], [0, 64, 128, 192, 230], [0, 229, 230]])
+def test_bits_depend_neither_on_chunks_nor_on_company_nor_on_threads(loaded: ctypes.CDLL, cuts: list[int]) -> None:
+    prompts, threads = Prompts(64, (9, 3), 16, [(0, 230), (0, 77)]), torch.get_num_threads()
+    whole = prompts.attended(loaded, [(0, 0, 230), (1, 0, 77)])[:230]
+    try:
+        torch.set_num_threads(3 if threads == 1 else 1)
+        parts = [prompts.attended(loaded, [(0, begin, end)]) for begin, end in pairwise(cuts)]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_chunks_that_do_not_fit_are_refused_by_name(loaded: ctypes.CDLL) -> None:
+    prompts = Prompts(64, (6, 2), 16, [(0, 40)])
+    paged, nothing = PagedAttention(prompts.pool, 6), np.zeros(0, dtype=np.int64)
+    rows, targets = Rows(prompts.table[:0], nothing, nothing), np.zeros((40, 2), dtype=np.int64)
+    short = Chunks(prompts.table, np.array([0, 39]), np.array([0]))
+    narrow = Chunks(prompts.table[:, :2], np.array([0, 40]), np.array([0]))
+    for chunks, message in ((short, "chunks must end at 40, got 39"), (narrow, "page_table must be")):
+        with pytest.raises(ValueError, match=message):
+            paged.plan(torch.ones(40, 64), targets, rows, chunks)
