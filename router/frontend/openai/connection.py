@@ -18,7 +18,7 @@ MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that may be told so
 MAX_HEAD_BYTES = 65_536
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
-LOOK_S = 15.0  # between two looks at a reader for whom something waits
+LOOK_S = 15.0  # between two looks at the peer
 IDLE_TIMEOUT_S = 75  # between requests
 
 
@@ -38,6 +38,7 @@ class Connection(HttpToolsProtocol):
     reply: Reply | None = None
     _timer: asyncio.TimerHandle | None = None  # for the head or body on its way
     _looking: asyncio.TimerHandle | None = None
+    _was_closing = False  # at the last look
     _in_head = True
     _num_head_bytes = 0
     _read_s = 0.0  # when bytes were read last
@@ -46,6 +47,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._peer = Peer(transport.get_extra_info("socket"), self.loop.time())
+        self._looking = self.loop.call_later(LOOK_S, self._look)
         if len(self.connections) > MAX_CONNECTIONS + MAX_REFUSED:
             transport.abort()
             return
@@ -102,29 +104,14 @@ class Connection(HttpToolsProtocol):
         if has_waiting and not self.pipeline and self.cycle.more_body:
             self._allow(BODY_TIMEOUT_S)  # of the last one, which is read from here on
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.look()
-
     def resume_writing(self) -> None:
         super().resume_writing()
         if self.reply is not None:
             self.reply.resume()
 
-    def look(self) -> None:
-        """End the connection if its peer does not read; look again as long as something waits for it."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
-        if not self._peer.reads(self.loop.time()):
-            self.transport.abort()
-        elif self.flow.write_paused or not self._peer.has_all:
-            self._looking = self.loop.call_later(LOOK_S, self.look)
-
     def timeout_keep_alive_handler(self) -> None:
         """End a connection that is idle: whose peer has all of the last response, and asks for no other."""
-        self.look()
-        if self._looking is None:
+        if self._peer.has_all and not self.flow.write_paused:
             super().timeout_keep_alive_handler()
         else:
             self.timeout_keep_alive_task = self.loop.call_later(LOOK_S, self.timeout_keep_alive_handler)
@@ -137,6 +124,13 @@ class Connection(HttpToolsProtocol):
         """Write a part of a chunked response that has begun; return whether the connection takes more at once."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return not self.flow.write_paused
+
+    def _look(self) -> None:
+        """End the connection if its peer does not read, or has all of what closes and does not end TLS."""
+        was_closing, self._was_closing = self._was_closing, self.transport.is_closing()
+        if not self._peer.reads(self.loop.time()) or (was_closing and self._peer.is_done):
+            self.transport.abort()
+        self._looking = self.loop.call_later(LOOK_S, self._look)
 
     def _allow(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._too_late)

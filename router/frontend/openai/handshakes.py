@@ -1,8 +1,10 @@
 """TLS of the HTTP port: the certificate that is there, and handshakes of which there are never too many."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pdserve.certificates import KeyPair, read_pair
@@ -10,7 +12,7 @@ from pdserve.rpc import HANDSHAKE_TIMEOUT_S
 from pdserve.watched import Watched
 
 MAX_HANDSHAKES = 512  # with one more the oldest ends: an honest client's takes milliseconds
-SHUTDOWN_TIMEOUT_S = 2.0  # for a peer to end the connection, too
+SHUTDOWN_TIMEOUT_S = 3600.0  # to flush, and to end TLS: whoever takes nothing is cut off by `Connection`
 
 
 class Handshakes:
@@ -20,7 +22,7 @@ class Handshakes:
         """`connect` makes the protocol of a connection that has. ConfigError where the files are refused."""
         self._certificate = RotatingContext(certificate, key)
         self._connect = connect
-        self._under_way: dict[asyncio.Task[None], asyncio.Transport] = {}  # the oldest first
+        self._under_way: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def accept(self) -> asyncio.Protocol:
         """Return the protocol of a connection to come."""
@@ -28,61 +30,48 @@ class Handshakes:
 
     def close(self) -> None:
         """End all that are under way."""
-        for task in self._under_way:
-            self._give_up(task)
+        while self._under_way:
+            self._give_up_oldest()
 
-    def _begin(self, transport: asyncio.Transport, accepted: "_Accepted") -> None:
+    def _begin(self, tcp: socket.socket) -> None:
         if len(self._under_way) >= MAX_HANDSHAKES:
-            self._give_up(next(iter(self._under_way)))
-        task = asyncio.create_task(self._shake(transport, accepted), name="handshake")
-        self._under_way[task] = transport
-        task.add_done_callback(self._under_way.pop)
+            self._give_up_oldest()
 
-    def _give_up(self, task: asyncio.Task[None]) -> None:
-        self._under_way[task].abort()
+        def note_done(task: asyncio.Task[None]) -> None:
+            self._under_way.pop(task, None)
+            if task.cancelled():  # maybe before it began
+                tcp.close()
+
+        task = asyncio.create_task(self._shake(tcp), name="handshake")
+        self._under_way[task] = None
+        task.add_done_callback(note_done)
+
+    def _give_up_oldest(self) -> None:
+        task = next(iter(self._under_way))
+        del self._under_way[task]
         task.cancel()
 
-    async def _shake(self, transport: asyncio.Transport, accepted: "_Accepted") -> None:
-        try:
-            shown = await asyncio.get_running_loop().start_tls(
-                transport,
-                accepted,
-                self._certificate.shown,
-                server_side=True,
+    async def _shake(self, tcp: socket.socket) -> None:
+        with suppress(OSError):  # the peer's fault, or its absence
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._connect,
+                tcp,
+                ssl=self._certificate.shown,
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
                 ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             )
-        except OSError:  # the peer's fault, or its absence
-            transport.abort()
-            return
-        if shown is not None and not accepted.is_lost:
-            accepted.hand_over(shown, self._connect())
 
 
 class _Accepted(asyncio.Protocol):
-    """One connection. What comes right behind its handshake waits for the protocol that is to have it."""
+    """Takes a connection from the transport that accepted it, which would read what is meant for TLS."""
 
-    def __init__(self, begin: Callable[[asyncio.Transport, "_Accepted"], None]) -> None:
+    def __init__(self, begin: Callable[[socket.socket], None]) -> None:
         self._begin = begin
-        self._early: list[bytes] = []
-        self.is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._begin(transport, self)
-
-    def data_received(self, data: bytes) -> None:
-        self._early.append(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        del exc
-        self.is_lost = True
-
-    def hand_over(self, transport: asyncio.Transport, connection: asyncio.Protocol) -> None:
-        """Let a protocol have the connection."""
-        transport.set_protocol(connection)
-        connection.connection_made(transport)
-        for data in self._early:
-            connection.data_received(data)
+        with suppress(OSError):  # no descriptor is left
+            self._begin(transport.get_extra_info("socket").dup())
+        transport.abort()
 
 
 class RotatingContext:

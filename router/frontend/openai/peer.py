@@ -24,6 +24,7 @@ class Peer:
         self._num_taken = 0
         self._taken_s = now_s
         self.has_all = True  # that was written, as far as this kernel could send it
+        self.is_done = False  # it had all at the last two looks, and took nothing between them
 
     def reads(self, now_s: float) -> bool:
         """Look at it. False where it is gone, or has taken nothing of what has waited for it for STALLED_S."""
@@ -34,6 +35,7 @@ class Peer:
             return True
         num_sent_again, num_probes, silent_ms, num_taken, num_unsent = INFO.unpack(info)
         had_all, self.has_all = self.has_all, not num_unsent
+        self.is_done = had_all and self.has_all and num_taken == self._num_taken
         if self.has_all or had_all or num_taken > self._num_taken:
             self._num_taken, self._taken_s = num_taken, now_s
         is_gone = max(num_sent_again, num_probes) >= MAX_UNANSWERED and silent_ms >= GONE_S * 1e3

@@ -248,7 +248,6 @@ class Stream(Reply):
     def _break_silence(self) -> None:
         if self._is_lost:
             return
-        self.connection.look()
         if self._is_silent and not self._is_over:
             self._put(KEEP_ALIVE)
         self._is_silent = True

@@ -1,8 +1,9 @@
 """Clients that begin a TLS handshake and go no further hold few descriptors for a short time, and keep nobody out."""
 
 import asyncio
+import socket
 import ssl
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from router_fakes import PATIENCE_S
 
 from pdserve import rpc
 from pdserve.launch.authority import write_certificates
-from pdserve.router.frontend.openai import handshakes
+from pdserve.router.frontend.openai import connection, handshakes
 
 LIMIT = 4
 TIMEOUT_S = 0.3
@@ -68,6 +69,74 @@ async def test_of_too_many_handshakes_the_oldest_end_and_honest_clients_come_in(
         assert await is_believed(door, tmp_path)
         assert await waiting[2 * LIMIT] == b""
         assert not any(task.done() for task in waiting[2 * LIMIT + 1 :])
+
+
+@ON_ROUTERS_LOOP
+async def test_of_a_burst_of_handshakes_no_more_than_the_limit_stay(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, shown: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", LIMIT)
+    door = await start_http(pair=False, **shown)
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        waiting = await asyncio.gather(*(silent(stack, door.port) for _ in range(8 * LIMIT)))
+        for _, ended in zip(range(7 * LIMIT), asyncio.as_completed(waiting), strict=False):
+            await ended
+        assert sum(not task.done() for task in waiting) == LIMIT
+
+
+def hello_of(tls: ssl.SSLObject, outgoing: ssl.MemoryBIO) -> bytes:
+    with suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+@ON_ROUTERS_LOOP
+async def test_a_hello_that_comes_with_its_connection_is_answered(
+    start_http: StartHttp, tmp_path: Path, shown: dict[str, Any]
+) -> None:
+    door = await start_http(pair=False, **shown)
+    context, outgoing = ssl.create_default_context(cafile=tmp_path / "ca.crt"), ssl.MemoryBIO()
+    hello = hello_of(context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="127.0.0.1"), outgoing)
+    with socket.create_connection(("127.0.0.1", door.port)) as tcp:
+        tcp.sendall(hello)  # the router's event loop is this one, and has not run
+        tcp.setblocking(False)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await asyncio.get_running_loop().sock_recv(tcp, 1) == b"\x16"
+
+
+@ON_ROUTERS_LOOP
+async def test_a_request_before_the_handshake_is_not_served_behind_it(
+    start_http: StartHttp, tmp_path: Path, shown: dict[str, Any]
+) -> None:
+    door = await start_http(pair=False, **shown)
+    context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    with socket.create_connection(("127.0.0.1", door.port)) as tcp:
+        tcp.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        _, writer = await asyncio.open_connection(sock=tcp)
+        with pytest.raises(OSError):  # noqa: PT011 - of TLS, or a connection that is reset
+            await writer.start_tls(context, server_hostname="127.0.0.1")
+        writer.close()
+
+
+@ON_ROUTERS_LOOP
+async def test_who_has_a_last_response_and_does_not_end_tls_is_cut_off(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shown: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(connection, "LOOK_S", 0.02)
+    door = await start_http(pair=False, **shown)
+    context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async with asyncio.timeout(PATIENCE_S):
+        while hello := hello_of(tls, outgoing):
+            writer.write(hello)
+            incoming.write(await reader.read(65536))
+        tls.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        writer.write(outgoing.read())
+        incoming.write(await reader.read())
+        assert tls.read(65536).startswith(b"HTTP/1.1 200 ")
+    writer.close()
 
 
 @pytest.mark.parametrize("hello", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])

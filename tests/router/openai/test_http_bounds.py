@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -146,6 +147,34 @@ async def test_a_reader_that_takes_nothing_is_cut_off(start_http: StartHttp, mon
         decode = door.router.workers["d0"]
         await decode.until(lambda: bool(decode.cancels))
     await door.router.until_idle()
+
+
+async def test_a_reader_of_a_last_response_that_takes_nothing_is_cut_off(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_little_room(tcp: socket.socket, now_s: float) -> peer.Peer:
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return peer.Peer(tcp, now_s)
+
+    is_lost = asyncio.Event()
+    lose = connection.Connection.connection_lost
+
+    def connection_lost(of: connection.Connection, error: Exception | None) -> None:
+        lose(of, error)
+        is_lost.set()
+
+    monkeypatch.setattr(connection, "Peer", with_little_room)
+    monkeypatch.setattr(connection.Connection, "connection_lost", connection_lost)
+    monkeypatch.setattr(connection, "LOOK_S", 0.02)
+    monkeypatch.setattr(peer, "STALLED_S", 0.1)
+    door = await start_http(pair=False)
+    with socket.socket() as tcp:
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        tcp.connect(("127.0.0.1", door.port))
+        asked = request("/tokenize", prompt="hello " * 1000)
+        tcp.sendall(asked.replace(b"host: x", b"connection: close\r\ncontent-type: application/json"))
+        async with asyncio.timeout(PATIENCE_S):
+            await is_lost.wait()
 
 
 @pytest.mark.asyncio(loop_factories=["uvloop"])
