@@ -35,10 +35,10 @@ MAX_REMEMBERED = 256
 class _Check:
     """One specification's."""
 
-    tenant: str  # that asked first
+    tenant: str = ""  # whose place it has
     may_begin: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[str | None] = field(init=False)
-    num_waiting: int = 0  # clients
+    waiting: Counter[str] = field(default_factory=Counter)  # clients, by tenant
     forget_at_s: float = inf  # on the event loop's clock
 
 
@@ -60,12 +60,14 @@ class Checker:
         if check is None or check.forget_at_s <= asyncio.get_running_loop().time():
             check = self._begin(structured, tenant)
         self._checks.move_to_end(structured)
-        check.num_waiting += 1
+        check.waiting[tenant] += 1
+        self._give_places()  # this tenant may have one for it
         try:
             problem = await asyncio.shield(check.task)
         finally:
-            check.num_waiting -= 1
-            if not check.num_waiting and not check.may_begin.is_set():
+            check.waiting -= Counter((tenant,))
+            if not check.waiting and not check.may_begin.is_set():
+                self._queue.pop(check, None)
                 check.task.cancel()
                 self._forget(structured, check)
         if problem is not None:
@@ -90,7 +92,7 @@ class Checker:
         if self._num_waiting[tenant] >= MAX_WAITING_OF_TENANT:
             raise _too_many(f"{MAX_WAITING_OF_TENANT} others of this tenant")
         self._num_waiting[tenant] += 1
-        check = self._checks[structured] = _Check(tenant)
+        check = self._checks[structured] = _Check()
 
         def note_done(task: asyncio.Task[str | None]) -> None:
             self._num_waiting -= Counter((tenant,))  # leaves out who has none
@@ -109,9 +111,10 @@ class Checker:
 
     async def _look(self, structured: StructuredOutput, check: _Check) -> str | None:
         """Return what is wrong with a specification, or None; RequestError where that cannot be found out."""
-        process = await self._process()
+        await self._process()  # whose start takes longer than a place does
         await self._take_place(check)
         try:
+            process = await self._process()  # another one if that has ended
             outcome, text = await process.compile(structured, COMPILE_S, COMPILE_CPU_S)
         finally:
             self._num_placed -= Counter((check.tenant,))
@@ -145,9 +148,11 @@ class Checker:
         for check in list(self._queue):
             if self._num_placed.total() >= MAX_AT_ONCE:
                 return
-            if self._num_placed[check.tenant] < MAX_AT_ONCE_OF_TENANT:
+            tenant = min(check.waiting, key=self._num_placed.__getitem__)
+            if self._num_placed[tenant] < MAX_AT_ONCE_OF_TENANT:
                 del self._queue[check]
-                self._num_placed[check.tenant] += 1
+                check.tenant = tenant
+                self._num_placed[tenant] += 1
                 check.may_begin.set()
 
     async def _process(self) -> CompilerProcess:

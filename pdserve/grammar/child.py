@@ -94,6 +94,8 @@ def _said_by(status: int, asked: dict[str, Any]) -> tuple[Outcome, str]:
             return Outcome.OVER_LIMIT, TOO_DEEP
         case signal.SIGABRT:  # what the allocator of llguidance ends with
             return Outcome.OVER_LIMIT, TOO_MUCH_MEMORY
+        case below_zero if below_zero < 0:  # an exception of the compiler's own
+            return Outcome.REFUSED, "it cannot be compiled"
         case _:
             return Outcome.ENDED, f"the process that compiled it ended with status {status}"
 

@@ -98,7 +98,7 @@ def _target(part: Schema, root: Schema) -> object:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        elif isinstance(found, list) and name.isdecimal() and len(name) < 10 and int(name) < len(found):
             found = found[int(name)]
         else:
             return True

@@ -52,7 +52,8 @@ class CompilerProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._reading is None or self._reading.done()
+        """Whether it takes no more questions; its forks may answer theirs."""
+        return self._process.returncode is not None or self._reading is None or self._reading.done()
 
     async def compile(self, structured: StructuredOutput, limit_s: float, cpu_limit_s: float) -> Answer:
         """Compile a specification within limits of time and of a processor's time."""
@@ -66,18 +67,21 @@ class CompilerProcess:
                 await self._write(json.dumps(asked).encode() + b"\n")
                 return await answer
         except OSError:  # TimeoutError among them
-            self._process.kill()
+            self._kill()
             return Outcome.ENDED, "the process that compiles does not answer"
         finally:
             del self._asked[number]
 
     async def close(self) -> None:
         """End it."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self._kill()
         if self._reading is not None:
             await asyncio.shield(self._reading)
         await asyncio.shield(self._process.wait())
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def _write(self, line: bytes) -> None:
         """Raises OSError where the process has ended."""

@@ -23,6 +23,7 @@ NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}}
         {"$ref": "#/$defs/nowhere"},
         {"$ref": "https://elsewhere"},
         {"type": 5, "required": 7, "anyOf": {}},
+        {"anyOf": [{}], "$ref": "#/anyOf/" + "1" * 4301},  # more digits than int() takes
     ],
 )
 def test_finite(schema: dict[str, Any]) -> None:
