@@ -112,7 +112,7 @@ class Membership:
         if namesake.registration.incarnation == registration.incarnation:
             self.drop(namesake, "its name attached again", now_s)
         else:
-            namesake.last_heard_s = now_s  # for all that is known, it is there
+            namesake.last_heard_s = inf  # for all that is known, it is there
             self.drop(namesake, "a later process of its name has attached", now_s, Refusal.INCARNATION)
 
     def _welcome(self, worker: WorkerView, now_s: float) -> None:

@@ -269,10 +269,11 @@ def test_an_earlier_process_is_refused_while_its_successor_is_not_attached_too()
     assert dropped(d) == [(zombie, Refusal.INCARNATION)]
 
 
-def test_a_process_that_was_heard_after_its_successor_started_has_not_ended() -> None:
+@pytest.mark.parametrize("age_s", [0.0, 1.0])
+def test_a_process_that_is_attached_when_its_successor_comes_has_not_ended(age_s: float) -> None:
     d = Driver()
     _, zombie = d.pair()
-    successor = d.attach("d0", incarnation=2, age_s=1.0)
+    successor = d.attach("d0", incarnation=2, age_s=age_s)
     assert dropped(d) == [(zombie, Refusal.INCARNATION)]
     assert told_gone(d) == set()
     lose(d, successor)
