@@ -16,7 +16,7 @@ from pdserve.measure.outcomes import Outcome
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.errors import STATUS
 
-TIMEOUT_S = 600.0  # of silence, which comments break every half minute
+TIMEOUT_S = 600.0  # of silence, which comments break every 15 s
 CONNECT_TIMEOUT_S = 10.0
 _NAMES = {code: status.value for status, code in STATUS.items()} | {401: "UNAUTHENTICATED"}
 _EVENT = b"data: "
