@@ -97,7 +97,7 @@ def check_bind(address: str, *, has_identity: bool, key: str = "host", remedy: s
 
     `address` is a host or host:port; `key` is the option named in the error, `remedy` what it asks to set.
     """
-    if not has_identity and not _is_loopback(address):
+    if not has_identity and not is_loopback(address):
         text = f"{key}: {address} is reachable from other machines and callers would not be identified"
         raise ConfigError(f"{text}; {remedy}" if remedy else text)
 
@@ -125,7 +125,8 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether a host or host:port can be reached from this machine alone."""
     host, _ = split_address(address)
     if host == "localhost":
         return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.options import API_KEY, CaFile, ClusterName
+from pdserve.cli.options import CaFile, ClusterName, key_for
 from pdserve.cli.results import report, run
 from pdserve.errors import CommandError, ConfigError
 
@@ -59,7 +59,7 @@ def run_batch(
     async def send() -> "Tally":
         async with _served(server, model, name, ca_file) as (url, believed):
             with counted(Console(stderr=True), file.name, total) as advance:
-                async with client(url, os.environ.get(API_KEY, ""), believed) as http:
+                async with client(url, key_for(url), believed) as http:
                     return await run_batch(file, output, http, max_concurrency, max_retries, advance)
 
     tally = run(send())

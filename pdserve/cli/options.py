@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -79,23 +80,24 @@ class Reached:
         """Return the address of its gRPC port, and what a client shows there."""
         from pdserve.launch.folder import read_state
 
+        api_key = os.environ.get(API_KEY, "")
         if self.endpoint is not None:
-            return self.endpoint, self._access(None)
+            return self.endpoint, self._access(None, api_key)
         state = read_state(self.name)
-        return state.endpoint, self._access(state.ca_file)
+        return state.endpoint, self._access(state.ca_file, api_key)
 
     def http(self, url: str) -> "tuple[str, Access | None]":
         """Return the URL of its HTTP port, `url` where that is given, and what a client shows there."""
         from pdserve.launch.folder import read_state
 
         if url:
-            return url, self._access(None)
+            return url, self._access(None, key_for(url))
         if self.endpoint is not None:
             raise ConfigError("--http-url is needed beside --endpoint")
         state = read_state(self.name)
         if not state.http:
             raise ConfigError(f"--door: cluster {self.name} does not serve http")
-        return state.http, self._access(state.ca_file)
+        return state.http, self._access(state.ca_file, key_for(state.http))
 
     def doors(self, names: "Sequence[str]", http_url: str) -> "dict[Door, tuple[str, Access | None]]":
         """Return where each door is, and what a client shows there. ConfigError where one is not known."""
@@ -105,10 +107,10 @@ class Reached:
             raise ConfigError(f"--door: {min(unknown)!r} is neither grpc nor http")
         return {door: self.http(http_url) if door is Door.HTTP else self.router() for door in map(Door, names)}
 
-    def _access(self, ca_file: Path | None) -> "Access | None":
+    def _access(self, ca_file: Path | None, api_key: str) -> "Access | None":
         from pdserve.measure.client import Access
 
-        trusted, api_key = self.ca_file or ca_file, os.environ.get(API_KEY, "")
+        trusted = self.ca_file or ca_file
         if api_key and trusted is None:
             raise ConfigError(f"{API_KEY}: a key is sent over TLS alone: --ca-file is needed")
         return None if trusted is None else Access(trusted, api_key)
@@ -216,6 +218,20 @@ class Loads:
             worker_flags={"num_threads": self.num_threads},
             router_flags=router_flags,
         )
+
+
+def key_for(url: str) -> str:
+    """Return the key that a router is shown; ConfigError where it would leave this machine in clear."""
+    from pdserve.rpc import is_loopback
+
+    key = os.environ.get(API_KEY, "")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL: {error}") from error
+    if key and parts.scheme != "https" and not is_loopback(parts.hostname or ""):
+        raise ConfigError(f"{API_KEY}: a key is sent over TLS alone: {url} is not https")
+    return key
 
 
 def started(

@@ -11,8 +11,10 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from pdserve.cli.flags import config_flags
+from pdserve.cli.options import API_KEY, Reached, key_for
 from pdserve.cli.processes import CONFIGS
 from pdserve.config import ProcessConfig, WorkerConfig
+from pdserve.errors import ConfigError
 
 RUNNER = CliRunner()
 
@@ -102,3 +104,18 @@ def test_every_default_is_shown_in_the_help(cls: type[ProcessConfig]) -> None:
         assert f"--{name.replace('_', '-')}" in shown
         if not field.is_required() and field.default_factory is None and field.default not in (None, "", ()):
             assert f"(default: {field.default})" in shown
+
+
+@pytest.mark.parametrize(
+    "url", ["https://host:1", "HTTPS://host", "http://127.0.0.1:1", "http://[::1]:1", "http://localhost"]
+)
+def test_a_key_goes_over_tls_or_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv(API_KEY, "secret")
+    assert key_for(url) == "secret"
+
+
+@pytest.mark.parametrize("url", ["http://host:1", "http://10.0.0.1", "host:1", "http://[::2", "//host"])
+def test_a_key_does_not_leave_this_machine_in_clear(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv(API_KEY, "secret")
+    with pytest.raises(ConfigError):
+        Reached(ca_file=Path("ca.crt")).http(url)
