@@ -30,7 +30,10 @@ class Peer:
         """Look at it. False where it is gone, or has taken nothing of what has waited for it for STALLED_S."""
         if self._tcp is None or TCP_INFO is None:
             return True
-        info = self._tcp.getsockopt(socket.IPPROTO_TCP, TCP_INFO, INFO.size)
+        try:
+            info = self._tcp.getsockopt(socket.IPPROTO_TCP, TCP_INFO, INFO.size)
+        except OSError:  # this end is closed, and its protocol does not know yet
+            return False
         if len(info) < INFO.size:
             return True
         num_sent_again, num_probes, silent_ms, num_taken, num_unsent = INFO.unpack(info)

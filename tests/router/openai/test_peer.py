@@ -59,6 +59,13 @@ def test_a_reader_that_takes_some_of_it_now_and_then_lives(ends: Ends) -> None:
     assert peer.has_all
 
 
+def test_nobody_reads_behind_a_socket_that_is_closed(ends: Ends) -> None:
+    writer, _ = ends
+    peer = Peer(writer, 0.0)
+    writer.close()
+    assert not peer.reads(1.0)
+
+
 class Seen(socket.socket):
     """What a kernel says of a connection, which no test can bring about in a short time."""
 
