@@ -57,7 +57,7 @@ BY_TEST = {
 
 CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they were found last
     "take_whoever_attaches_for_the_successor": 15,
-    "take_a_process_with_a_successor_for_ended_though_it_was_heard": 95,
+    "take_a_process_with_a_successor_for_ended_though_it_was_heard": 31,
     "let_processes_attach_in_any_order": 15,
     "take_tokens_of_both_attempts": 5,
     "free_when_the_stream_is_lost": 5,

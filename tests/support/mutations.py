@@ -138,7 +138,7 @@ def release_reused_pages_twice(original: Original, self: Incoming, key: HandoffK
 @breaks(Scheduler, "_make_room")
 def write_into_shared_pages(original: Original, self: Scheduler, step: RunningStep, sequence: Sequence) -> bool:
     """Skip copy-on-write."""
-    if sequence.computed // self.cache.page_size < len(sequence.pages):
+    if self._next_page(step, sequence) < len(sequence.pages):
         return True
     return original(self, step, sequence)
 

@@ -1,7 +1,8 @@
 """A worker's process: its loop around the real core, in virtual time.
 
-As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. A step reads
-and writes memory at its end, so that whatever touches its pages before that is seen.
+As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. While a
+worker only decodes, a step is planned ahead, and begins when the one before it ends. A step reads and writes memory at
+its end, so that whatever touches its pages before that is seen.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ from faultsim.witness import WorkerWitness
 from faultsim.world import Process, ViolationError
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
@@ -32,8 +33,9 @@ from pdserve.roles import Role
 from pdserve.worker.admission import Rules
 from pdserve.worker.audit import adds_up, leaked_pages
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.failing import FailedSteps
+from pdserve.worker.failing import FailedSteps, Isolating
 from pdserve.worker.inbox import MAX_INBOX
+from pdserve.worker.loop import MAX_IN_FLIGHT
 from pdserve.worker.messages import (
     Command,
     DrainAsked,
@@ -84,13 +86,16 @@ class WorkerProcess(Host):
         self.reporter = Reporter(cast("Links", self.links), self.world)
         self.witness = WorkerWitness(name, self.world)
         self.break_next_step = False
+        self._broken: list[Chunk] = []  # of the step that is computed
+        self._steps = Isolating(self._compute)
+        self._running: deque[StepPlan] = deque()
         self.num_steps = 0
         self._failed_steps = FailedSteps()
         self.exited = False
         self.on_exit: Callable[[], object] = lambda: None
         self.on_dismissed: Callable[[], object] = lambda: None
         self._inbox: deque[Event] = deque()
-        self._loaded = self._busy = self._stepping = False
+        self._loaded = self._busy = False
         self._ticked_s = 0.0
         self._num_turns = 0
 
@@ -165,22 +170,22 @@ class WorkerProcess(Host):
         except ValueError as error:
             raise ViolationError("I2", f"{self.name} reports a load that cannot be: {error}") from error
 
-    def _turn(self) -> None:
+    def _turn(self, *, step_is_over: bool = False) -> None:
         """Go on until there is nothing to do, or a step runs."""
         if self._busy or not self._loaded or self.exited:
             return
         self._busy = True
         while self._inbox:
             self.handle(self._inbox.popleft())
-        if not self._stepping:
+        if step_is_over or not self._running:
             self._between_steps()
         self._busy = False
 
     def _between_steps(self) -> None:
-        if self.core.drained:
+        if self.core.drained and not self._running:
             self._exit()
         else:
-            self._plan()
+            self._start_steps()
         self._num_turns += 1
         if self._num_turns % CHECK_EVERY == 0:
             self.check()
@@ -203,24 +208,32 @@ class WorkerProcess(Host):
         if isinstance(event, Placed):
             self._refresh(at_once=True)
 
-    def _plan(self) -> None:
-        try:
-            plan = self.core.plan(self.world.now)
-        except Exception as error:
-            raise ViolationError("I7", f"{self.name} broke while planning: {error!r}") from error
-        if plan is not None:
+    def _start_steps(self) -> None:
+        while len(self._running) < MAX_IN_FLIGHT and (not self._running or self.core.may_plan_ahead):
+            try:
+                plan = self.core.plan(self.world.now)
+            except Exception as error:
+                raise ViolationError("I7", f"{self.name} broke while planning: {error!r}") from error
+            if plan is None:
+                return
             self.witness.computes(self.scheduler.steps[-1].sequences)
-            self._stepping = True
-            elapsed_s = (self.size.step_s + self.size.token_s * plan.num_tokens) * (0.8 + 0.4 * self.world.rng.random())
-            self.world.after(elapsed_s, self, self._step, plan)
+            self._running.append(plan)
+            if len(self._running) == 1:
+                self._begin(plan)
 
-    def _step(self, plan: StepPlan) -> None:
-        """End a step: what it computed is in memory now."""
-        self._stepping = False
+    def _begin(self, plan: StepPlan) -> None:
+        elapsed_s = (self.size.step_s + self.size.token_s * plan.num_tokens) * (0.8 + 0.4 * self.world.rng.random())
+        self.world.after(elapsed_s, self, self._step)
+
+    def _step(self) -> None:
+        """End the oldest step: what it computed is in memory now."""
+        plan = self._running.popleft()
         self._busy = True
         self.num_steps += 1
         try:
             result = self._run(plan)
+            if self._running:
+                self._begin(self._running[0])
             commands = self.core.commit(plan, result, self.world.now)
             self._perform(commands, None if result.failed else (plan, result))
             if self._failed_steps.note(plan, result, self.world.now):
@@ -231,21 +244,26 @@ class WorkerProcess(Host):
         except Exception as error:
             raise ViolationError("I7", f"{self.name} broke on a step: {error!r}") from error
         self._busy = False
-        self._turn()
+        self._turn(step_is_over=True)
 
     def _run(self, plan: StepPlan) -> StepResult:
         """Compute a step; one that breaks does so for all of its sequences, or for some."""
         announced = [page for claim in self.core.outgoing.claims() for page in claim.held]
         self.memory.check_step(plan, announced)
+        self._broken = []
+        return self._steps.run(plan)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """Compute a step or a part of it, and raise if something of it is broken, after memory is written."""
         result = self.runner.run(plan)
-        if not self.break_next_step:
-            return result
-        self.break_next_step = False
-        share = self.world.rng.choice((0.3, 1.0))
-        places = [place for place in range(len(plan.chunks)) if self.world.rng.random() < share]
-        self.world.note(self.name, f"a step broke for {places}")
-        tokens = tuple(() if place in places else tokens for place, tokens in enumerate(result.tokens))
-        return replace(result, tokens=tokens, failed=dict.fromkeys(places, "broken by the simulator"))
+        if self.break_next_step and plan.chunks:
+            self.break_next_step = False
+            share = self.world.rng.choice((0.3, 1.0))
+            self._broken = [chunk for chunk in plan.chunks if self.world.rng.random() < share]
+            self.world.note(self.name, f"a step breaks for {len(self._broken)} of {len(plan.chunks)} sequences")
+        if any(chunk in self._broken for chunk in plan.chunks):
+            raise RuntimeError("broken by the simulator")
+        return result
 
     def _perform(self, commands: list[Command], step: tuple[StepPlan, StepResult] | None) -> None:
         reports: list[Report] = []
