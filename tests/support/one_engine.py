@@ -22,9 +22,11 @@ NUM_PAGES = 256
 class OneEngine:
     """A model, its pages and a scheduler, computing one request at a time."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, page_size: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, page_size: int, max_num_batched_tokens: int, quantization: str = "auto"
+    ) -> None:
         checkpoint = open_checkpoint(path)
-        form = choose_quantization("auto", checkpoint, str(dtype).removeprefix("torch."), "cpu")
+        form = choose_quantization(quantization, checkpoint, str(dtype).removeprefix("torch."), "cpu")
         model = load_model(checkpoint.config, weights_in_form(checkpoint, form), dtype)
         limits = Limits(8, max_num_batched_tokens, 4096, frozenset(checkpoint.eos_token_ids))
         self._scheduler = Scheduler(KvCache(NUM_PAGES, page_size, None), limits)
