@@ -2,7 +2,6 @@
 it at once, as does the time a drain may take. Health follows."""
 
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -100,7 +99,7 @@ def test_a_signal_that_comes_twice_is_one_request() -> None:
 
 def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
     with process(command(ROUTER, tmp_path / "run", model, pool_grace_s=120.0, **LONG), tmp_path) as running:
-        public, internal = re.findall(r"127.0.0.1:\d+", until_said(running, "serving "))
+        public, internal = (until_said(running, what).rsplit(maxsplit=1)[1] for what in ("serving ", "workers on "))
         with grpc.insecure_channel(public) as channel:
             held = InferenceServiceStub(channel).Generate(greedy([3, 4, 5], 4), wait_for_ready=True)
             until_held(internal, tmp_path / "run" / "secret")
@@ -115,7 +114,7 @@ def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
 def test_a_router_that_has_not_drained_in_time_says_so_by_its_exit_status(model: Path, tmp_path: Path) -> None:
     flags = {"pool_grace_s": 120.0, "drain_timeout_s": 0.2}
     with process(command(ROUTER, tmp_path / "run", model, **flags), tmp_path) as running:
-        public, internal = re.findall(r"127.0.0.1:\d+", until_said(running, "serving "))
+        public, internal = (until_said(running, what).rsplit(maxsplit=1)[1] for what in ("serving ", "workers on "))
         with grpc.insecure_channel(public) as channel:
             held = InferenceServiceStub(channel).Generate(greedy([3, 4, 5], 4), wait_for_ready=True)
             until_held(internal, tmp_path / "run" / "secret")
@@ -198,6 +197,6 @@ def until_said(running: subprocess.Popen[str], part: str) -> str:
     assert running.stderr is not None
     said = next((line for line in iter(running.stderr.readline, "") if part in line), None)
     assert said is not None, f"ended before it said {part!r}"
-    if part.startswith(("stopping", "serving")):
+    if part.startswith(("stopping", "workers on")):
         threading.Thread(target=running.stderr.read, daemon=True).start()
     return said
