@@ -16,6 +16,7 @@ SPLIT = 256  # keys of an item, as in src/attention_pass.h
 TOKENS = 32  # queries of a block, as in src/blocks.c
 LANES = 16
 MAX_HEAD_DIM = 256
+MAX_GROUP_DIM = 4096  # of the heads that share K and V: a block's sums, 32 floats for each, lie on a thread's stack
 
 Ints = npt.NDArray[np.int64]
 
@@ -86,7 +87,8 @@ class PagedAttention:
             require_page_table(rows.page_table, rows.ends, step.page_size)
         if chunks is not None:
             require_page_table(chunks.page_table, chunks.positions + np.diff(chunks.starts), step.page_size)
-            require(chunks.starts[-1] == num_tokens, f"chunks must end at {num_tokens}, got {chunks.starts[-1]}")
+            within = (int(chunks.starts[0]), int(chunks.starts[-1]))
+            require(within == (num_rows, num_tokens), f"chunks must be tokens {num_rows} to {num_tokens}, got {within}")
         items, first_items = _items(rows)
         size = len(items) * step.num_heads * (step.head_dim + 2)
         if self._partials.numel() < size:
@@ -111,6 +113,9 @@ class PagedAttention:
         step.table_stride = rows.page_table.shape[1]
         step.num_tokens, step.num_rows, step.num_items = num_tokens, num_rows, len(items)
         step.num_keys = int((rows.ends - rows.begins).sum())
+        if chunks is not None:
+            lens = np.diff(chunks.starts)
+            step.num_keys += int((lens * (chunks.positions + lens)).sum())
         self._arrays = (kept, cos_sin)
 
     def run(self, calls: Calls, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
@@ -143,9 +148,14 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
     return head_dim % LANES == 0 and 0 < head_dim <= MAX_HEAD_DIM and dtype in DTYPES
 
 
-def serves_chunks(loaded: ctypes.CDLL, head_dim: int, dtype: torch.dtype) -> bool:
+def serves_chunks(loaded: ctypes.CDLL, head_dim: int, group: int, dtype: torch.dtype) -> bool:
     """Say whether the library is the fastest for chunks of several tokens, too: torch's attention uses matrix units."""
-    fits = head_dim % 32 == 0 and dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
+    fits = (
+        head_dim % 32 == 0
+        and head_dim * group <= MAX_GROUP_DIM
+        and dtype == torch.bfloat16
+        and not torch.cpu._is_amx_tile_supported()
+    )
     return fits and answer(loaded, "pdserve_attends_in_blocks")
 
 

@@ -14,7 +14,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -93,15 +94,17 @@ class Peer:
         """Return its processes."""
         return [each.pid for each in self._processes()]
 
-    def suspend(self) -> None:
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
         """Keep it off the processor: vLLM's processes poll while they have nothing to do."""
-        for each in self._processes():
+        processes = self._processes()
+        for each in processes:
             each.suspend()
-
-    def resume(self) -> None:
-        """Let it go on."""
-        for each in self._processes():
-            each.resume()
+        try:
+            yield
+        finally:
+            for each in processes:
+                each.resume()
 
     def _processes(self) -> list[psutil.Process]:
         first = psutil.Process(self._process.pid)
@@ -167,9 +170,8 @@ async def compared(peer: Peer, cluster: LiveCluster, lines: list[Line], rounds: 
             peer_pids, our_pids = peer.pids(), pids_of(cluster).values()
             begun = cpu_seconds(peer_pids), cpu_seconds(our_pids)
             theirs = await peer.seconds(shape, sampling)
-            peer.suspend()
-            ours = await our_seconds(cluster, shape, sampling, seed)
-            peer.resume()
+            with peer.suspended():
+                ours = await our_seconds(cluster, shape, sampling, seed)
             report(f"round {turn}: {line.workload} {line.sampling}: {theirs:.2f} / {ours:.2f} s")
             if turn:
                 line.peer_s.append(theirs)

@@ -24,7 +24,7 @@ SPANS = [(0, 2), (0, 31), (0, 32), (0, 33), (0, 64), (0, 200), (1, 3), (17, 50),
 
 @pytest.fixture(autouse=True)
 def _served(loaded: ctypes.CDLL) -> None:
-    if not serves_chunks(loaded, 64, torch.bfloat16):
+    if not serves_chunks(loaded, 64, 3, torch.bfloat16):
         pytest.skip("this processor has no dot products of bfloat16")
 
 
@@ -113,6 +113,13 @@ def test_chunks_that_do_not_fit_are_refused_by_name(loaded: ctypes.CDLL) -> None
     rows, targets = Rows(prompts.table[:0], nothing, nothing), np.zeros((40, 2), dtype=np.int64)
     short = Chunks(prompts.table, np.array([0, 39]), np.array([0]))
     narrow = Chunks(prompts.table[:, :2], np.array([0, 40]), np.array([0]))
-    for chunks, message in ((short, "chunks must end at 40, got 39"), (narrow, "page_table must be")):
+    for chunks, message in ((short, "chunks must be tokens 0 to 40, got"), (narrow, "page_table must be")):
         with pytest.raises(ValueError, match=message):
             paged.plan(torch.ones(40, 64), targets, rows, chunks)
+
+
+def test_heads_that_share_more_than_a_stack_holds_are_not_served(loaded: ctypes.CDLL) -> None:
+    assert serves_chunks(loaded, 256, 16, torch.bfloat16)
+    assert not serves_chunks(loaded, 256, 17, torch.bfloat16)
+    assert not serves_chunks(loaded, 80, 1, torch.bfloat16)
+    assert not serves_chunks(loaded, 64, 1, torch.float32)

@@ -17,6 +17,7 @@ from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import PageId
+from pdserve.kernels.cpu.attention import serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.library import library
@@ -25,17 +26,15 @@ from pdserve.model.rope import Rope, rotate_
 
 PAGE_SIZE = 4
 NUM_PAGES = 400
-CONFIG = ModelConfig.from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 10,
-        "hidden_size": 96,
-        "intermediate_size": 8,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-    }
-)
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 10,
+    "hidden_size": 96,
+    "intermediate_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 LAYER = 1
 CASES = {  # (start, length) of each chunk
     "one fresh prompt": [(0, 13)],
@@ -67,10 +66,17 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
 def compiled(config: ModelConfig, kv: Tensor, rope: Rope) -> CompiledAttention:
     loaded = library()
     assert not isinstance(loaded, Missing), loaded
-    return CompiledAttention(Immediate(loaded), config, kv, rope, with_chunks=False)
+    with_chunks = kv.dtype == torch.bfloat16
+    if with_chunks and not serves_chunks(loaded, kv.shape[-1], 3, kv.dtype):
+        pytest.skip("this processor has no dot products of bfloat16")
+    return CompiledAttention(Immediate(loaded), config, kv, rope, with_chunks=with_chunks)
 
 
-KINDS = {"torch": TorchAttention, "compiled": compiled}
+KINDS = {  # the attention, the type, the width of a head, and how close it comes
+    "torch": (TorchAttention, torch.float32, 16, 1e-5),
+    "compiled": (compiled, torch.float32, 16, 1e-5),
+    "compiled with chunks": (compiled, torch.bfloat16, 32, 2**-6),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,27 +84,30 @@ KINDS = {"torch": TorchAttention, "compiled": compiled}
 def test_every_query_sees_its_own_sequence_and_no_more(
     case: str, window: int | None, left_behind: float, kind: str
 ) -> None:
-    config = replace(CONFIG, sliding_window=window)
+    attention_of, dtype, dim, close = KINDS[kind]
+    config = replace(ModelConfig.from_hf(HF_CONFIG | {"hidden_size": 6 * dim}), sliding_window=window)
     random = np.random.default_rng(5)
     generator = torch.Generator().manual_seed(5)
-    kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, 16), left_behind)
+    kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, dim), left_behind, dtype=dtype)
     supply = random.permutation(NUM_PAGES).tolist()
     rope = Rope(config, torch.device("cpu"))
     chunks, expected = [], []
     for start, length in CASES[case]:
         end = start + length
         pages = [PageId(supply.pop()) for _ in range(-(-end // PAGE_SIZE))]
-        qkv = torch.randn(end, 10, 16, generator=generator)
+        qkv = torch.randn(end, 10, dim, generator=generator).to(dtype)
         rotated = qkv.clone()
-        rotate_(rotated[:, :8], rope.angles(torch.arange(end), torch.float32))
+        rotate_(rotated[:, :8], rope.angles(torch.arange(end), dtype))
         for position in range(start):
             page = kv[pages[position // PAGE_SIZE], LAYER]
-            page[:, :, position % PAGE_SIZE] = rotated[position, 6:].view(2, 2, 16)
+            page[:, :, position % PAGE_SIZE] = rotated[position, 6:].view(2, 2, dim)
         rows = expected_rows(rotated[start:, :6], rotated[:, 6:8], rotated[:, 8:], window)
         chunks.append((Chunk([0] * length, start, pages, ()), qkv[start:]))
         expected.append(rows)
-    attention = KINDS[kind](config, kv, rope)
+    attention = attention_of(config, kv, rope)
     batch = Batch.of(StepPlan(tuple(chunk for chunk, _ in chunks)), PoolShape(NUM_PAGES, PAGE_SIZE, 10))
     attention.plan(batch)
     out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)
-    torch.testing.assert_close(out.double(), torch.cat([expected[index] for index in batch.order]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        out.double(), torch.cat([expected[index] for index in batch.order]), atol=close, rtol=close
+    )

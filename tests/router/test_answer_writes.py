@@ -220,13 +220,19 @@ async def test_too_much_that_waits_cuts_the_reader_off() -> None:
     assert len(door.writes) == 1
 
 
-async def test_an_answer_that_finishes_as_its_reader_is_cut_off_is_not_finished_to_the_reader() -> None:
+async def cut_off() -> tuple[Door, Answer]:
+    """Return an answer of which one token was written, and the next ones were dropped for a slow reader."""
     door = Door(takes_more=False)
     answer = answer_for(door, max_unsent_bytes=100)
     gain(answer, 10)
     await turn()
     while not gain(answer, 11):
         pass
+    return door, answer
+
+
+async def test_an_answer_that_finishes_as_its_reader_is_cut_off_is_not_finished_to_the_reader() -> None:
+    door, answer = await cut_off()
     gain(answer, 12, finish_reason=2)
     answer.end(FINISHED)
     answer.resume()
@@ -238,12 +244,7 @@ async def test_an_answer_that_finishes_as_its_reader_is_cut_off_is_not_finished_
 
 
 async def test_nothing_is_written_after_tokens_that_were_dropped() -> None:
-    door = Door(takes_more=False)
-    answer = answer_for(door, max_unsent_bytes=100)
-    gain(answer, 10)
-    await turn()
-    while not gain(answer, 11):
-        pass
+    door, answer = await cut_off()
     answer.resume()
     assert gain(answer, 12) is None
     await turn()
