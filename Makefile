@@ -84,13 +84,15 @@ gpu:
 bench-cpu: $(SERVING)
 	$(BIN)/python tests/bench_cpu/run_bench_cpu.py --peer "$${PEER:?names the folder of another engine}" $(BENCH_FLAGS)
 
-# Needs a container runtime. Beside each image comes its bill of materials (CycloneDX).
+# Needs a container runtime. Beside each image comes its bill of materials (CycloneDX). IMAGES may name some of them;
+# BUILD_FLAGS are the runtime's own, as for another source of the base image or of packages.
 DOCKER ?= docker
-IMAGES := router worker-cpu worker-cuda
+IMAGES ?= router worker-cpu worker-cuda
+BUILD_FLAGS ?=
 images: $(addprefix build/images/,$(addsuffix .cdx.json,$(IMAGES)))
 build/images/%.cdx.json: FORCE
 	mkdir -p build/images
-	$(DOCKER) build -f deploy/images/Dockerfile --target $* -t pdserve-$* .
+	$(DOCKER) build $(BUILD_FLAGS) -f deploy/images/Dockerfile --target $* -t pdserve-$* .
 	$(DOCKER) run --rm --entrypoint cat pdserve-$* /opt/pdserve/sbom.cdx.json > $@
 FORCE:
 
