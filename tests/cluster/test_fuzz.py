@@ -18,6 +18,7 @@ import pytest
 import zmq
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster
 from proofs import proof_for
+from sockets import listening
 from tls_cluster import TlsCluster
 
 from pdserve.ids import Incarnation, WorkerId
@@ -27,7 +28,7 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import split_address
+from pdserve.rpc import join_address, split_address
 
 SECONDS = float(os.environ.get("PDSERVE_FUZZ_S", "15"))
 SEED = os.environ.get("PDSERVE_FUZZ_SEED", "0")
@@ -52,6 +53,26 @@ def frames(rng: random.Random) -> bytes:
     return made
 
 
+def spoilt(message: bytes, rng: random.Random) -> bytes:
+    """Return a message cut short, with other bytes in it, or with more."""
+    made = bytearray(message)
+    for _ in range(rng.randrange(4)):
+        if made:
+            made[rng.randrange(len(made))] = rng.randrange(256)
+    return bytes(made[: rng.randrange(len(made) + 1)]) + rng.randbytes(rng.choice((0, 0, 3, 50)))
+
+
+def posted(rng: random.Random) -> bytes:
+    """Return a question over HTTP whose length or body is not what it says."""
+    body = spoilt(b'{"model": "", "prompt": [3, 4, 5], "max_tokens": 2, "stream": true}', rng)
+    size = len(body) if rng.random() < 0.8 else rng.choice((-1, 0, 10**20))
+    path = rng.choice((b"completions", b"chat/completions", b"responses", b"embeddings"))
+    kind = rng.choice((b"application/json", b"text/plain"))
+    return (
+        b"POST /v1/%b HTTP/1.1\r\nhost: x\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (path, kind, size) + body
+    )
+
+
 BEGINNINGS: Sequence[Beginning] = (
     lambda rng: rng.randbytes(rng.randrange(1, 2000)),
     frames,
@@ -59,6 +80,7 @@ BEGINNINGS: Sequence[Beginning] = (
     lambda rng: PREFACE[: rng.randrange(len(PREFACE))],
     lambda rng: b"\x16\x03\x01" + rng.randrange(2**14).to_bytes(2) + b"\x01" + rng.randbytes(rng.randrange(500)),
     lambda rng: b"GET /" + b"a" * rng.choice((1, 100, 70_000)) + b" HTTP/1.1\r\n" + rng.choice((b"\r\n", b"")),
+    posted,
     lambda rng: ZMTP + rng.choice((b"NULL", b"CURVE", b"PLAIN")).ljust(20, b"\0") + rng.randbytes(rng.randrange(300)),
 )
 
@@ -72,7 +94,7 @@ def throw(address: str, rng: random.Random, authority: Path | None) -> None:
         if authority is not None and rng.random() < 0.5:
             context = ssl.create_default_context(cafile=authority)
             context.check_hostname = False
-            context.set_alpn_protocols(["h2"])
+            context.set_alpn_protocols([rng.choice(("h2", "http/1.1"))])
             plain.settimeout(0.2)
             channel = context.wrap_socket(plain)
             channel.settimeout(0.02)
@@ -81,33 +103,23 @@ def throw(address: str, rng: random.Random, authority: Path | None) -> None:
             channel.recv(4096)
 
 
-def spoilt(message: bytes, rng: random.Random) -> bytes:
-    """Return a message cut short, with other bytes in it, or with more."""
-    made = bytearray(message)
-    for _ in range(rng.randrange(4)):
-        if made:
-            made[rng.randrange(len(made))] = rng.randrange(256)
-    return bytes(made[: rng.randrange(len(made) + 1)]) + rng.randbytes(rng.choice((0, 0, 3, 50)))
-
-
 class Caller:
     """Who knows the secret and makes no sense."""
 
     def __init__(self, cluster: LiveCluster) -> None:
         self._cluster = cluster
         state = cluster.state
-        self.addresses = [state.endpoint, state.admin, state.launcher]
+        pids = [cluster.process.pid, *(cluster.pid_of(process.name) for process in state.processes)]
+        self.addresses = sorted(join_address(host, int(port)) for pid in pids for host, port in listening(pid))
         self.published: list[str] = []
         self._handoffs: list[tuple[str, bytes]] = []
         for worker in cluster.status().workers:
             address = worker.registration.handoff_address
-            self.addresses.append(address)
             peer = Peer(WorkerId("stranger"), Incarnation(1))
             layout = KvLayout("w", 2, 2, 4, 4, "float32")
             hello = greeting.Hello(greeting.Introduction(peer, layout), "nixl", Incarnation(7), 0.0)
             self._handoffs.append((address, wire.hello_to_proto(hello).SerializeToString()))
         for process in state.processes:
-            self.addresses.append(process.metrics_address)
             ends = (process.kv_events_endpoint, process.kv_events_replay_endpoint)
             self.published += [end.removeprefix("tcp://") for end in ends if end]
 
@@ -196,7 +208,7 @@ def test_garbage_on_every_port_changes_nothing(cluster: LiveCluster) -> None:
         while (passed_s := time.monotonic() - begun_s) < SECONDS:
             if passed_s < SECONDS / 3:
                 before = usage(cluster) if num % 50 == 0 else before
-            throw(rng.choice([*caller.addresses, *caller.published]), rng, authority)
+            throw(rng.choice(caller.addresses), rng, authority)
             if authority is None:
                 caller.call(rng)
                 caller.publish(rng, context)
