@@ -125,7 +125,11 @@ ARRIVED = _counter("pdserve_requests_arrived_total", "Valid requests.")
 ENDED = _counter("pdserve_requests_ended_total", "Valid requests by how they ended: OK, or a gRPC status.", "status")
 INVALID = _counter("pdserve_requests_invalid_total", "Requests that were not valid, by gRPC status.", "status")
 REFUSED = _counter("pdserve_requests_refused_total", "Valid requests refused, by what bound them.", "cause")
-DENIED = _counter("pdserve_calls_denied_total", "Calls of the port for clients without a known API key.", "reason")
+DENIED = _counter(
+    "pdserve_calls_denied_total",
+    "Calls of clients without a known API key, and connections to the HTTP port that ended before TLS was established.",
+    "reason",
+)
 REFUSED_KEY_FILES = _counter(
     "pdserve_api_keys_refused_total", "How often a changed file of API keys was not valid: the former stays in force."
 )

@@ -55,7 +55,7 @@ class Tenants(Protocol):
         """Forget all other tenants, but those with requests under way."""
 
     def deny(self, reason: str) -> None:
-        """Count a call without a key that is known; `reason` is one of clients.DENIALS."""
+        """Count a call or a connection that is denied; `reason` is one of clients.DENIALS."""
 
 
 class Outcomes(Protocol):

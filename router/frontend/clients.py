@@ -12,12 +12,12 @@ from pdserve.router.frontend.prompts import Terms
 from pdserve.values import value
 from pdserve.watched import Watched
 
-NO_KEY, WRONG_KEY = DENIALS = ("no_key", "wrong_key")
+NO_KEY, WRONG_KEY, HANDSHAKE = DENIALS = ("no_key", "wrong_key", "handshake")
 _TEXTS = {NO_KEY: "no API key is shown: authorization: Bearer KEY", WRONG_KEY: "the API key is not known here"}
 
 
 class DeniedError(Exception):
-    """The caller shows no key, or a wrong one. `reason` is one of DENIALS."""
+    """The caller shows no key, or a wrong one. `reason` is NO_KEY or WRONG_KEY."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(_TEXTS[reason])
@@ -50,6 +50,10 @@ class Clients:
             return 0
         self._keys.look()  # calls may come to other processes alone
         return self._keys.num_refused
+
+    def note_failed_handshake(self) -> None:
+        """Count a connection over which TLS was not established."""
+        self._tenants.deny(HANDSHAKE)
 
     def identify(self, key: bytes | None) -> Client | None:
         """Return whose key a call shows; None where no keys are asked for. Raises DeniedError."""

@@ -18,10 +18,15 @@ SHUTDOWN_TIMEOUT_S = 3600.0  # to flush, and to end TLS: whoever takes nothing i
 class Handshakes:
     """Connections that were accepted and have not shaken hands."""
 
-    def __init__(self, certificate: Path, key: Path, connect: Callable[[], asyncio.Protocol]) -> None:
-        """`connect` makes the protocol of a connection that has. ConfigError where the files are refused."""
+    def __init__(
+        self, certificate: Path, key: Path, connect: Callable[[], asyncio.Protocol], on_failed: Callable[[], None]
+    ) -> None:
+        """`connect` makes the protocol of a connection that has; `on_failed` is called for each that ends before.
+
+        ConfigError where the files are refused.
+        """
         self._certificate = RotatingContext(certificate, key)
-        self._connect = connect
+        self._connect, self._on_failed = connect, on_failed
         self._under_way: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def accept(self) -> asyncio.Protocol:
@@ -36,6 +41,7 @@ class Handshakes:
     def _begin(self, tcp: socket.socket) -> None:
         if len(self._under_way) >= MAX_HANDSHAKES:
             self._give_up_oldest()
+            self._on_failed()
 
         def note_done(task: asyncio.Task[None]) -> None:
             self._under_way.pop(task, None)
@@ -52,7 +58,7 @@ class Handshakes:
         task.cancel()
 
     async def _shake(self, tcp: socket.socket) -> None:
-        with suppress(OSError):  # the peer's fault, or its absence
+        try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._connect,
                 tcp,
@@ -60,6 +66,8 @@ class Handshakes:
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
                 ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             )
+        except OSError:  # the peer's fault, or its absence
+            self._on_failed()
 
 
 class _Accepted(asyncio.Protocol):

@@ -20,13 +20,16 @@ BACKLOG = 1024
 
 
 @asynccontextmanager
-async def serving_http(config: RouterConfig, app: App) -> AsyncIterator[str]:
-    """Serve for the length of the block; yields the URL. ConfigError where the port cannot be had."""
+async def serving_http(config: RouterConfig, app: App, on_failed: Callable[[], None]) -> AsyncIterator[str]:
+    """Serve for the length of the block; yields the URL. ConfigError where the port cannot be had.
+
+    `on_failed` is called for each connection whose TLS handshake fails.
+    """
     state = ServerState()
     connect: Callable[[], asyncio.Protocol] = partial(Connection, _uvicorn(app), state, {})
     handshakes = None
     if config.ssl_certfile is not None and config.ssl_keyfile is not None:
-        handshakes = Handshakes(config.ssl_certfile, config.ssl_keyfile, connect)
+        handshakes = Handshakes(config.ssl_certfile, config.ssl_keyfile, connect, on_failed)
     server = await _listen(config, connect if handshakes is None else handshakes.accept)
     try:
         yield http_url(config, server.sockets[0].getsockname()[1])

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
+from scraping import scrape
 
 from pdserve import rpc
 from pdserve.launch.authority import write_certificates
@@ -148,6 +149,8 @@ async def test_a_handshake_that_does_not_come_is_given_up(
     door = await start_http(pair=False, **shown)
     async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         await (await silent(stack, door.port, hello=hello))
+    shown = await asyncio.to_thread(scrape, door.router.addresses.metrics)
+    assert shown.value("pdserve_calls_denied_total", reason="handshake") == 1
 
 
 async def test_grpc_takes_no_more_connections_than_the_limit_and_gives_handshakes_up(
