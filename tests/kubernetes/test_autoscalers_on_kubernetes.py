@@ -20,7 +20,12 @@ kind: AutoscalingPolicy
 objectives: {{ttftMs: 1000, tpotMs: 100}}
 budget: {{maxDevices: 6}}
 interval: {{forecast: 10s, react: 100ms}}
-actuator: {{kind: kubernetes, namespace: {namespace}, prefill: {{name: chat-prefill}}, decode: {{name: chat-decode}}}}
+actuator:
+  kind: kubernetes
+  namespace: {namespace}
+  lease: chat-autoscaler
+  prefill: {{name: chat-prefill}}
+  decode: {{name: chat-decode}}
 pools:
   prefill: {{minReplicas: 1, maxReplicas: 3}}
   decode: {{minReplicas: 2, maxReplicas: 3}}

@@ -137,7 +137,7 @@ class Working:
 
 class Autoscaler:
     def __init__(self, kube: KubeCluster, client: Client, name: str, working: Working) -> None:
-        self.turns = Leadership(client, kube.namespace, "chat", name, MonotonicClock())
+        self.turns = Leadership(client, kube.namespace, "chat-autoscaler", name, MonotonicClock())
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(self.turns.run(lambda: working.work(name), self.stop))
 

@@ -19,7 +19,6 @@ from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import write_secret
 
 double_only = pytest.mark.skipif(bool(REAL), reason="a fault, or a node")
-NODE = "node-a"
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 
@@ -46,10 +45,11 @@ class Watching:
         assert self.kube.double is not None
         return self.kube.double
 
-    async def start(self, name: str, incarnation: int) -> str:
+    async def start(self, name: str, incarnation: int, node: str | None = None) -> str:
         """Start a pod's worker, which attaches; return the pod's uid."""
         containers = [{"name": "worker", "image": "registry.invalid/worker"}]
         spec = {"schedulerName": "pdserve-test", "containers": containers, "terminationGracePeriodSeconds": 0}
+        spec |= {"nodeName": node} if node is not None else {}
         meta = {"name": name, "finalizers": [FINALIZER]}
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec, "status": {"phase": "Pending"}}
         pod = await self.kube.ask("POST", self.kube.path("pods"), body)
@@ -153,49 +153,90 @@ async def test_ends_are_seen_after_the_api_was_restored_from_a_backup(watching: 
     await watching.until(lambda: router.gone == [("decode-5", 5)])
 
 
-async def lose_a_pod(watching: Watching) -> None:
+class Node:
+    """A node without a kubelet, which is ready."""
+
+    def __init__(self, kube: KubeCluster) -> None:
+        self._kube = kube
+        self.name = f"node-of-{kube.namespace}"
+        self.path = f"/api/v1/nodes/{self.name}"
+        self._renewals = 0
+
+    async def make(self) -> None:
+        meta, ready = {"name": self.name}, {"conditions": [{"type": "Ready", "status": "True"}]}
+        await self._kube.ask(
+            "POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": meta, "status": ready}
+        )
+        lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": meta}
+        await self._kube.ask("POST", LEASES, {**lease, "spec": self._renewal()})
+
+    async def renew(self) -> None:
+        await self._kube.patch(f"{LEASES}/{self.name}", {"spec": self._renewal()})
+
+    def _renewal(self) -> dict[str, str]:
+        self._renewals += 1
+        return {"renewTime": f"2026-01-01T00:00:00.{self._renewals:06}Z"}
+
+    async def remove(self) -> None:
+        await self._kube.ask("DELETE", f"{LEASES}/{self.name}")
+        await self._kube.ask("DELETE", self.path)
+
+
+@pytest.fixture
+async def node(kube: KubeCluster) -> AsyncIterator[Node]:
+    node = Node(kube)
+    await node.make()
+    yield node
+    await node.remove()
+
+
+async def lose_a_pod(watching: Watching, node: Node) -> None:
     """Have a pod of a node that is ready removed, without a word of its process."""
-    api, kube = watching.double, watching.kube
-    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
-    api.create("nodes", "", {"metadata": {"name": NODE}, "status": ready})
-    api.create("leases", "kube-node-lease", {"metadata": {"name": NODE}, "spec": {"renewTime": "0"}})
-    uid = await watching.start("decode-a", 5)
-    await kube.patch(kube.path("pods", "decode-a"), {"spec": {"nodeName": NODE}})
+    kube, path = watching.kube, watching.kube.path("pods", "decode-a")
+    uid = await watching.start("decode-a", 5, node.name)
     await watching.until(lambda: watching.known(uid))
-    await kube.ask("DELETE", kube.path("pods", "decode-a"))
+    await kube.ask("DELETE", path, {"gracePeriodSeconds": 0})
     await kube.let_go("decode-a")
-    await watching.until(lambda: any(call.resource == "nodes" for call in api.calls))
+    await watching.until(lambda: node.name in watching.watcher._ends._nodes)
 
 
-@double_only
-async def test_a_pod_forced_off_a_lost_node_proves_nothing_until_the_node_answers(watching: Watching) -> None:
-    (router,), api, kube = watching.routers, watching.double, watching.kube
-    await lose_a_pod(watching)
+async def test_a_pod_forced_off_a_lost_node_proves_nothing_until_the_node_answers(
+    watching: Watching, node: Node
+) -> None:
+    (router,), kube = watching.routers, watching.kube
+    await lose_a_pod(watching, node)
     before = len(router.gone)
     await kube.until(_so_often(100))
     assert (before, router.gone) == (0, [])
-    renewals = iter(range(1, 1_000_000))
     async with asyncio.timeout(20):
         while not router.gone:
-            await kube.patch(f"{LEASES}/{NODE}", {"spec": {"renewTime": str(next(renewals))}})
+            await node.renew()
     assert router.gone == [("decode-a", 5)]
-    asked = {(call.verb, call.group, call.resource, call.namespace) for call in api.calls if call.verb != "patch"}
-    for right in WATCHER:
-        where = {"*": "", "": kube.namespace}.get(right.namespace, right.namespace)
-        assert {(verb, right.group, right.resource, where) for verb in right.verbs} <= asked
 
 
 @double_only
-async def test_the_taint_of_a_machine_that_is_off_proves_the_end_once_its_node_is_not_ready(watching: Watching) -> None:
-    (router,), api, kube = watching.routers, watching.double, watching.kube
-    await lose_a_pod(watching)
-    (node,) = api.items("nodes")
-    node["spec"] = {"taints": [{"key": "node.kubernetes.io/out-of-service", "effect": "NoExecute"}]}
-    api.store("nodes", node)
+async def test_what_is_asked_is_what_the_table_of_rights_says(watching: Watching, node: Node) -> None:
+    await lose_a_pod(watching, node)
+    where = {"*": "", "": watching.kube.namespace}
+    rights = {
+        (verb, right.group, right.resource, where.get(right.namespace, right.namespace))
+        for right in WATCHER
+        for verb in right.verbs
+    }
+    calls = watching.double.calls
+    await watching.until(lambda: rights <= {(call.verb, call.group, call.resource, call.namespace) for call in calls})
+
+
+async def test_the_taint_of_a_machine_that_is_off_proves_the_end_once_its_node_is_not_ready(
+    watching: Watching, node: Node
+) -> None:
+    (router,), kube = watching.routers, watching.kube
+    await lose_a_pod(watching, node)
+    taint = {"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"}
+    await kube.patch(node.path, {"spec": {"taints": [taint]}})
     await kube.until(_so_often(100))
     assert router.gone == []
-    node["status"]["conditions"][0]["status"] = "Unknown"
-    api.store("nodes", node)
+    await kube.patch(f"{node.path}/status", {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})
     await watching.until(lambda: router.gone == [("decode-a", 5)])
 
 

@@ -10,6 +10,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -17,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from uuid import uuid4
 
 import h11
+from jsonschema import Draft4Validator  # in which bounds are as in Kubernetes
 
 Json = dict[str, Any]
 KINDS = {"pods": "Pod", "deployments": "Deployment", "nodes": "Node", "leases": "Lease", "events": "Event"}
@@ -69,6 +71,7 @@ class KubeApi:
         self.changed: list[Callable[[], None]] = []
         self.allowed: Callable[[Json], bool] = lambda _: True  # of access reviews
         self.address = ""
+        self.schemas: dict[str, Draft4Validator] = {}  # of custom resources that were defined
         self.oldest = 0  # version from which a watch may begin
         self.num_watches = 0  # at this moment
         self._version = 1
@@ -112,6 +115,10 @@ class KubeApi:
         if namespace:
             meta["namespace"] = namespace
         item.setdefault("kind", KINDS.get(resource, resource))
+        self._check(resource, item)
+        if resource == "customresourcedefinitions":
+            schema = item["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+            self.schemas[item["spec"]["names"]["plural"]] = Draft4Validator(schema)
         return self.store(resource, item, "ADDED")
 
     def delete(self, resource: str, namespace: str, name: str) -> Json:
@@ -126,6 +133,13 @@ class KubeApi:
             return self.objects[resource, namespace, name]
         except KeyError as error:
             raise RefusalError(404, "NotFound", f"{resource} {name} not found") from error
+
+    def _check(self, resource: str, item: Json) -> None:
+        """Refuse an object that is not as its definition says."""
+        errors = [] if resource not in self.schemas else list(self.schemas[resource].iter_errors(item))
+        if errors:
+            places = [f"{'.'.join(map(str, each.absolute_path))}: {each.message}" for each in errors]
+            raise RefusalError(422, "Invalid", f"{item['metadata']['name']} is invalid: {', '.join(places)}")
 
     def expire(self) -> None:
         """Forget all versions before this one, so that a watch cannot begin there."""
@@ -266,9 +280,10 @@ class KubeApi:
             kept = {key: item["metadata"][key] for key in ("uid", "creationTimestamp", "generation")}
             given["metadata"] |= kept
             return self.store(resource, given)
-        before = json.dumps(item)
-        merge(item, {"status": given.get("status")} if sub == "status" else given)
-        return item if json.dumps(item) == before else self.store(resource, item)
+        changed = deepcopy(item)
+        merge(changed, {"status": given.get("status")} if sub == "status" else given)
+        self._check(resource, changed)
+        return item if changed == item else self.store(resource, changed)
 
     def _list(self, resource: str, namespace: str, query: dict[str, str]) -> Json:
         items = self.items(resource, namespace, query.get("labelSelector", ""))

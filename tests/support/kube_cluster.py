@@ -13,13 +13,14 @@ from typing import Any
 from uuid import uuid4
 
 import httpx2
-import yaml
+from kube_account import account, forbid, write_kubeconfig
 from kube_api import KubeApi
 from kube_deployments import Deployments
 from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig
 
 FINALIZER = "pdserve.dev/test"
+MERGE = "application/merge-patch+json"
 REAL = os.environ.get("PDSERVE_TEST_KUBECONFIG", "")
 
 
@@ -38,12 +39,34 @@ class KubeCluster:
         assert reply.status_code < 400, f"{method} {path}: {reply.status_code} {reply.text}"
         return reply.json()
 
+    async def refusal(self, path: str, changes: dict[str, Any]) -> str:
+        """Return why the server does not change an object so."""
+        headers = {"Content-Type": MERGE}
+        reply = await self._http.request("PATCH", path, json=changes, headers=headers)
+        assert reply.status_code == httpx2.codes.UNPROCESSABLE_CONTENT, reply.text
+        text: str = reply.json()["message"]
+        return text
+
+    async def status(self, path: str) -> int:
+        return (await self._http.get(path)).status_code
+
+    async def forbid(self, verb: str, resource: str) -> None:
+        """Take a right in the namespace from the account of this process's KUBECONFIG."""
+        if self.double is None:
+            return await forbid(self.ask, self.namespace, verb, resource)
+        what, _, sub = resource.partition("/")
+        forbidden = (verb, what, sub)
+        self.double.allowed = lambda asked: (
+            (asked["verb"], asked["resource"], asked.get("subresource", "")) != forbidden
+        )
+        return None
+
     def path(self, resource: str, name: str = "", group: str = "") -> str:
         base = f"/apis/{group}/v1" if group else "/api/v1"
         return "/".join(filter(None, [f"{base}/namespaces/{self.namespace}", resource, name]))
 
     async def patch(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
-        return await self.ask("PATCH", path, body, "application/merge-patch+json")
+        return await self.ask("PATCH", path, body, MERGE)
 
     async def make_deployment(self, name: str, replicas: int = 0) -> None:
         labels = {"app.kubernetes.io/component": name}
@@ -64,6 +87,11 @@ class KubeCluster:
         async with asyncio.timeout(60):
             while not holds():
                 await self.ask("GET", self.path("deployments", group="apps"))
+
+    async def until_exists(self, path: str) -> None:
+        async with asyncio.timeout(60):
+            while await self.status(path) == httpx2.codes.NOT_FOUND:
+                pass
 
     async def pods(self) -> list[Any]:
         found: list[Any] = (await self.ask("GET", self.path("pods")))["items"]
@@ -93,19 +121,23 @@ class KubeCluster:
 @asynccontextmanager
 async def kube_cluster(tmp_path: Path) -> AsyncIterator[KubeCluster]:
     """Have a namespace of its own, with a server if none is named."""
-    namespace = f"pdserve-test-{uuid4().hex[:8]}"
+    namespace, file = f"pdserve-test-{uuid4().hex[:8]}", tmp_path / "kubeconfig"
     if REAL:
-        async with _connected(Path(REAL), namespace) as cluster:
+        admin = Path(REAL)
+        async with _connected(admin, namespace) as cluster:
             meta = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
             await cluster.ask("POST", "/api/v1/namespaces", meta)
             try:
-                yield cluster
+                await cluster.until_exists(cluster.path("serviceaccounts", "default"))  # without it no pod is taken
+                async with account(cluster.ask, namespace, admin, file):
+                    cluster.kubeconfig = file
+                    yield cluster
             finally:
                 await cluster.clear()
         return
     async with KubeApi().serving() as api:
-        deployments, file = Deployments(api), tmp_path / "kubeconfig"
-        write_kubeconfig(file, api.address, namespace)
+        deployments = Deployments(api)
+        write_kubeconfig(file, {"server": api.address}, namespace)
         async with _connected(file, namespace) as cluster:
             cluster.double, cluster.deployments = api, deployments
             yield cluster
@@ -117,13 +149,3 @@ async def _connected(file: Path, namespace: str) -> AsyncIterator[KubeCluster]:
     assert config is not None
     async with AsyncClient(config, ConnectionParams()) as http:
         yield KubeCluster(http, namespace, file)
-
-
-def write_kubeconfig(file: Path, server: str, namespace: str) -> None:
-    content = {
-        "current-context": "test",
-        "clusters": [{"name": "test", "cluster": {"server": server}}],
-        "users": [{"name": "test", "user": {"token": "test"}}],
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
-    }
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from helm_chart import NAMESPACE, Manifest, of_kind
+from kube_account import write_kubeconfig
 from kube_api import Json, KubeApi, merge
-from kube_cluster import write_kubeconfig
 from kube_deployments import COST, Deployments
 from kubelet import Kubelet, Pod, kubelet
 
@@ -126,7 +126,7 @@ class KubeNode:
         async with KubeApi().serving() as api:
             self._api = api
             Deployments(api)
-            write_kubeconfig(self.kubeconfig, api.address, NAMESPACE)
+            write_kubeconfig(self.kubeconfig, {"server": api.address}, NAMESPACE)
             self._started.set()
             while not self._over.is_set():
                 for item in api.items("pods"):
