@@ -12,6 +12,7 @@ from pdserve.router import server as router
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.served import load_model
 from pdserve.rpc import check_bind
+from pdserve.signals import CLOSING_S
 from pdserve.worker import server as worker
 
 
@@ -25,7 +26,7 @@ async def serve(config: WorkerConfig) -> None:
         running = router.run(own, model, stop, listening.set_result, port_key="dialect_port")
         tasks.create_task(running, name="own router")
         try:
-            await worker.serve(config, (await listening).internal, closing_s=router.CLOSING_S)
+            await worker.serve(config, (await listening).internal, closing_s=CLOSING_S)
         finally:
             stop.set()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import asyncio
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CLOSING_S = 5.0  # after drain_timeout_s: last words of HTTP, then of gRPC, then the last spans; and a second to spare
 DRAIN_TIMED_OUT_STATUS = 75  # EX_TEMPFAIL
 SAME_REQUEST_S = 0.5
 _PR_SET_PDEATHSIG = 1

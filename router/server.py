@@ -37,11 +37,9 @@ from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.shell import Follow, Links, Shell, WorkerStream
-from pdserve.signals import DRAIN_TIMED_OUT_STATUS, drain_on_signals
+from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
-
-CLOSING_S = 5.0  # after a drain: last words of HTTP, then of gRPC, then the last spans; and a second to spare
 
 
 @dataclass(frozen=True, slots=True)

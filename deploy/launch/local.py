@@ -45,7 +45,7 @@ from pdserve.launch.plan import (
     plan,
     threads_each,
 )
-from pdserve.launch.service import WORKERS_END_S, LauncherEndpoint, serving
+from pdserve.launch.service import ROUTERS_END_S, WORKERS_END_S, LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
@@ -57,7 +57,6 @@ RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
 MAX_GONE = 64  # ended processes that are reported to a router that starts again
 END_ELSEWHERE_S = 60.0  # after drain_timeout_s, for workers on other machines: Ray is reached first
-ROUTER_END_S = 2.5  # after drain_timeout_s: when the router is killed
 
 
 class LaunchError(CommandError):
@@ -103,7 +102,7 @@ class LocalCluster:
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Let running requests finish, then end every process: the router first, which knows of them."""
-        first = Stage(("autoscaler", "router"), drain_timeout_s + ROUTER_END_S)
+        first = Stage(("autoscaler", "router"), drain_timeout_s + ROUTERS_END_S)
         await self._supervisor.stop((first, Stage(WORKER_ROLES, drain_timeout_s + WORKERS_END_S)))
 
     async def end_elsewhere(self) -> None:

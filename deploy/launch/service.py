@@ -16,10 +16,13 @@ from pdserve.launch.supervisor import Supervisor
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.rpc import abort
+from pdserve.signals import CLOSING_S
+from pdserve.wire import ROLE_NUMBERS, ROLES
 
-WORKERS_END_S = 4.0  # after its drain_timeout_s, in which it ends by itself: when a worker is killed
+# Seconds after its drain_timeout_s when a process is killed, which by then has ended by itself; workers end last.
+ROUTERS_END_S = CLOSING_S + 1.0
+WORKERS_END_S = ROUTERS_END_S + 1.0
 OTHERS = ("router", "autoscaler")  # names of other processes
 
 StartContext: TypeAlias = "grpc.aio.ServicerContext[launcher.StartWorkerRequest, launcher.StartWorkerResponse]"

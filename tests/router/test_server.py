@@ -19,8 +19,9 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.dialects.doors import DIALECTS
 from pdserve.router.hub import Awaited
-from pdserve.router.server import CLOSING_S, LAST_WORDS_S
+from pdserve.router.server import LAST_WORDS_S
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
+from pdserve.signals import CLOSING_S
 
 SERVICE = "pdserve.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING

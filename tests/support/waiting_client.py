@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_ASKED_LATER = 100  # requests whose timelines are asked for at once: the page keeps no more than a few hundred
-PAGE_S = 0.5  # until the page has what has ended
-
-
+POLL_S, WITHIN_S = 0.01, 10.0  # how often the page is asked until it has what has ended, and for how long
 SO_TIMESTAMPNS, TIMESPEC = 35, struct.Struct("qq")  # Linux' own: Python has no names for them
 
 
@@ -54,10 +52,18 @@ class Connection:
         events = [line for line in answer.splitlines() if line.startswith(b"data: {")]
         return waited_ms, json.loads(events[-1].removeprefix(b"data: "))["pdserve"]
 
-    def timeline(self, request_id: str) -> Any:  # noqa: ANN401
-        """Return what the live page has of a request."""
-        head = f"GET /page/requests/{request_id} HTTP/1.1\r\nhost: {self._host}\r\n\r\n"
-        return json.loads(self.wait(head.encode(), b"}")[1].partition(b"\r\n\r\n")[2])
+    def timeline(self, ledger: Any) -> Any:  # noqa: ANN401
+        """Return what the live page has of a request, once it has all that the request's ledger has."""
+        head = f"GET /page/requests/{ledger['request_id']} HTTP/1.1\r\nhost: {self._host}\r\n\r\n"
+        end_s = time.monotonic() + WITHIN_S
+        while True:
+            page = json.loads(self.wait(head.encode(), b"}")[1].partition(b"\r\n\r\n")[2])
+            steps = (page.get("ledger") or {}).get("steps", ())
+            if {step["name"] for step in steps} >= ledger["timings_ms"].keys():
+                return page
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"the page has not {ledger}, but {page}")
+            time.sleep(POLL_S)
 
 
 def delay_ms(pid: str) -> float:
@@ -73,9 +79,8 @@ def requests(address: str, pid: str, count: int) -> Iterator[dict[str, Any]]:
         ttft_ms, ledger = door.ask(number)
         asked.append({"ttft_ms": ttft_ms, "delay_ms": delay_ms(pid) - before_ms, "ledger": ledger})
         if len(asked) == MAX_ASKED_LATER or number == count - 1:
-            time.sleep(PAGE_S)
             for each in asked:
-                yield each | {"page": door.timeline(each["ledger"]["request_id"])}
+                yield each | {"page": door.timeline(each["ledger"])}
             asked.clear()
 
 
