@@ -79,7 +79,7 @@ def sample(
     """Sample one token per row. logits: [num_rows, vocab_size]. Returns int64 [num_rows].
 
     Order: repetition, frequency and presence penalty, mask, bias, temperature, top-k, top-p, min-p, noise
-    (exactly: `reference_sampling.py`). Raises ValueError naming the argument that does not fit.
+    (exactly: `tests/support/reference_kernels.py`). Raises ValueError naming the argument that does not fit.
     """
     require_tensor("logits", logits, (None, None), LOGIT_DTYPES)
     num_rows, vocab_size = logits.shape

@@ -7,15 +7,12 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from pdserve.demand_wire import demand_to_proto
 from pdserve.errors import echo
 from pdserve.ids import Incarnation, RequestId, WorkerId
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.router import learnt
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
 from pdserve.router.live import live, running
@@ -25,6 +22,7 @@ from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.view import WorkerView
 from pdserve.rpc import abort
+from pdserve.wire import ROLE_NUMBERS, ROLES, demand_to_proto, layout_to_proto
 
 MIN_INTERVAL_S = 0.1
 _Request = TypeVar("_Request")

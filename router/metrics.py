@@ -1,19 +1,18 @@
 """What a router shows of itself as metrics: the ends of requests, counted as they pass by, and its state as it is."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
-from pdserve.ids import RequestId
 from pdserve.metrics import Distribution, Metric, Sample, span_samples
 from pdserve.reports import FINISH_REASONS, Failure, Stage
 from pdserve.roles import Role
 from pdserve.router.because import Cause
-from pdserve.router.commands import Finished, Refused
+from pdserve.router.commands import Finished
 from pdserve.router.core import RouterCore
 from pdserve.router.demand import judge
-from pdserve.router.frontend.backend import Slos
+from pdserve.router.frontend.backend import Ended
 from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.placements import DONE
@@ -53,18 +52,11 @@ class Ends:
     def reject(self, status: Status) -> None:
         self._invalid[status] += 1
 
-    def end(
-        self,
-        request_id: RequestId,
-        priority: int,
-        slo_s: Slos,
-        outcome: Finished | Refused,
-        finish_reasons: Iterable[int],
-    ) -> None:
-        """Count a valid request, and why each of its continuations finished."""
-        del request_id
+    def end(self, ended: Ended) -> None:
+        """Count a request that is valid."""
+        outcome, priority, slo_s = ended.outcome, ended.priority, ended.slo_s
         if isinstance(outcome, Finished):
-            self._finished.update(finish_reasons)
+            self._finished.update(ended.finish_reasons)
             self._take_ledger(outcome.ledger)
             self._prompt_tokens += outcome.usage.prompt_tokens
             self._cached_tokens += outcome.usage.cached_tokens

@@ -10,8 +10,7 @@ from math import exp, inf
 from pdserve.kvlayout import KvLayout
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import Step, StepCosts, attention_work
-from pdserve.perfmodel.margin import Margin
-from pdserve.perfmodel.model import LearntLinks
+from pdserve.perfmodel.model import LearntLinks, Margin
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.router.because import Cause

@@ -24,7 +24,7 @@ from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.sampling import PromptLogprobs
 from pdserve.token_ids import pack
 
-OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the paper that `holding.py` follows
+OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the paper that `HoldQueue` follows
 
 
 @dataclass(slots=True)

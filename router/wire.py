@@ -8,14 +8,12 @@ from dataclasses import asdict
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_from_proto
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
-from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.router.commands import (
     CancelAttempt,
     Fetch,
@@ -40,8 +38,8 @@ from pdserve.router.events import (
 )
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import PromptLogprobs
-from pdserve.sampling_wire import params_to_proto
 from pdserve.token_ids import to_wire
+from pdserve.wire import ROLE_NUMBERS, ROLES, layout_from_proto, params_to_proto
 
 MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128

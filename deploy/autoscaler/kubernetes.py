@@ -19,7 +19,7 @@ from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError
 from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
 from pdserve.launch.admin import AdminClient
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ROLES
 
 CONFLICT = 409
 

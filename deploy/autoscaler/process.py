@@ -19,7 +19,7 @@ from pdserve.launch.admin import AdminClient
 from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLE_NUMBERS, ROLES
+from pdserve.wire import ROLE_NUMBERS, ROLES
 
 STATES = {
     launcher.WORKER_STATE_STARTING: State.STARTING,

@@ -17,7 +17,7 @@ from pdserve.autoscaler.actuator import ActuatorError, Held
 from pdserve.autoscaler.observation import State
 from pdserve.launch.admin import AdminClient
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ROLES
 
 
 class PublishActuator:

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Sequence
 from pdserve.autoscaler.actuator import Held
 from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
 from pdserve.demand import Demand
-from pdserve.demand_wire import demand_from_proto
 from pdserve.perfmodel.curve import StepCosts
-from pdserve.perfmodel.wire import ENOUGH_STEPS, decode_pieces, most_seen, prefill_curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ENOUGH_STEPS, ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve
 
 
 class Observer:

@@ -1,4 +1,4 @@
-"""Sampling on CPUs, compiled: the tokens that `reference_sampling.py` defines, of logits that are already adjusted."""
+"""Sampling on CPUs, compiled: the tokens that `tests/support/reference_kernels.py` defines, of adjusted logits."""
 
 import ctypes
 import math

@@ -27,8 +27,7 @@ from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.ids import RequestId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.reports import Failure

@@ -4,15 +4,127 @@ and how much of its KV pages it needs for that.
 Each candidate is tried at the best rate found so far first, and searched further only if it keeps that up (after
 DistServe, Zhong et al., OSDI 2024). A simulation lasts until that is plain, so that candidates far from the best cost
 little. Colocated clusters are among the candidates and win where they are better.
+
+The highest rate that a cluster sustains is one at which it keeps up, and serves the wanted share in time.
+Rates are tried in steps upward, then by halving the gap in their logarithms; each only until it is known
+whether it is kept (`measure`). Near the answer, that may not be known within the most requests allowed. There the
+estimate decides, and the result has the rates between which the answer lies for sure.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
 
-from pdserve.capacity.long_run import Point, Question, measure
-from pdserve.capacity.search import Highest, Search, probably_keeps
+from pdserve.capacity.long_run import MOST_GROWTH, Point, Question, measure
 from pdserve.capacity.shape import Shape
+from pdserve.measure.summary import shown_all
+from pdserve.measure.tables import Column, Sheet
 from pdserve.perfmodel.profile import Profile
+
+PRECISION = 0.04  # of the rate
+_SETTLED_WITHIN = 1.25  # between the rates that are kept and missed for sure
+_FIRST_RATES = (1.0, 0.25, 0.05, 0.01)  # requests per second and GPU, until one is kept
+_STEP, _SMALL_STEP = 2.0, 1.25  # upward, from a rate that says little and from one that others keep
+_STEPS = (1.05, 1.15, 1.5)  # from the answer to rates that differ from it for sure
+
+
+@dataclass(frozen=True, slots=True)
+class Highest:
+    """The highest rate, and what is known of it."""
+
+    point: Point | None  # None: no rate is known to be kept
+    at_least: float  # requests per second and GPU that are kept for sure; 0: none
+    below: float | None  # that are not kept for sure; None: none was found
+
+    @property
+    def is_settled(self) -> bool:
+        if self.point is None:
+            return self.below is not None
+        return self.below is not None and self.below <= _SETTLED_WITHIN * self.at_least
+
+
+class Search:
+    """Tries rates of one cluster."""
+
+    def __init__(self, question: Question, shape: Shape, policy: str, wanted: float) -> None:
+        self._question = question
+        self._shape = shape
+        self._policy = policy
+        self._wanted = wanted
+        self._best: Point | None = None
+        self._kept: list[float] = []  # for sure
+        self._missed: list[float] = []  # for sure
+
+    def highest(self, at_least: float = 0.0) -> Highest:
+        """Return the highest rate that is probably kept; no point if `at_least` is not."""
+        rates = (at_least,) if at_least > 0 else _FIRST_RATES
+        if not any(map(self._try, rates)) or self._best is None:
+            return self.found
+        step = _SMALL_STEP if at_least > 0 else _STEP
+        high = step * self._best.rate_per_gpu
+        while self._try(high):
+            high *= step
+        while high > (low := self._best.rate_per_gpu) * (1 + PRECISION):
+            middle = sqrt(low * high)
+            if not self._try(middle):
+                high = middle
+        return self.found
+
+    def narrow(self) -> Highest:
+        """Look for rates close to the answer that are kept and missed for sure."""
+        if self._best is not None:
+            answer = self._best.rate_per_gpu
+            for step in _STEPS:
+                if self.found.at_least < answer / step:
+                    self._attempt(answer / step)
+            for step in _STEPS:
+                if (below := self.found.below) is None or below > answer * step * (1 + PRECISION):
+                    self._attempt(answer * step)
+        return self.found
+
+    @property
+    def found(self) -> Highest:
+        if self._best is None:
+            return Highest(None, max(self._kept, default=0.0), min(self._missed, default=None))
+        answer = self._best.rate_per_gpu
+        at_least = max((rate for rate in self._kept if rate <= answer), default=0.0)
+        return Highest(self._best, at_least, min((rate for rate in self._missed if rate > answer), default=None))
+
+    def _try(self, rate_per_gpu: float) -> bool:
+        """Return whether a rate is probably kept, and take it for the best if so."""
+        point = self._attempt(rate_per_gpu)
+        is_kept = probably_keeps(point, self._wanted)
+        if is_kept:
+            self._best = point
+        return is_kept
+
+    def _attempt(self, rate_per_gpu: float) -> Point:
+        point = measure(self._question, self._shape, self._policy, rate_per_gpu, self._wanted)
+        if surely_misses(point, self._wanted):
+            self._missed.append(rate_per_gpu)
+        elif point.keeps_up and point.attainment_interval[0] >= self._wanted:
+            self._kept.append(rate_per_gpu * (1 - max(0.0, point.most_growth)))
+        return point
+
+
+def surely_misses(point: Point, wanted: float) -> bool:
+    return point.keeps_up is False or point.attainment_interval[1] < wanted
+
+
+def probably_keeps(point: Point, wanted: float) -> bool:
+    """Return whether a rate is kept, as far as is known."""
+    if point.num_warm_up == point.num_requests:
+        return False
+    return point.keeps_up is not False and point.growth <= MOST_GROWTH and point.attainment >= wanted
+
+
+def highest_rate(question: Question, shape: Shape, policy: str, wanted: float) -> Highest:
+    """Return the highest rate per GPU that a cluster sustains, and how well it is known."""
+    search = Search(question, shape, policy, wanted)
+    search.highest()
+    return search.narrow()
+
 
 MAX_REQUESTS = 6000  # at each rate: clusters that are alike within the noise of that many are as good as each other
 
@@ -103,3 +215,98 @@ def _binds(question: Question, best: Point) -> str:
         return f"more than it can compute ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"
     text = {"ttft": "time to first token", "tpot": "time per token", "refused": f"{busiest}: more is refused"}
     return f"{text.get(missed, missed)} ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"
+
+
+_COLUMNS = (
+    Column("cluster", is_text=True),
+    Column("policy", rank=1, is_text=True),
+    Column("req/s/GPU"),
+    Column("attainment", "share of all requests within both objectives, % and half of its 95 % interval"),
+    Column("state", is_text=True),
+    Column("goodput/GPU", "requests/s within both objectives", rank=5),
+    Column("refused", "%", rank=2),
+    Column("TTFT", "p50 / p90 / p99, ms", rank=4),
+    Column("TPOT", "p50 / p90 / p99, ms", rank=4),
+    Column("busy", "share of the time that prefill and decode workers compute, %", rank=6),
+    Column("requests", "simulated", rank=7),
+)
+
+
+def sheet(points: Sequence[Point], title: str, notes: Sequence[str] = ()) -> Sheet:
+    """Return one row a point."""
+    states = filter(None, map(_state_note, points))
+    return Sheet(title, _COLUMNS, [_row(point) for point in points], [*states, *notes])
+
+
+def _row(point: Point) -> tuple[str, ...]:
+    low, high = point.attainment_interval
+    is_known = low > 0 or high < 1
+    return (
+        str(point.shape),
+        point.policy,
+        f"{point.rate_per_gpu:.2f}",
+        f"{100 * point.attainment:.1f} ± {50 * (high - low):.1f}" if is_known else "?",
+        "grows" if point.keeps_up is False else "steady" if point.is_settled else "unsettled",
+        f"{point.goodput_per_gpu:.2f}" if is_known else "?",
+        f"{100 * point.refused:.1f}" if is_known else "?",
+        shown_all(point.ttft_s, 1e3),
+        shown_all(point.tpot_s, 1e3),
+        " ".join(f"{100 * share:.0f}" for share in point.utilization.values()),
+        str(point.num_requests),
+    )
+
+
+def _state_note(point: Point) -> str:
+    at = f"{point.shape}, {point.policy}, {point.rate_per_gpu:.2f} requests/s a GPU"
+    if point.keeps_up is False:
+        return f"{at}: the cluster does not keep up, {point.growth:.0%} of what arrives piles up"
+    return "" if point.is_settled else f"{at}: not settled by {point.num_requests} requests; --num-prompts allows more"
+
+
+def rate_note(found: Highest) -> str:
+    """Return between which rates the highest one lies."""
+    if not found.at_least and found.below is None:
+        return "highest rate: not settled at any rate; --num-prompts allows more"
+    low = f"{found.at_least:.2f}" if found.at_least else "0"
+    high = "an unknown rate" if found.below is None else f"{found.below:.2f}"
+    return f"highest rate: for sure between {low} and {high} requests/s a GPU"
+
+
+def results(points: Sequence[Point], title: str, found: Sequence[Highest] = ()) -> dict[str, object]:
+    """Return points, and how well highest rates are known, in the same order."""
+    known = [{"at_least": each.at_least, "below": each.below, "is_settled": each.is_settled} for each in found]
+    return {"title": title, "points": list(points), "known": known}
+
+
+def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Sheet]:
+    """Return a plan as results and as a table, beside the best colocated cluster."""
+    points = [plan.best] + ([plan.colocated] if plan.colocated and plan.colocated is not plan.best else [])
+    title = f"{plan.best.shape}: {plan.best.rate_per_gpu * num_gpus:.1f} requests/s on {num_gpus} GPUs"
+    notes = (
+        rate_note(plan.known),
+        f"{plan.num_tried} clusters tried. What binds: {plan.binds}.",
+        f"It takes {plan.kv_share:.0%} of the KV pages that fit.",
+    )
+    return results(points, title, [plan.known]), sheet(points, title, notes)
+
+
+def plot(points: Sequence[Point], title: str, wanted: float, path: Path) -> None:
+    """Draw attainment over the rate, a line for each cluster and policy."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
+
+    figure = Figure(figsize=(7, 4.2))
+    axes = figure.add_subplot()
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        lines.setdefault(f"{point.shape}, {point.policy}", []).append(point)
+    for name, line in lines.items():
+        ordered = sorted(line, key=lambda point: point.rate_per_gpu)
+        axes.plot([p.rate_per_gpu for p in ordered], [100 * p.attainment for p in ordered], marker="o", label=name)
+    axes.axhline(100 * wanted, linestyle=":", color="grey")
+    axes.set_xlabel("requests per second and GPU")
+    axes.set_ylabel("requests within both objectives, %")
+    axes.set_ylim(0, 102)
+    axes.set_title(title)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110, bbox_inches="tight")

@@ -5,9 +5,8 @@ from pdserve.capacity.shape import Shape
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import Findings, LoadRun, Report, Trial, live_cluster
 from pdserve.measure.overload import find_goal
-from pdserve.measure.percentiles import shown_all
 from pdserve.measure.profile import learnt_profile
-from pdserve.measure.summary import summarize
+from pdserve.measure.summary import shown_all, summarize
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile

@@ -35,7 +35,7 @@ from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
 from pdserve.autoscaler.sizing import Bounds
 from pdserve.autoscaler.urgent import CAUSES
 from pdserve.demand import Demand
-from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Objective
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.roles import Role
 from pdserve.values import value

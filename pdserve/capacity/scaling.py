@@ -15,8 +15,7 @@ from pdserve.autoscaler.observation import Capacity, Observation
 from pdserve.capacity.fleet import POOLS, ElasticCluster, Fleet, Sizes, replica_seconds
 from pdserve.capacity.shape import Shape
 from pdserve.demand import Demand
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.roles import Role

@@ -8,8 +8,8 @@ from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import POOLS, Sizes
 from pdserve.capacity.scaling import Scaled
-from pdserve.measure.objectives import Objective
-from pdserve.measure.percentiles import percentiles, shown_all
+from pdserve.measure.outcomes import Objective
+from pdserve.measure.summary import percentiles, shown_all
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Workload
 

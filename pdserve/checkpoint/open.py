@@ -1,10 +1,69 @@
-"""Open a model from disk, by what lies there."""
+"""Open a model from disk, by what lies there: a Hugging Face directory, or one GGUF file."""
 
+from functools import partial
 from pathlib import Path
 
-from pdserve.checkpoint import gguf_checkpoint, hf_directory
-from pdserve.checkpoint.checkpoint import Checkpoint, naming
+from pdserve.checkpoint import hf_directory
+from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights, naming
+from pdserve.checkpoint.gguf_config import hf_config
+from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
+from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
+from pdserve.checkpoint.gguf_weights import is_quantized, read_weights
 from pdserve.errors import ConfigError
+from pdserve.model.config import ModelConfig
+from pdserve.model.hf_fields import Fields
+from pdserve.text.tokenizer import Tokenizer
+
+NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+END_KEYS = ("eos", "eot", "eom")
+END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # some files name only the end of a document
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Read the header of a GGUF file; weights and tokenizer are made on demand."""
+    file = read_gguf(path)
+    raw_config = hf_config(file)
+    config = ModelConfig.from_hf(raw_config)
+    fields = Fields(file.metadata)
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    named = {name: _token_id(fields, key, len(tokens)) for name, key in NAMED_TOKENS.items()}
+    return Checkpoint(
+        path=path,
+        name=path.stem,
+        config=config,
+        raw_config=raw_config,
+        generation=GenerationDefaults(),
+        eos_token_ids=_end_tokens(fields, tokens),
+        special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
+        chat_template=fields.text("tokenizer.chat_template", "") or None,
+        weight_files=(path,),
+        weights=partial(_weights, file, config),
+        tokenizer=partial(_tokenizer, file, named["bos_token"]),
+        coded_weights=partial(_weights, file, config, keep_coded=True) if is_quantized(file) else None,
+    )
+
+
+def _weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = False) -> Weights:
+    with naming(file.path):
+        yield from read_weights(file, config, keep_coded=keep_coded)
+
+
+def _tokenizer(file: GgufFile, bos_token_id: int | None) -> Tokenizer:
+    with naming(file.path):
+        return Tokenizer(build_tokenizer(file.metadata), bos_token_id)
+
+
+def _token_id(fields: Fields, key: str, num_tokens: int) -> int | None:
+    token_id = fields.optional_int(f"tokenizer.ggml.{key}_token_id")
+    if token_id is not None and not 0 <= token_id < num_tokens:
+        raise ConfigError(f"tokenizer.ggml.{key}_token_id: {token_id} is not among the {num_tokens} tokens")
+    return token_id
+
+
+def _end_tokens(fields: Fields, tokens: tuple[str, ...]) -> tuple[int, ...]:
+    ids = [_token_id(fields, key, len(tokens)) for key in END_KEYS]
+    ids += [tokens.index(token) for token in END_OF_TURN if token in tokens]
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -23,14 +82,14 @@ def _open(path: Path) -> Checkpoint:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError("is neither a directory nor a .gguf file")
-        return gguf_checkpoint.open_file(path)
+        return open_gguf(path)
     if not path.is_dir():
         raise ConfigError("there is no such file or directory")
     if (path / "config.json").exists():
         return hf_directory.open_directory(path)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
-        return gguf_checkpoint.open_file(files[0])
+        return open_gguf(files[0])
     if files:
         names = ", ".join(file.name for file in files)
         raise ConfigError(f"holds {len(files)} GGUF files ({names}); name one of them")

@@ -45,9 +45,9 @@ def sim(
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
     from rich.console import Console
 
-    from pdserve.capacity import report
+    from pdserve.capacity import planner
     from pdserve.capacity.long_run import measure
-    from pdserve.capacity.search import highest_rate
+    from pdserve.capacity.planner import highest_rate
     from pdserve.capacity.shape import Shape
     from pdserve.errors import CommandError, ConfigError
     from pdserve.measure.tables import counted
@@ -70,12 +70,12 @@ def sim(
                 points.append(measure(question, shape, name, rate / shape.num_gpus))
                 advance()
     points += [each.point for each in found if each.point is not None]
-    notes = [f"{name}: {report.rate_note(each)}" for name, each in zip(names, found, strict=False)]
+    notes = [f"{name}: {planner.rate_note(each)}" for name, each in zip(names, found, strict=False)]
     if not points:
         raise CommandError(f"no rate is known to keep {attainment:.0%} within {goodput}: {'; '.join(notes)}")
-    show(json_file, report.results(points, title, found), report.sheet(points, title, notes))
+    show(json_file, planner.results(points, title, found), planner.sheet(points, title, notes))
     if plot is not None:
-        report.plot(points, title, attainment, plot)
+        planner.plot(points, title, attainment, plot)
 
 
 @grouped_flags
@@ -92,7 +92,7 @@ def plan(
     """Search the split into prefill and decode workers that serves most within the objectives."""
     from rich.console import Console
 
-    from pdserve.capacity import planner, report
+    from pdserve.capacity import planner
     from pdserve.errors import CommandError
     from pdserve.measure.tables import counted
 
@@ -105,7 +105,7 @@ def plan(
             f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {goodput} at any rate, "
             f"by {sizes.num_prompts} requests at each (--num-prompts)"
         )
-    results, table = report.plan_report(found, gpus)
+    results, table = planner.plan_report(found, gpus)
     show(json_file, results, table)
 
 

@@ -115,7 +115,7 @@ def up(
     worker takes one of its own: the first one's port is as given, each further worker's is one higher; of a path, it
     ends in the worker's name.
     """
-    from pdserve.cli.cluster_file import read_cluster
+    from pdserve.cli.processes import read_cluster
     from pdserve.cli.running import Terminal, serve_until_signal
 
     given = _given(flags)

@@ -18,7 +18,7 @@ from pdserve.cli.options import THIS_MACHINES, AsJson, ConfigFile, Operated
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdserve.doctor.finding import Finding
+    from pdserve.doctor.machine import Finding
     from pdserve.doctor.settings import Settings
     from pdserve.launch.admin import AdminClient
 
@@ -35,7 +35,7 @@ def doctor(
     Looks at this machine, at the files that --config (of any process) and --model name, and at the cluster
     that runs here or that --admin names.
     """
-    from pdserve.doctor.finding import Level
+    from pdserve.doctor.machine import Level
     from pdserve.doctor.settings import Settings
     from pdserve.yaml_models import read_model
 
@@ -68,7 +68,7 @@ def _findings(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
 async def resource_findings(policy_resource: str) -> list["Finding"]:
     """Check an autoscaler's policy that Kubernetes holds, namespace/name, and the rights that it needs there."""
     from pdserve.autoscaler.server import opened_resource
-    from pdserve.doctor.finding import failed
+    from pdserve.doctor.machine import failed
 
     try:
         async with opened_resource(policy_resource) as resource:
@@ -81,7 +81,7 @@ async def policy_findings(policy: Path, policy_resource: str | None) -> list["Fi
     """Check an autoscaler's policy, and the rights that it needs on Kubernetes."""
     from pdserve.autoscaler.actuators import KubernetesActuator
     from pdserve.autoscaler.loading import load
-    from pdserve.doctor.finding import failed, ok
+    from pdserve.doctor.machine import failed, ok
     from pdserve.doctor.rights import gather_rights
 
     try:
@@ -98,7 +98,7 @@ async def policy_findings(policy: Path, policy_resource: str | None) -> list["Fi
 
 def cluster_checks(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
     """Check the cluster that flags name, or the one of this machine."""
-    from pdserve.doctor.finding import failed, ok
+    from pdserve.doctor.machine import failed, ok
     from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, gather_taken
     from pdserve.launch.folder import read_state, state_file
 
@@ -125,7 +125,7 @@ async def asked(router: "AdminClient", model: str | None) -> list["Finding"]:
     import grpc
 
     from pdserve.doctor.cluster import clock_finding, cluster_findings, model_matches
-    from pdserve.doctor.finding import failed
+    from pdserve.doctor.machine import failed
     from pdserve.doctor.settings import fingerprint_of
 
     asked_s = time.time()

@@ -135,8 +135,7 @@ def chaos(
     from rich.console import Console
 
     from pdserve.errors import CommandError
-    from pdserve.measure.chaos import ChaosTrial, chaos_json, chaos_table, failures, run_chaos
-    from pdserve.measure.faults import FaultPlan
+    from pdserve.measure.chaos import ChaosTrial, FaultPlan, chaos_json, chaos_table, failures, run_chaos
     from pdserve.measure.known_answers import Lengths, known_requests
 
     spec = started("chaos", model, seed, prefill, decode, dtype=dtype, mover=mover, num_threads=num_threads)
@@ -279,7 +278,7 @@ def scale(
     from pdserve.autoscaler.loading import load
     from pdserve.autoscaler.process import sizes_at_start
     from pdserve.errors import CommandError
-    from pdserve.measure.objectives import Objective
+    from pdserve.measure.outcomes import Objective
     from pdserve.measure.scale import ScalePlan, known, measure_scale, phases, plot, scale_table
 
     objectives, sizes = load(policy).objectives, sizes_at_start(policy)

@@ -34,7 +34,7 @@ def role(
     """
 
     async def work(client: "AdminClient") -> None:
-        from pdserve.roles_wire import ROLE_NUMBERS
+        from pdserve.wire import ROLE_NUMBERS
 
         epoch = await client.set_role(WorkerId(worker), ROLE_NUMBERS[wanted], force=force)
         typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
@@ -84,7 +84,7 @@ def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
 def _operate(work: "Callable[[AdminClient], Awaitable[None]]", cluster: Operated) -> None:
     import grpc
 
-    from pdserve.cli.stream import failure
+    from pdserve.cli.ask import failure
 
     async def run() -> None:
         router = cluster.client()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.client import Access, Door
     from pdserve.measure.live import Trial
-    from pdserve.measure.objectives import Objective
+    from pdserve.measure.outcomes import Objective
     from pdserve.measure.workload import Workload
     from pdserve.proto.v1 import inference_pb2 as inference
 
@@ -245,7 +245,7 @@ def started(
 
 
 def objective(text: str) -> "Objective":
-    from pdserve.measure.objectives import parse_objective
+    from pdserve.measure.outcomes import parse_objective
 
     return parse_objective(text)
 

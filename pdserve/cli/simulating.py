@@ -92,7 +92,7 @@ def _scene(
     from pdserve.capacity.fleet import POOLS
     from pdserve.capacity.scaling import Scene
     from pdserve.capacity.shape import Shape
-    from pdserve.measure.objectives import Objective
+    from pdserve.measure.outcomes import Objective
     from pdserve.perfmodel.profile import read_profile, shipped_profile
 
     pools = policy.pools

@@ -7,7 +7,7 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
-from pdserve.cli.stream import failure, plain
+from pdserve.cli.ask import failure, plain
 from pdserve.launch.admin import AdminClient
 from pdserve.measure.client import Access, connect
 from pdserve.measure.tables import Column, Sheet, output
@@ -15,7 +15,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ROLES
 
 SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CALL_TIMEOUT_S = 10.0

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 
 from google.protobuf.json_format import MessageToDict
 
-from pdserve.doctor.finding import Finding, failed, ok, warning
+from pdserve.doctor.machine import Finding, failed, ok, warning
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ROLES
 
 MANY_WITHOUT_HANDOFF = 100  # placements in a row
 QUARANTINED_SHARE = 0.1  # of a worker's pages

@@ -2,10 +2,39 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from pdserve.doctor.finding import Finding, failed, ok, warning
 from pdserve.extras import EXTRAS
 from pdserve.processor import choose_dtype, cpu_features, cpu_name
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # it serves, but not as well as it could, or not for long
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result: what was looked at, what was seen, and what to do where it is not ok."""
+
+    name: str
+    level: Level
+    seen: str
+    remedy: str = ""
+
+
+def ok(name: str, seen: str) -> Finding:
+    return Finding(name, Level.OK, seen)
+
+
+def warning(name: str, seen: str, remedy: str) -> Finding:
+    return Finding(name, Level.WARNING, seen, remedy)
+
+
+def failed(name: str, seen: str, remedy: str) -> Finding:
+    return Finding(name, Level.FAILED, seen, remedy)
+
 
 WORKER_PACKAGES = ("torch", "safetensors", "gguf", "nixl_cu12")  # triton comes with a torch that needs it
 SHOWN_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")  # asimd: NEON

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from pdserve.doctor.finding import Finding, failed, ok, warning
+from pdserve.doctor.machine import Finding, failed, ok, warning
 from pdserve.rpc import join_address, split_address
 
 PORTS = {

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.autoscaler.actuators import KubernetesActuator
-from pdserve.doctor.finding import Finding, failed, ok
+from pdserve.doctor.machine import Finding, failed, ok
 from pdserve.errors import CommandError, ConfigError
 from pdserve.extras import EXTRAS, not_installed
 from pdserve.kubernetes.objects import Object

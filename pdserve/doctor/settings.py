@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from pdserve.certificates import read_identity, read_pair
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.doctor.finding import Finding, failed, ok, warning
+from pdserve.doctor.machine import Finding, failed, ok, warning
 from pdserve.errors import ConfigError
 from pdserve.rpc import read_secret
 

@@ -3,7 +3,7 @@
 A token depends on its row's logits, parameters, seed, token index and mask, and on nothing else in the batch.
 Penalties, biases and forbidden tokens change the logits first. Then come temperature, top-k, top-p, min-p, and the
 largest of logit plus Gumbel noise. A row without a feature is not touched for it: plain greedy rows are an argmax over
-the model's own logits. `kernels/reference_sampling.py` defines one row's token.
+the model's own logits. `tests/support/reference_kernels.py` defines one row's token.
 """
 
 import math

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from pdserve.errors import RequestError, Status, echo, invalid
-from pdserve.grammar.outcome import Outcome
+from pdserve.grammar.compiler import Outcome
 from pdserve.grammar.process import CompilerProcess
 from pdserve.sampling import StructuredOutput
 

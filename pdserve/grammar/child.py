@@ -16,8 +16,7 @@ from types import FrameType
 from typing import Any, Never
 
 from pdserve.errors import GrammarError
-from pdserve.grammar.compiler import Compiler
-from pdserve.grammar.outcome import Outcome
+from pdserve.grammar.compiler import Compiler, Outcome
 from pdserve.sampling import StructuredOutput
 
 STACK_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Self
 
 from pdserve.errors import RequestError, Status
-from pdserve.grammar.outcome import Outcome
+from pdserve.grammar.compiler import Outcome
 from pdserve.sampling import StructuredOutput
 
 START_S = 20.0  # on a busy machine

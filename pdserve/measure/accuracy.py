@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import Findings, LiveCluster, LoadRun, Report, Trial, live_cluster
-from pdserve.measure.objectives import ANY
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import ANY, Outcome
 from pdserve.measure.summary import Errors, summarize
 from pdserve.measure.tables import Column, Sheet
 

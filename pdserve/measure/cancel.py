@@ -14,14 +14,14 @@ from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard, all_free, is_busy
 from pdserve.measure.client import request_of
 from pdserve.measure.live import LiveCluster, started
-from pdserve.measure.objectives import ANY
-from pdserve.measure.percentiles import Percentiles, percentiles, shown
+from pdserve.measure.outcomes import ANY
+from pdserve.measure.summary import Percentiles, percentiles, shown
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLE_NUMBERS
+from pdserve.wire import ROLE_NUMBERS
 
 PATIENCE_S = 30.0
 LONGEST_PAUSE_S = 0.3  # between the status that shows a request where it is wanted, and its cancel

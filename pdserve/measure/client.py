@@ -15,8 +15,7 @@ import grpc
 from pdserve import rpc
 from pdserve.clock import Clock
 from pdserve.files import read_file
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import OK, Moved, Outcome
+from pdserve.measure.outcomes import OK, Moved, Objective, Outcome
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub

@@ -13,15 +13,14 @@ from statistics import median
 from typing import Literal
 
 from pdserve.errors import CommandError
-from pdserve.kvlayout_wire import layout_from_proto
 from pdserve.launch.plan import ClusterSpec, Flags
 from pdserve.measure.client import new_tenant, request_of
 from pdserve.measure.live import LiveCluster, Report, live_cluster
-from pdserve.measure.objectives import ANY
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import ANY, Outcome
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.wire import layout_from_proto
 
 Kind = Literal["fetched", "cached", "computed"]
 KINDS: tuple[Kind, ...] = ("fetched", "cached", "computed")

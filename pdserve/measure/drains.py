@@ -15,7 +15,7 @@ from pdserve.measure.live import Report, started
 from pdserve.measure.moves import MovedGap, moved_gaps
 from pdserve.measure.operations import drained
 from pdserve.measure.outcomes import Outcome
-from pdserve.measure.percentiles import Percentiles, percentiles, shown_all
+from pdserve.measure.summary import Percentiles, percentiles, shown_all
 from pdserve.measure.tables import Comparison
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link

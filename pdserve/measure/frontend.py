@@ -28,8 +28,8 @@ from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
 from pdserve.measure.client import Door
 from pdserve.measure.live import Report, router_process
-from pdserve.measure.percentiles import percentiles, shown
 from pdserve.measure.replayed import replay
+from pdserve.measure.summary import percentiles, shown
 from pdserve.measure.tables import Column, Sheet
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.rpc import split_address

@@ -11,8 +11,7 @@ import jinja2
 from pdserve import __version__
 from pdserve.measure import plots
 from pdserve.measure.load import Run
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.plots import Bar, Line, Plot, Timeline, plot, shares, timeline
 from pdserve.measure.summary import Summary, summary_tables
 from pdserve.reports import Stage

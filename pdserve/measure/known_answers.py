@@ -18,7 +18,7 @@ from pdserve.measure.outcomes import OK, Outcome
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import SamplingParams
-from pdserve.sampling_wire import params_to_proto
+from pdserve.wire import params_to_proto
 
 Answer = Mapping[int, Sequence[int]]  # tokens by continuation
 

@@ -16,8 +16,7 @@ from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import PDSERVE, ClusterSpec, Flags, flag_arguments
 from pdserve.measure.board import StatusBoard
 from pdserve.measure.client import Access, Client, connect, requests_of
-from pdserve.measure.objectives import ANY, Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import ANY, Objective, Outcome
 from pdserve.measure.saturation import saturate
 from pdserve.measure.summary import Summary
 from pdserve.measure.tables import counted

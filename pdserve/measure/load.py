@@ -12,10 +12,8 @@ from rich.console import Console
 from pdserve.clock import MonotonicClock
 from pdserve.measure import http_client
 from pdserve.measure.client import GREEDY, Access, Client, Door, OpenLoop, Sampling, Timed, connect, requests_of
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import Outcome
-from pdserve.measure.percentiles import percentiles
-from pdserve.measure.summary import Summary, summarize
+from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.summary import Summary, percentiles, summarize
 from pdserve.measure.tables import counted
 from pdserve.measure.workload import Workload, random_prompts
 

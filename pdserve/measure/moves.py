@@ -17,8 +17,8 @@ from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, started
 from pdserve.measure.operations import Operations, OperationsPlan, Record
 from pdserve.measure.outcomes import Outcome
-from pdserve.measure.percentiles import Percentiles, percentiles, shown_all
 from pdserve.measure.saturation import saturate
+from pdserve.measure.summary import Percentiles, percentiles, shown_all
 from pdserve.measure.tables import Comparison
 from pdserve.measure.workload import Arrival
 

@@ -6,8 +6,7 @@ from statistics import median
 
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import Findings, LiveCluster, LoadRun, Report, Trial, live_cluster
-from pdserve.measure.objectives import ANY, Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import ANY, Objective, Outcome
 from pdserve.measure.summary import summarize
 from pdserve.measure.tables import Column, Sheet
 

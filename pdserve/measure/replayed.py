@@ -11,12 +11,12 @@ import grpc
 from pdserve.ids import PROTOCOL_VERSION
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify, read_secret
 from pdserve.token_ids import TOKEN_ID_BYTES
+from pdserve.wire import layout_to_proto
 
 BEAT_S = 0.5
 NUM_PAGES, PAGE_SIZE = 100_000, 64

@@ -20,8 +20,7 @@ from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.accuracy import error_table
 from pdserve.measure.client import new_tenant, request_of
 from pdserve.measure.live import Findings, LiveCluster, LoadRun, Report, Trial, connected, live_cluster, router_process
-from pdserve.measure.objectives import ANY
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import ANY, Outcome
 from pdserve.measure.summary import summarize
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Arrival, random_prompts

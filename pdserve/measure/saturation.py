@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from pdserve.errors import CommandError
 from pdserve.measure.client import Client, new_tenant, request_of
-from pdserve.measure.objectives import ANY
-from pdserve.measure.outcomes import OK
+from pdserve.measure.outcomes import ANY, OK
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import inference_pb2 as inference
 

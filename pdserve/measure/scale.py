@@ -17,13 +17,12 @@ from pdserve.measure.chaos import REQUEST_DEADLINE_S
 from pdserve.measure.client import Timed, new_tenant
 from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
 from pdserve.measure.live import Report, started
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.outcomes import OK, Objective, Outcome
 from pdserve.measure.tables import Column, Sheet
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ROLES
 
 LOOK_EVERY_S = 1.0
 QUIET = 0.2  # of the full rate

@@ -10,7 +10,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles_wire import ROLE_NUMBERS
+from pdserve.wire import ROLE_NUMBERS
 from pdserve.worker import wire
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links

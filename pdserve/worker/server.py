@@ -22,7 +22,6 @@ from pdserve.grammar.matching import Grammars
 from pdserve.health import answering
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.greeting import Introduction
@@ -33,10 +32,10 @@ from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.processor import read_cpu_info
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
+from pdserve.wire import ROLE_NUMBERS, layout_to_proto
 from pdserve.worker.admission import Rules
 from pdserve.worker.boot import Engine, build_engine, device_name, open_model
 from pdserve.worker.core import WorkerCore

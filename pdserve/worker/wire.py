@@ -20,10 +20,9 @@ from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
-from pdserve.roles_wire import ROLE_NUMBERS, ROLES
-from pdserve.sampling_wire import logprobs_to_proto, params_from_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.tracecontext import read_trace
+from pdserve.wire import ROLE_NUMBERS, ROLES, logprobs_to_proto, params_from_proto
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
 

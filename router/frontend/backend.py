@@ -58,21 +58,25 @@ class Tenants(Protocol):
         """Count a call or a connection that is denied; `reason` is one of clients.DENIALS."""
 
 
+@value
+class Ended:
+    """A valid request that has ended, and why each of its continuations finished."""
+
+    request_id: RequestId
+    priority: int
+    slo_s: Slos
+    outcome: Finished | Refused
+    finish_reasons: Sequence[int]
+
+
 class Outcomes(Protocol):
     """Counts how requests ended."""
 
     def reject(self, status: Status) -> None:
         """Count a request that is not valid."""
 
-    def end(
-        self,
-        request_id: RequestId,
-        priority: int,
-        slo_s: Slos,
-        outcome: Finished | Refused,
-        finish_reasons: Sequence[int],
-    ) -> None:
-        """Count a valid request, and why each of its continuations finished."""
+    def end(self, ended: Ended) -> None:
+        """Count a request that is valid."""
 
 
 class Backend(Protocol):

@@ -13,7 +13,7 @@ from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
 from pdserve.router.frontend.intake import Intake
-from pdserve.sampling_wire import logprobs_to_proto
+from pdserve.wire import logprobs_to_proto
 
 INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 

@@ -19,13 +19,13 @@ from pdserve.grammar.checker import Checker
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.conversation import messages_of, options_of
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
-from pdserve.sampling_wire import structured_from_proto
 from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.parsers.reasoning import Reasoning
 from pdserve.text.parsers.tool_calls import FORMATS, ToolFormat
 from pdserve.text.stop import check_stops
 from pdserve.token_ids import TokenIds, largest, pack
+from pdserve.wire import structured_from_proto
 
 MAX_TENANT_BYTES = 64
 MAX_LABEL_BYTES = 128

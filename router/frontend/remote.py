@@ -18,7 +18,7 @@ from pdserve.router.desk import Answer
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
-from pdserve.router.frontend.backend import Abort, EngineState, Slos, Standing
+from pdserve.router.frontend.backend import Abort, Ended, EngineState, Standing
 from pdserve.router.frontend.channel import Channel
 from pdserve.token_ids import pack
 
@@ -205,15 +205,8 @@ class _Outcomes:
     def reject(self, status: Status) -> None:
         self._channel.post(messages.Rejected(status))
 
-    def end(
-        self,
-        request_id: RequestId,
-        priority: int,
-        slo_s: Slos,
-        outcome: Finished | Refused,
-        finish_reasons: Sequence[int],
-    ) -> None:
-        del priority, slo_s  # the core knows them
+    def end(self, ended: Ended) -> None:
+        outcome = ended.outcome
         refused = outcome if isinstance(outcome, Refused) else None
         num_tokens = outcome.usage.completion_tokens if isinstance(outcome, Finished) else 0
-        self._channel.post(messages.Counted(request_id, list(finish_reasons), num_tokens, refused))
+        self._channel.post(messages.Counted(ended.request_id, list(ended.finish_reasons), num_tokens, refused))

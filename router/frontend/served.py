@@ -3,8 +3,7 @@
 import logging
 from functools import partial
 
-from pdserve.checkpoint.archive import tokenizer_archive
-from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming, tokenizer_archive
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.router.config import RouterConfig

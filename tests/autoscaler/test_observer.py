@@ -4,11 +4,11 @@ from pdserve.autoscaler.actuator import Held
 from pdserve.autoscaler.observation import Capacity, Observation, State
 from pdserve.autoscaler.status import Observer
 from pdserve.demand import Demand
-from pdserve.demand_wire import demand_to_proto
 from pdserve.perfmodel.curve import Curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
+from pdserve.wire import demand_to_proto
 
 PREFILL, DECODE = link.ROLE_PREFILL, link.ROLE_DECODE
 HELD = (Held("p", Role.PREFILL, State.READY), Held("d", Role.DECODE, State.STARTING))

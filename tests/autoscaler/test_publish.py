@@ -14,14 +14,13 @@ from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.server import samples
 from pdserve.demand import Demand
-from pdserve.demand_wire import demand_to_proto
 from pdserve.launch.admin import AdminClient
 from pdserve.metrics import DECISIONS, DESIRED, SHOWN
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.virtual_time import VirtualClock
+from pdserve.wire import ROLE_NUMBERS, demand_to_proto
 
 
 class Platform:

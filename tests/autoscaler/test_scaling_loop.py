@@ -13,11 +13,11 @@ from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.observation import State
 from pdserve.demand import Demand
-from pdserve.demand_wire import demand_to_proto
 from pdserve.errors import CommandError
 from pdserve.measure.warm_up import warm_up
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
+from pdserve.wire import demand_to_proto
 
 POLICY = """
 apiVersion: pdserve/v1alpha1

@@ -9,7 +9,7 @@ from pdserve.autoscaler.traffic import Fading
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.shape import Shape
 from pdserve.demand import NUM_BANDS, Demand, band_of
-from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.roles import Role

@@ -26,7 +26,7 @@ from pdserve.checkpoint.fetch import resolve_model
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import GREEDY, Sampling, requests_of
 from pdserve.measure.live import LiveCluster, live_cluster
-from pdserve.measure.objectives import ANY
+from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import fixed_lengths, random_prompts
 
 HERE = Path(__file__).parent

@@ -6,14 +6,13 @@ from statistics import median
 
 import pytest
 
-from pdserve.capacity import report
+from pdserve.capacity import planner
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.long_run import Question, measure
-from pdserve.capacity.planner import candidates, plan
-from pdserve.capacity.search import Search, highest_rate
+from pdserve.capacity.planner import Search, candidates, highest_rate, plan
 from pdserve.capacity.shape import Run, Shape
-from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Objective
 from pdserve.measure.read_workload import parse_workload
 from pdserve.measure.router_speed import measure_policies
 from pdserve.measure.tables import as_json
@@ -144,10 +143,10 @@ def test_no_colocated_cluster_sustains_more_than_the_plan(name: str) -> None:
 def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:
     question = Question(PROFILE, random_lengths(30, 100, 10, 0), OBJECTIVE)
     point = measure(question, Shape(1, 1), "goodput", 2.0)
-    text = as_json(report.results([point], "title"))
+    text = as_json(planner.results([point], "title"))
     assert '"policy": "goodput"' in text
-    assert len(report.sheet([point], "title").rows) == 1
-    report.plot([point], "title", 0.9, tmp_path / "plot.png")
+    assert len(planner.sheet([point], "title").rows) == 1
+    planner.plot([point], "title", 0.9, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

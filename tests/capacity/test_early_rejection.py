@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.shape import Shape
-from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 

@@ -5,7 +5,7 @@ import pytest
 from pdserve.capacity.fleet import ElasticCluster
 from pdserve.capacity.shape import Run, Shape
 from pdserve.errors import CommandError
-from pdserve.measure.objectives import ANY
+from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.roles import Role

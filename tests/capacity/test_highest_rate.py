@@ -2,11 +2,11 @@
 
 import pytest
 
-from pdserve.capacity import report
+from pdserve.capacity import planner
 from pdserve.capacity.long_run import Question, measure
-from pdserve.capacity.search import Highest, highest_rate
+from pdserve.capacity.planner import Highest, highest_rate
 from pdserve.capacity.shape import Shape
-from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Arrival, Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from tests.capacity.test_steady import attainment_of
@@ -67,7 +67,7 @@ def test_a_rate_that_is_too_high_is_told_as_growing_though_no_objective_is_misse
     under = measure(question, ONE_AT_A_TIME, "round_robin", 0.6 / STEP_S)
     assert over.keeps_up is False
     assert over.growth == pytest.approx(1 - 1 / 1.3, abs=0.05)
-    assert "does not keep up" in report.sheet([over], "title").notes[0]
+    assert "does not keep up" in planner.sheet([over], "title").notes[0]
     assert under.keeps_up is True
     assert under.is_settled
 

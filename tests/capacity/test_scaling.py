@@ -13,7 +13,7 @@ from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsa
 from pdserve.capacity.scaling import Scaling, Scene, Slow
 from pdserve.capacity.shape import Shape
 from pdserve.capacity.versus import StaticPools
-from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.roles import Role

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pdserve.capacity.cluster import SimCluster
 from pdserve.capacity.shape import Shape, Ways
-from pdserve.measure.objectives import ANY
+from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 

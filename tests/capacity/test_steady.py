@@ -7,8 +7,7 @@ from math import exp, factorial
 
 import pytest
 
-from pdserve.capacity.long_run import judge
-from pdserve.capacity.steady import CERTAIN, Steady, least_error_cut, steady
+from pdserve.capacity.long_run import CERTAIN, Steady, judge, least_error_cut, steady
 
 LIMIT_S = 5.0  # of a time in the queue; each service takes one second
 

@@ -19,7 +19,7 @@ import torch
 from live_cluster import LiveCluster, is_idle, live_cluster
 from model_zoo import load_oracle
 
-from pdserve.checkpoint.archive import tokenizer_archive
+from pdserve.checkpoint.checkpoint import tokenizer_archive
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 

@@ -8,8 +8,7 @@ from model_zoo import write_model
 from rich.console import Console
 
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.chaos import ChaosTrial, run_chaos
-from pdserve.measure.faults import FaultPlan
+from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
 from pdserve.measure.known_answers import Lengths, known_requests
 
 SEED = 7

@@ -10,10 +10,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels import reference
 from pdserve.kernels.cpu.attention import SPLIT, PagedAttention, Rows, serves
 from pdserve.kernels.cpu.calls import Immediate
 

@@ -9,10 +9,10 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels import reference
 from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows, serves_chunks
 from pdserve.kernels.cpu.calls import Immediate
 

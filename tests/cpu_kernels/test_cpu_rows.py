@@ -4,9 +4,9 @@ import ctypes
 from itertools import product
 
 import pytest
+import reference_kernels as reference
 import torch
 
-from pdserve.kernels import reference
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.rows import rms_norm
 

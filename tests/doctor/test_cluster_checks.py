@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.doctor.cluster import clock_finding, cluster_findings, model_matches
-from pdserve.doctor.finding import Finding, Level
+from pdserve.doctor.machine import Finding, Level
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.doctor.finding import Level
 from pdserve.doctor.gathering import read_rdma_ports, read_transports
-from pdserve.doctor.machine import Machine, RdmaPort, machine_findings
+from pdserve.doctor.machine import Level, Machine, RdmaPort, machine_findings
 
 GIB = 1 << 30
 WORKER = {"python": "3.11.7", "torch": "2.13.0", "safetensors": "0.8.0", "gguf": "0.19.0", "nixl_cu12": "1.5.1"}

@@ -12,7 +12,7 @@ import pytest
 from pdserve.cli.doctor import cluster_checks
 from pdserve.cli.options import Operated
 from pdserve.doctor import ports
-from pdserve.doctor.finding import Finding, Level
+from pdserve.doctor.machine import Finding, Level
 from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, shown_address
 from pdserve.doctor.settings import Settings, expiry_finding, settings_findings
 from pdserve.errors import ConfigError

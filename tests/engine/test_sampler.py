@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import reference_kernels as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_kernels import RowParams
 from torch import Tensor
 
 from pdserve.engine.sampler import Sampler, adjust
 from pdserve.engine.step import SampleSpec
-from pdserve.kernels import reference_sampling, rng
+from pdserve.kernels import rng
 from pdserve.kernels.cpu.build import Missing, Reason
-from pdserve.kernels.reference_sampling import RowParams
 from pdserve.sampling import SampledToken, SamplingParams
 
 VOCAB = 400
@@ -222,7 +223,7 @@ def test_every_row_gets_the_token_of_the_kernels_reference() -> None:
     logits = random_logits(len(specs))
     keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
     rows = zip(logits.double(), map(row_params, specs), keys, strict=True)
-    assert draw(logits, specs) == [reference_sampling.sample(*row) for row in rows]
+    assert draw(logits, specs) == [reference.sample(*row) for row in rows]
 
 
 def test_penalties_and_forbidden_stops_reach_greedy_rows() -> None:

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import gpu_problem as problem
+import reference_kernels as reference
 import torch
 from gpu_problem import Lens
 from gpu_table import Row
 from torch import Tensor
 
-from pdserve.kernels import pageio, reference, reference_sampling, rng, rows, sample
+from pdserve.kernels import pageio, rng, rows, sample
 from pdserve.kernels.attention import PagedAttention, StepSize
 
 HALF = 7.5e-3
@@ -134,7 +135,7 @@ def _pages() -> Iterator[Check]:
 def _sampling() -> float:
     """Count rows whose token differs from the reference's on the CPU."""
     kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 0.95, 0.0), (1.2, 0, 0.9, 0.05), (0.8, 50, 1.0, 0.0)]
-    params = [reference_sampling.RowParams(*kinds[row % len(kinds)]) for row in range(100)]
+    params = [reference.RowParams(*kinds[row % len(kinds)]) for row in range(100)]
     logits, words = torch.randn((100, 32000)) * 4, rng.keys(list(range(100)), [7] * 100)
 
     def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -148,5 +149,5 @@ def _sampling() -> float:
         column("min_p"),
     )
     got = sample.sample(logits.to(DEVICE), sampled_by).tolist()
-    want = [reference_sampling.sample(logits[row].double(), params[row], words[row]) for row in range(100)]
+    want = [reference.sample(logits[row].double(), params[row], words[row]) for row in range(100)]
     return float(sum(ours != theirs for ours, theirs in zip(got, want, strict=True)))

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels import reference
 from pdserve.kernels.attention import AttentionSpec
 from pdserve.kernels.attention_plan import Int32s, Ints
 

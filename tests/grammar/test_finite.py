@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.grammar.finite import describes_something_finite
+from pdserve.grammar.compiler import describes_something_finite
 
 NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 

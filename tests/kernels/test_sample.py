@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import reference_kernels as reference
 import torch
+from reference_kernels import RowParams
 from torch import Tensor
 
-from pdserve.kernels import reference_sampling, rng, sample
-from pdserve.kernels.reference_sampling import RowParams
+from pdserve.kernels import rng, sample
 
 VOCAB = 5000
 
@@ -46,7 +47,7 @@ def bias_of(rows: Sequence[RowParams]) -> sample.Bias:
 
 def reference_tokens(logits: Tensor, rows: Sequence[RowParams], draw: sample.Params) -> list[int]:
     drawn = zip(logits.double(), rows, draw.keys.numpy().view(np.uint32), strict=True)
-    return [reference_sampling.sample(row_logits, row, key) for row_logits, row, key in drawn]
+    return [reference.sample(row_logits, row, key) for row_logits, row, key in drawn]
 
 
 FILTERS = [
@@ -117,7 +118,7 @@ def test_masked_rows_draw_of_their_own_tokens_alone() -> None:
 def test_each_penalty_looks_at_the_ids_it_should(row: RowParams, token: int) -> None:
     logits = torch.tensor([[2.0, 1.9, 1.75, -3.0]])
     drawn = sample.sample(logits, draw_of([row], [0]), penalties=penalties_of([row]), bias=bias_of([row]))
-    assert drawn.tolist() == [token] == [reference_sampling.sample(logits[0], row, draw_of([row], [0]).keys[0])]
+    assert drawn.tolist() == [token] == [reference.sample(logits[0], row, draw_of([row], [0]).keys[0])]
 
 
 def test_a_token_biased_to_minus_infinity_is_never_drawn() -> None:
@@ -169,7 +170,7 @@ def test_frequencies_pass_a_chi_square_test(row: RowParams) -> None:
     logits += torch.linspace(0, 0.1, 16)
     drawn = sample.sample(logits.expand(draws, -1).contiguous(), draw_of([row] * draws, range(draws)))
     scores = logits.double() / row.temperature
-    keep = reference_sampling.kept(scores, row)
+    keep = reference.kept(scores, row)
     expected = scores.masked_fill(~keep, -math.inf).softmax(0)[keep] * draws
     counts = torch.bincount(drawn, minlength=16)
     assert counts[~keep].sum() == 0

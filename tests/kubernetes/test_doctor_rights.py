@@ -9,7 +9,7 @@ from kube_cluster import KubeCluster
 
 from pdserve.autoscaler.actuators import KubernetesActuator, ScaleTarget
 from pdserve.cli.doctor import policy_findings, resource_findings
-from pdserve.doctor.finding import Level
+from pdserve.doctor.machine import Level
 from pdserve.doctor.rights import needed
 
 ROOT = Path(__file__).parents[2]

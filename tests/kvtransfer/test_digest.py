@@ -1,10 +1,10 @@
 """A CPU and a GPU give a page the same digest, if both take splitmix64."""
 
 import numpy as np
+import reference_kernels as reference
 import torch
 
 from pdserve.ids import PageId
-from pdserve.kernels import reference
 from pdserve.kvtransfer.region import Region
 
 PAGES = tuple(map(PageId, (3, 0, 7)))

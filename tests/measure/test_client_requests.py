@@ -1,7 +1,7 @@
 """What a measurement sends."""
 
 from pdserve.measure.client import Sampling, requests_of
-from pdserve.measure.objectives import ANY
+from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import fixed_lengths
 
 

@@ -7,10 +7,8 @@ import pytest
 from pdserve.capacity.replay import shape_of
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.measure.live import LoadRun
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.overload import kept
 from pdserve.measure.profile import bursts, learnt_profile
 from pdserve.measure.summary import summarize
@@ -18,6 +16,7 @@ from pdserve.perfmodel.curve import Curve
 from pdserve.perfmodel.profile import read_profile, write_profile
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.wire import layout_to_proto
 
 OBJECTIVE = Objective(ttft_s=0.5, tpot_s=0.1)
 LAYOUT = layout_to_proto(KvLayout("w", 30, 3, 64, 16, "bfloat16"))

@@ -10,7 +10,7 @@ from cluster_states import cluster_state
 
 from pdserve.clock import MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
-from pdserve.measure.faults import FaultInjector, FaultPlan
+from pdserve.measure.chaos import FaultInjector, FaultPlan
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 

@@ -9,8 +9,7 @@ import pytest
 from pdserve.measure.client import Door
 from pdserve.measure.html_report import write_report
 from pdserve.measure.load import Run
-from pdserve.measure.objectives import ANY, Objective
-from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.outcomes import ANY, OK, Objective, Outcome
 from pdserve.measure.plots import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Line, plot, shares, timeline
 
 STAGES = ("received", "tokenized", "admitted", "placed", "prefill_queued", "prefill_started", "prefill_done")

@@ -9,17 +9,14 @@ from cluster_states import printed
 from pdserve.capacity.replay import replay_table
 from pdserve.measure.accuracy import Accuracy, accuracy_json, error_table
 from pdserve.measure.cancel import Freed, cancel_table
-from pdserve.measure.chaos import Verdict, chaos_json, chaos_table, failures, tally
-from pdserve.measure.faults import Fault
+from pdserve.measure.chaos import Fault, Verdict, chaos_json, chaos_table, failures, tally
 from pdserve.measure.handoff import Cost, handoff_table
 from pdserve.measure.live import Findings, LoadRun
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.overload import overload_table
-from pdserve.measure.percentiles import Percentiles
 from pdserve.measure.router_speed import PolicySpeed, speed_table
 from pdserve.measure.routers import LateRouter, RouterFindings, routers_tables
-from pdserve.measure.summary import summarize, summary_tables
+from pdserve.measure.summary import Percentiles, summarize, summary_tables
 from pdserve.measure.tables import as_json
 
 OBJECTIVE = Objective(ttft_s=0.5)

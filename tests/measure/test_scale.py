@@ -5,8 +5,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from pdserve.measure.known_answers import KnownRequest
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.outcomes import OK, Objective, Outcome
 from pdserve.measure.scale import Moment, ScaleFindings, ScalePlan, arrivals, phases, scale_table
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams

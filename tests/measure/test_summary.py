@@ -6,10 +6,8 @@ from math import inf
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.measure.objectives import ANY, Objective, parse_objective
-from pdserve.measure.outcomes import PARTS, Outcome, part_times
-from pdserve.measure.percentiles import Percentiles, percentiles
-from pdserve.measure.summary import summarize
+from pdserve.measure.outcomes import ANY, PARTS, Objective, Outcome, parse_objective, part_times
+from pdserve.measure.summary import Percentiles, percentiles, summarize
 
 
 def outcome(sent_s: float, times_s: tuple[float, ...], status: str = "OK", handoff_bytes: int = 0) -> Outcome:

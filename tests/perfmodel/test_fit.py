@@ -8,8 +8,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts, attention_work
-from pdserve.perfmodel.fit import Fit, nonnegative_minimum
-from pdserve.perfmodel.model import ENOUGH_STEPS, STALE_S, LearntCosts, LearntLinks
+from pdserve.perfmodel.model import ENOUGH_STEPS, STALE_S, Fit, LearntCosts, LearntLinks, nonnegative_minimum
 from pdserve.perfmodel.profile import read_profile
 
 TRUTH = Curve(0.02, 1e-4, 7e-9)

@@ -11,7 +11,6 @@ from router_driver import LAYOUT, Driver
 from router_fakes import FakeWorker, RouterUnderTest
 
 from pdserve.ids import PROTOCOL_VERSION
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.load import ReportedLoad
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -20,6 +19,7 @@ from pdserve.router import admin as endpoint
 from pdserve.router.commands import DropLink, SendRole
 from pdserve.router.events import LinkId, LoadReported, RoleAsked
 from pdserve.router.policies import POLICIES
+from pdserve.wire import layout_to_proto
 
 StartRouter = Callable[..., Awaitable[RouterUnderTest]]
 

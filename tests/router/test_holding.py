@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.ids import RequestId
+from pdserve.router.admission import MAX_TENANTS, HoldQueue
 from pdserve.router.events import RequestArrived
-from pdserve.router.holding import MAX_TENANTS, HoldQueue
 from pdserve.router.prefix_index import UNKEYED
 from pdserve.router.request import OUTPUT_WEIGHT, Request
 from pdserve.sampling import SamplingParams

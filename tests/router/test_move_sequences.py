@@ -5,9 +5,9 @@ import pytest
 from router_fakes import TOKENIZER, RouterUnderTest, StartRouter, tokens_in, tokens_of
 
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.wire import layout_to_proto
 
 PROMPT = TOKENIZER.encode("hello", add_special=False)
 

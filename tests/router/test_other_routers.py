@@ -8,8 +8,7 @@ from goodput_cluster import Cluster, placed, refused_in_the_end
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.shape import Shape
 from pdserve.load import LoadPart, ReportedLoad
-from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.read_workload import parse_workload
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.perfmodel.profile import read_profile, shipped_profile

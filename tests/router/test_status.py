@@ -9,7 +9,7 @@ from router_driver import Driver
 from router_fakes import StartRouter
 
 from pdserve.cli.doctor import asked
-from pdserve.doctor.finding import Level
+from pdserve.doctor.machine import Level
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.launch.admin import AdminClient

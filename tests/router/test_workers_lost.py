@@ -19,11 +19,11 @@ from router_fakes import (
 )
 
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import admin as endpoint
 from pdserve.rpc import DISMISSED_STATUS
+from pdserve.wire import layout_to_proto
 
 PROMPT = TOKENIZER.encode("hello", add_special=False)
 

@@ -12,7 +12,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ROLES
 
 
 class Router(AdminServiceServicer):

@@ -21,7 +21,6 @@ from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults
 from pdserve.ids import PROTOCOL_VERSION
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -35,6 +34,7 @@ from pdserve.rpc import INTERNAL_MESSAGE_BYTES, Metadata, channel_options, ident
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.token_ids import from_wire
+from pdserve.wire import layout_to_proto
 
 MODEL = "tiny"
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")

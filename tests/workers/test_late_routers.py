@@ -12,7 +12,6 @@ from pdserve.clock import MonotonicClock
 from pdserve.credentials import Credentials
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.prefix_hash import HASH_BYTES, PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
@@ -23,6 +22,7 @@ from pdserve.router.prefix_index import block_hashes
 from pdserve.router.shell import Links as WorkerEndpoint
 from pdserve.router.shell import Shell
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
+from pdserve.wire import layout_to_proto
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Event

@@ -9,8 +9,8 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
-from pdserve.sampling_wire import params_from_proto, params_to_proto
 from pdserve.token_ids import to_wire
+from pdserve.wire import params_from_proto, params_to_proto
 from pdserve.worker import wire
 from pdserve.worker.messages import Fetch, MoveAsked, Placed, RoleGiven, RouterRef, ShareAsked
 

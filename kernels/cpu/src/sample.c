@@ -1,7 +1,7 @@
 /* Sampling: the largest sum of score and noise among the tokens that top-k, top-p and min-p keep.
  *
- * kernels/reference_sampling.py defines a row's token, kernels/rng.py its noise. What the filters keep is always what
- * scores a floor or more. The floor is found without sorting a vocabulary: scores within REACH of the largest are
+ * tests/support/reference_kernels.py defines a row's token, kernels/rng.py its noise. What the filters keep is always
+ * what scores a floor or more. The floor is found without sorting a vocabulary: scores within REACH of the largest are
  * counted and weighed in buckets, and the bucket that holds the floor is sorted. Where those scores do not hold the
  * floor, all scores are looked at in the same way. */
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdserve.text.parsers.call_reader import Arguments, CallBegun, CallReader
-from pdserve.text.parsers.markers import split_at
+from pdserve.text.parsers.reasoning import split_at
 
 FormatName = Literal["hermes", "llama3_json", "mistral"]
 

@@ -17,6 +17,7 @@ from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import DeniedError, OverLimitError
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.errors import HttpError, error_of, first_invalid
+from pdserve.router.frontend.openai.fields import with_generation
 from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
     Generator,
@@ -27,7 +28,6 @@ from pdserve.router.frontend.openai.generation import (
     read_body,
 )
 from pdserve.router.frontend.openai.reply import JSON, Send, respond
-from pdserve.router.frontend.openai.schema import with_generation
 from pdserve.router.frontend.openai.tokens import add_tokens, check_body
 from pdserve.router.frontend.openai.translate import LABEL
 from pdserve.router.frontend.page.app import Page

@@ -17,7 +17,7 @@ from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.filters import Delta, TextFilter
 from pdserve.router.frontend.openai.logprobs import Pieces, chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.timeline import Ledger, Usage
-from pdserve.sampling_wire import logprobs_to_proto
+from pdserve.wire import logprobs_to_proto
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from google.protobuf.json_format import MessageToDict
 
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.roles_wire import ROLES
+from pdserve.wire import ROLES
 
 MAX_KEPT = 256  # requests that have ended, and happenings
 MAX_SECONDS = 300

@@ -14,14 +14,13 @@ from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar import checker
 from pdserve.grammar.compiler import Compiler
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.openai.constraints import constraint_of
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest
-from pdserve.router.frontend.openai.filters import plan
+from pdserve.router.frontend.openai.filters import constraint_of, plan
 from pdserve.router.frontend.prompts import ServedModel
-from pdserve.sampling_wire import structured_from_proto
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.parsers.reasoning import Reasoning
 from pdserve.text.parsers.tool_calls import FORMATS, FormatName
+from pdserve.wire import structured_from_proto
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOKENIZER = small_tokenizer()

@@ -9,7 +9,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.measure import http_client
 from pdserve.measure.client import Client, Door, connect, request_of
 from pdserve.measure.load import Load, door_notes, measure_load
-from pdserve.measure.objectives import ANY
+from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import Arrival, fixed_lengths
 
 

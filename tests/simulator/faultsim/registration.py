@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 from pdserve.ids import PROTOCOL_VERSION
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLE_NUMBERS
+from pdserve.wire import ROLE_NUMBERS, layout_to_proto
 
 MODEL = "chain-of-hashes"
 VOCAB_SIZE = 997

@@ -1,10 +1,43 @@
-"""Sampling parameters, and log probabilities of a sampled token, as inference.proto has them, and back."""
+"""Values that processes exchange, as messages of the protos and back."""
 
-from typing import get_args
+from collections.abc import Iterable
+from typing import Any, get_args
 
+from pdserve.demand import NUM_BANDS, Demand
 from pdserve.errors import ProtocolError, RequestError, invalid
+from pdserve.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, KvLayout
+from pdserve.perfmodel.curve import Curve, DecodePiece
+from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 from pdserve.sampling import MAX_LOGPROBS, Format, SamplingParams, StructuredOutput, TokenLogprobs
+
+ENOUGH_STEPS = 20  # of a kind, to trust what was learnt of it
+
+
+def most_seen(learnt: Iterable[admin.LearntCosts], role: "link.Role.ValueType") -> admin.LearntCosts:
+    """Return the costs of a role with the most steps; empty costs where there are none. Kinds differ by device."""
+    kinds = [costs for costs in learnt if costs.role == role]
+    return max(kinds, key=lambda c: c.num_prefill_steps + c.num_decode_steps, default=admin.LearntCosts(role=role))
+
+
+def prefill_curve(learnt: admin.LearntCosts) -> Curve:
+    return Curve(learnt.prefill_step_s, learnt.prefill_token_s, learnt.prefill_work_s)
+
+
+def decode_pieces(learnt: admin.LearntCosts) -> tuple[DecodePiece, ...]:
+    """Return decode costs by size of batch; the largest size seen holds for all beyond."""
+    known = [batches for batches in learnt.decode_batches if batches.num_steps >= ENOUGH_STEPS]
+    if not known:
+        curve = Curve(learnt.decode_step_s, learnt.decode_sequence_s, learnt.decode_kv_token_s)
+        return (DecodePiece(None, curve),)
+    sizes = [batches.max_sequences for batches in known[:-1]]
+    return tuple(
+        DecodePiece(size, Curve(batches.step_s, batches.sequence_s, batches.kv_token_s))
+        for size, batches in zip([*sizes, None], known, strict=True)
+    )
+
 
 _FIELDS = tuple(name for name in SamplingParams.__annotations__ if name != "structured_output")
 _FORMATS: dict[str | None, Format] = {name: name for name in get_args(Format)}
@@ -79,3 +112,42 @@ def logprobs_from_proto(message: inference.TokenLogprobs) -> TokenLogprobs:
     if len(message.top) > MAX_LOGPROBS:
         raise ProtocolError(f"logprobs.top: {len(message.top)} are over {MAX_LOGPROBS}")
     return TokenLogprobs(message.chosen, tuple((each.token_id, each.logprob) for each in message.top))
+
+
+_BANDS = ("prompts", "answers")
+_PARTS = tuple(admin.Demand.DESCRIPTOR.fields_by_name)
+
+
+def demand_to_proto(demand: Demand) -> admin.Demand:
+    return admin.Demand(**{name: getattr(demand, name) for name in _PARTS})
+
+
+def demand_from_proto(message: admin.Demand) -> Demand:
+    """Return what a router has counted; ProtocolError where its bands are not ours."""
+    parts: dict[str, Any] = {name: getattr(message, name) for name in _PARTS}
+    for name in _BANDS:
+        parts[name] = tuple(parts[name])
+        if len(parts[name]) != NUM_BANDS:
+            raise ProtocolError(f"demand.{name}: {len(parts[name])} bands, {NUM_BANDS} are expected")
+    return Demand(**parts)
+
+
+ROLES = {link.Role.Value(f"ROLE_{role.name}"): role for role in Role}
+ROLE_NUMBERS = {role: number for number, role in ROLES.items()}
+
+
+def layout_to_proto(layout: KvLayout) -> link.KvLayout:
+    return link.KvLayout(**{name: getattr(layout, name) for name in KvLayout.__slots__})
+
+
+def layout_from_proto(message: link.KvLayout) -> KvLayout:
+    """Return the layout a peer claims; ProtocolError names a field that no layout has."""
+    layout = KvLayout(**{name: getattr(message, name) for name in KvLayout.__slots__})
+    if layout.dtype not in DTYPE_BYTES:
+        raise ProtocolError(f"layout.dtype: {layout.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+    if layout.page_digest not in PAGE_DIGESTS:
+        raise ProtocolError(f"layout.page_digest: {layout.page_digest!r} is none of {', '.join(PAGE_DIGESTS)}")
+    for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "tp_size"):
+        if getattr(layout, name) < 1:
+            raise ProtocolError(f"layout.{name}: must be at least 1")
+    return layout
