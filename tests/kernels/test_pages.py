@@ -1,10 +1,11 @@
 """Writing and digesting pages does what the reference does, and touches nothing else."""
 
 import pytest
+import reference_kernels as reference
 import torch
 from gpu_problem import layer_views, write_pages
 
-from pdserve.kernels import pageio, reference
+from pdserve.kernels import pageio
 from pdserve.kernels.pageio import Rotation, Target
 
 # The interpreter cuts off what the hardware rounds: allow a whole step of the format, not half of one.
