@@ -36,6 +36,7 @@ class Expected:
     prefix: Prefix  # of the job's tokens
     num_tokens: int  # for which there are to be pages
     is_prefix: bool = False  # only pages of the prompt come, and no sequence goes on with them
+    is_move: bool = False  # it runs where it comes from, until its last page leaves
 
     @property
     def num_sequences(self) -> int:
@@ -54,6 +55,7 @@ class Arrival:
     receiver: receiver.Receiver
     reused: Pages  # leading pages held since then
     is_quarantined: bool = False
+    offered_s: float = 0.0  # when a continuation that moves could come
 
     @property
     def claim(self) -> Claim:

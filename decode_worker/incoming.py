@@ -1,9 +1,13 @@
 """The incoming door of a worker: KV that arrives. Decides; does no I/O.
 
 Invariant: pages that a sender was offered leave this door's hands only as the receiver's half of the hand-off says.
+
+A continuation that moves runs on at its sender until its pages are offered, and for most of the time that they are
+copied. They are offered between long steps, so that it does not wait here for the end of one.
 """
 
 from collections.abc import Iterator
+from math import inf
 
 from pdserve.decode_worker.granting import Arrival, Expected, Granting, Leases
 from pdserve.engine.kvcache import KvCache
@@ -15,6 +19,8 @@ from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
+_MAY_COME = (receiver.State.GRANTED, receiver.State.LANDING)
+
 
 class Incoming:
     def __init__(self, scheduler: Scheduler, granting: Granting, lease_s: float, vocab_size: int) -> None:
@@ -24,6 +30,7 @@ class Incoming:
         self._vocab_size = vocab_size
         self._ungranted: list[Expected] = []  # wait for pages, most urgent first
         self._arrivals: dict[HandoffKey, Arrival] = {}
+        self._moves: dict[HandoffKey, Arrival] = {}  # of these, continuations that move here
         self.num_digest_mismatches = 0
 
     @property
@@ -70,9 +77,13 @@ class Incoming:
         self._ungranted.append(expected)
         self._ungranted.sort(key=lambda each: each.urgency)
 
-    def grant_waiting(self) -> list[Result]:
+    def awaits_move(self, since_s: float = -inf) -> bool:
+        """Whether a continuation may come at any moment whose pages were offered after `since_s`."""
+        return any(move.receiver.state in _MAY_COME and move.offered_s > since_s for move in self._moves.values())
+
+    def grant_waiting(self, now_s: float) -> list[Result]:
         """Reserve pages for hand-offs in their order, while there is room beside what runs."""
-        results: list[Result] = []
+        results = self._offer_moves(now_s)
         while self._ungranted:
             granted = self._grant(self._ungranted[0])
             if not granted:
@@ -91,8 +102,23 @@ class Incoming:
         if arrival is None:
             return []
         self._arrivals[expected.key] = arrival
-        offered = self._advance(arrival, receiver.SenderAttached()) if self._leases.holds(expected.peer) else []
+        if expected.is_move:
+            self._moves[expected.key] = arrival
+        is_offered = not expected.is_move and self._leases.holds(expected.peer)
+        offered = self._advance(arrival, receiver.SenderAttached()) if is_offered else []
         return [doors.Reserved(expected.key, len(arrival.reused)), *offered]
+
+    def _offer_moves(self, now_s: float) -> list[Result]:
+        """Let continuations come that have pages here, unless a long step is under way."""
+        if not self._moves or any(step.num_prompt_tokens > self._cache.page_size for step in self._scheduler.steps):
+            return []
+        waiting = [move for move in self._moves.values() if move.receiver.state is receiver.State.RESERVED]
+        results: list[Result] = []
+        for move in waiting:
+            if self._leases.holds(move.expected.peer):
+                move.offered_s = now_s
+                results += self._advance(move, receiver.SenderAttached())
+        return results
 
     def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
@@ -110,10 +136,10 @@ class Incoming:
                 return [] if arrival is None else self._advance(arrival, receiver.DigestsChecked(mismatch))
             case doors.SenderAttached(peer):
                 self._leases.begin(peer, now_s)
-                return self._advance_all(peer, receiver.SenderAttached())
+                return self._attach(peer)
             case doors.SenderAlive(peer):
                 is_back = self._leases.renew(peer, now_s)
-                return self._advance_all(peer, receiver.SenderAttached()) if is_back else []
+                return self._attach(peer) if is_back else []
             case doors.SenderLost(peer, reason):
                 self._leases.end(peer)
                 return self._advance_all(peer, receiver.SenderLost(reason))
@@ -158,6 +184,12 @@ class Incoming:
         self._ungranted = [expected for expected in self._ungranted if expected.key != key]
         return [doors.NotAdmitted(key, Failure.SENDER_GAVE_UP, said.reason)]
 
+    def _attach(self, peer: Peer) -> list[Result]:
+        """Offer a sender that can be reached its pages, but for those of continuations that move: they have a turn."""
+        unoffered = receiver.State.RESERVED
+        arrivals = [a for a in self._arrivals_of(peer) if not a.expected.is_move or a.receiver.state is not unoffered]
+        return [result for arrival in arrivals for result in self._advance(arrival, receiver.SenderAttached())]
+
     def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
         return [result for arrival in self._arrivals_of(peer) for result in self._advance(arrival, event)]
 
@@ -191,6 +223,7 @@ class Incoming:
 
     def _settle(self, arrival: Arrival) -> None:
         del self._arrivals[arrival.expected.key]
+        self._moves.pop(arrival.expected.key, None)
         self._granting.settle(arrival)
 
     def _free(self, arrival: Arrival, num_checked: int) -> None:

@@ -42,6 +42,10 @@ class RunningStep:
         self.sequences.append(sequence)
         self.chunks.append(chunk)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum([len(chunk.token_ids) for chunk in self.chunks if len(chunk.token_ids) > 1])
+
     def progress_before(self, sequence: Sequence) -> Progress:
         return self.before.get(sequence, _NONE)
 

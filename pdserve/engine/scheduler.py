@@ -132,10 +132,11 @@ class Scheduler:
         """Return how many tokens' KV a sequence that decodes will have once the steps under way are over."""
         return sequence.computed + sum(sequence in step.sequences for step in self.steps)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, *, is_brief: bool = False) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.
 
-        While a step runs, also None where the next one needs its tokens, or pages that only preemption frees.
+        While a step runs, also None where the next one needs its tokens, or pages that only preemption frees. A brief
+        step computes one page of prompts at most, which takes less than twice as long as its decoding.
         """
         if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")
@@ -150,6 +151,7 @@ class Scheduler:
             if budget > 0 and sequence.pages and self._make_room(step, sequence):
                 budget -= 1
                 self.schedule(step, sequence, 1)
+        budget = min(budget, self.cache.page_size) if is_brief else budget
         for sequence, missing in prompts:
             count = min(budget, missing)
             if count > 0 and sequence.pages:

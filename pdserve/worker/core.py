@@ -29,6 +29,8 @@ from pdserve.worker.messages import Command, Event, Failed, Reported
 from pdserve.worker.moves import Moves
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
+CUT_OVER_S = 0.5  # from the offer of its pages to its coming a move takes less, but for many pages or a slow pair
+
 
 class WorkerCore:
     """One engine, and the two doors through which KV leaves it and arrives."""
@@ -67,10 +69,11 @@ class WorkerCore:
     def may_plan_ahead(self) -> bool:
         """Whether all sequences go on by one token a step, whatever the tokens before it are.
 
-        A step of prompts is long: it should have what comes until it begins.
+        A step of prompts is long: it should have what comes until it begins. What moves here has a step to wait less.
         """
         waiting, running = self._scheduler.waiting, self._scheduler.running
-        return not waiting and not any(s.needs_output or s.num_missing > 1 for s in running)
+        is_sure = not any(s.needs_output or s.num_missing > 1 for s in running)
+        return is_sure and not waiting and not self.incoming.awaits_move()
 
     @property
     def due_s(self) -> float:
@@ -98,9 +101,8 @@ class WorkerCore:
         return commands + self._use_room(now_s)
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute."""
-        del now_s
-        return self._scheduler.plan()
+        """Return the next step, or None if there is nothing to compute. What moves here waits for no long one."""
+        return self._scheduler.plan(is_brief=self.incoming.awaits_move(now_s - CUT_OVER_S))
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Command]:  # noqa: C901 - one match
         commands: list[Command] = []
@@ -193,7 +195,7 @@ class WorkerCore:
         if source is not None:
             prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
             num_tokens = min(len(job.token_ids) + placed.extra_tokens, longest(self._scheduler, job))
-            expected = Expected(key, source, job, task.order, prefix, num_tokens)
+            expected = Expected(key, source, job, task.order, prefix, num_tokens, is_move=placed.extra_tokens > 0)
             reserved: list[doors.Result] = []
             if not placed.extra_tokens:
                 self.incoming.expect(expected)
@@ -220,7 +222,7 @@ class WorkerCore:
         taken = self._roles.settle()
         if self._starting.num_waiting:
             self._starting.start(self._roles.num_kept(self.incoming.pages_wanted))
-        return [*moved, *taken, *self._take(self.incoming.grant_waiting(), now_s)]
+        return [*moved, *taken, *self._take(self.incoming.grant_waiting(now_s), now_s)]
 
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
         results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
