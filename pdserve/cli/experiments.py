@@ -285,7 +285,13 @@ def scale(
     flags = {"dtype": dtype, "num_threads": num_threads, "max_num_seqs": max_num_seqs}
     patience = {"max_hold_s": objectives.ttft_s}  # requests wait while pools grow
     spec = started("scale", model, seed, sizes.prefill, sizes.decode, **flags)
-    spec = replace(spec, router_flags=patience, max_workers=sizes.max_workers, autoscaling=policy.absolute())
+    spec = replace(
+        spec,
+        router_flags=patience,
+        max_workers=sizes.max_workers,
+        autoscaling=policy.absolute(),
+        elsewhere=sizes.elsewhere,
+    )
     load_phases = phases(checked_rate(request_rate), input_len, output_len)
     plan = ScalePlan(load_phases, seconds, Objective(objectives.ttft_s, objectives.tpot_s), distinct, seed)
     report("computing the right answers")

@@ -1,6 +1,7 @@
-"""`pdserve up --on ray --policy`: pools on a real Ray follow their load while an actor is killed, and then a node."""
+"""`pdserve up --on ray --policy`: pools on a real Ray follow their load, whatever of Ray dies on the way."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from model_zoo import first_disagreement, prompt
 from ray_nodes import RayNodes, end_node, ray_head
 from transformers import PreTrainedModel
 
+from pdserve.autoscaler.journal import read_record
+from pdserve.launch.folder import RECORD_FILE
 from pdserve.proto.v1 import admin_pb2 as admin
 
 MODEL_SHAPE = moving.MODEL_SHAPE
@@ -33,7 +36,7 @@ pools:
     signals: [{metric: running_sequences, target: 3}]
     behavior: {scaleDown: {stabilizationWindowSeconds: 2, policies: [{type: Pods, value: 3, periodSeconds: 1}]}}
 roleSwitch: {enabled: false, minDwell: 0s}
-actuator: {kind: ray, address: ADDRESS, resourcesPerDevice: {CPU: 1}}
+actuator: {kind: ray, timeout: 5s, address: ADDRESS, resourcesPerDevice: {CPU: 1}}
 """
 NUM_CLIENTS, NUM_TOKENS, CHANGE_S = 6, 120, 120
 
@@ -43,23 +46,60 @@ Condition = Callable[[admin.ClusterStatus], bool]
 def test_pools_follow_their_load_while_an_actor_and_a_node_are_killed(
     model: Path, oracle: PreTrainedModel, tmp_path: Path
 ) -> None:
-    with ray_head(num_cpus=2) as nodes:
-        policy = tmp_path / "policy.yaml"
-        policy.write_text(POLICY.replace("ADDRESS", nodes.address))
-        flags = ("--on", "ray", "--policy", str(policy), "--dtype", "float32", "--num-threads", "1")
-        with live_cluster(tmp_path, model, *flags, "--num-pages", "600") as cluster:
+    with ray_head(num_cpus=2) as nodes, cluster_on(nodes, model, tmp_path) as cluster:
+        cluster.wait_for(decoding(1), CHANGE_S)
+        node = nodes.start(f"--address={nodes.address}", "--num-cpus=1")
+        with asked_all_the_time(cluster, oracle):
+            cluster.wait_for(decoding(2), CHANGE_S)
+            before = cluster.status()
+            actor_of(nodes, "prefill-0").kill()
+            cluster.wait_for(restarted("prefill-0", before), CHANGE_S)
+            end_node(node)
             cluster.wait_for(decoding(1), CHANGE_S)
-            node = nodes.start(f"--address={nodes.address}", "--num-cpus=1")
-            with asked_all_the_time(cluster, oracle):
-                cluster.wait_for(decoding(2), CHANGE_S)
-                before = cluster.status()
-                actor_of(nodes, "prefill-0").kill()
-                cluster.wait_for(restarted("prefill-0", before), CHANGE_S)
-                end_node(node)
-                cluster.wait_for(decoding(1), CHANGE_S)
-                nodes.start(f"--address={nodes.address}", "--num-cpus=1")
-                cluster.wait_for(decoding(2), CHANGE_S)
-            cluster.wait_for(decoding(1), CHANGE_S)
+            nodes.start(f"--address={nodes.address}", "--num-cpus=1")
+            cluster.wait_for(decoding(2), CHANGE_S)
+        cluster.wait_for(decoding(1), CHANGE_S)
+
+
+def test_workers_serve_without_the_control_service_which_then_has_their_actors_and_adds_to_them(
+    model: Path, oracle: PreTrainedModel, tmp_path: Path
+) -> None:
+    with ray_head(num_cpus=3) as nodes, cluster_on(nodes, model, tmp_path) as cluster:
+        cluster.wait_for(decoding(1), CHANGE_S)
+        before = incarnations(cluster.status())
+        with nodes.without_control_service():
+            until_noted(cluster, "nothing is decided")
+            asked = prompt(60, "without")
+            tokens = cluster.generate(greedy(asked, NUM_TOKENS)).tokens[0]
+            assert len(tokens) == NUM_TOKENS
+            assert first_disagreement(oracle, asked, tokens) is None
+        with asked_all_the_time(cluster, oracle):
+            cluster.wait_for(decoding(2), CHANGE_S)
+        cluster.wait_for(decoding(1), CHANGE_S)
+        after = incarnations(cluster.status())
+        assert after["prefill-0"] == before["prefill-0"]
+        assert len(after) == 2
+
+
+@contextmanager
+def cluster_on(nodes: RayNodes, model: Path, folder: Path) -> Iterator[LiveCluster]:
+    policy = folder / "policy.yaml"
+    policy.write_text(POLICY.replace("ADDRESS", nodes.address))
+    flags = ("--on", "ray", "--policy", str(policy), "--dtype", "float32", "--num-threads", "1", "--num-pages", "600")
+    with live_cluster(folder, model, *flags) as cluster:
+        yield cluster
+
+
+def until_noted(cluster: LiveCluster, part: str) -> None:
+    """Wait until the autoscaler has noted something."""
+    record_file, deadline_s = cluster.state.secret_file.with_name(RECORD_FILE), time.monotonic() + CHANGE_S
+    while not any(part in entry.text for entry in read_record(record_file).entries):
+        assert time.monotonic() < deadline_s, read_record(record_file)
+        time.sleep(0.1)
+
+
+def incarnations(status: admin.ClusterStatus) -> dict[str, int]:
+    return {each.registration.worker_id: each.registration.incarnation for each in status.workers}
 
 
 @contextmanager

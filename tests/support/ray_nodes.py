@@ -40,6 +40,25 @@ class RayNodes:
         self.processes.append(process)
         return process
 
+    @contextmanager
+    def without_control_service(self) -> Iterator[None]:
+        """Kill the head's control service (GCS) for the length of the block; then start it again on the same files."""
+        head = psutil.Process(self.processes[0].pid)
+        (service,) = [each for each in head.children(recursive=True) if each.name() == "gcs_server"]
+        command, environment, folder = service.cmdline(), service.environ(), service.cwd()
+        head.suspend()  # it would end the node with the service
+        service.kill()
+        while service.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            with (self.folder / "ray.log").open("ab") as log:
+                again = subprocess.Popen(
+                    command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
+                )
+            self.processes.append(again)
+
     def all_processes(self) -> list[psutil.Process]:
         """Return what runs for these nodes: Ray's own processes, and actors with what they started."""
         roots = [psutil.Process(process.pid) for process in self.processes if process.poll() is None]
@@ -62,6 +81,8 @@ def ray_head(num_cpus: int) -> Iterator[RayNodes]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
         "XDG_RUNTIME_DIR": str(folder),
+        "RAY_gcs_storage": "rocksdb",
+        "RAY_gcs_storage_path": str(folder / "control"),
     }
     port = _free_port()
     nodes = RayNodes(f"{LOOPBACK}:{port}", {**os.environ, **settings}, folder)
