@@ -5,7 +5,7 @@ nothing is sent to it afterwards; each answer ends once.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.errors import InvariantError, Refusal
@@ -130,7 +130,8 @@ class Desk(Generic[AnswerT]):
                 return []  # ended already
         return self._core.handle(event, now_s)
 
-    def _carry_out(self, command: CoreCommand) -> Iterator[Command]:
+    def _carry_out(self, command: CoreCommand) -> Sequence[Command]:
+        """Return what is left to be done: nothing for the tokens that nearly all commands are."""
         match command:
             case Deliver():
                 answer = self.answers.get(command.request_id)
@@ -145,10 +146,10 @@ class Desk(Generic[AnswerT]):
             case DropLink(link_id, reason, refusal):
                 if link_id in self._links:
                     self._links.remove(link_id)
-                    yield Close(link_id, reason, refusal)
+                    return (Close(link_id, reason, refusal),)
             case Warn():
-                yield command
-            case _:
-                for link_id, message in wire.messages(command):
-                    if link_id in self._links:  # or it was lost in the same moment: the core handles that next
-                        yield Send(link_id, message)
+                return (command,)
+            case _:  # a link may have been lost in the same moment: the core handles that next
+                sent = wire.messages(command)
+                return [Send(link_id, message) for link_id, message in sent if link_id in self._links]
+        return ()

@@ -34,13 +34,9 @@ class Membership:
         self._limits = limits
         self._processes = KnownProcesses(_MAX_ENDED)
         self.silence_due_s = inf  # no worker has been silent too long before that
+        self.has_pair = False  # some pair of workers could serve a request now
 
     # ---- who can serve
-
-    @property
-    def has_pair(self) -> bool:
-        """Whether some pair of workers could serve a request now."""
-        return any(not self._unroutable(worker, {}) for worker in self._workers)
 
     def unroutable(self) -> dict[LinkId, str]:
         """Return why nothing is placed on each worker; empty when things are."""
@@ -63,6 +59,7 @@ class Membership:
         A prefill worker alone serves requests that their first token ends.
         """
         self._placements.workers_changed_s = now_s
+        self.has_pair = any(not self._unroutable(worker, {}) for worker in self._workers)
         if self.has_pair:
             self._retry.retry_waiting(now_s)
             self._admission.look_soon(now_s)

@@ -24,6 +24,7 @@ from pdserve.rpc import DISMISSED_STATUS, abort
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096  # messages to one worker
+TOGETHER_BYTES = 262_144  # from which on no more messages are written together
 REGISTER_TIMEOUT_S = 10.0
 MAX_PAIRS = 4096  # shown of one worker
 STREAM_ENDED = "its stream ended"
@@ -58,6 +59,7 @@ class Shell:
         self.clock = clock
         self.streams: dict[LinkId, WorkerStream] = {}
         self.watchers: set[asyncio.Event] = set()  # set whenever something may have changed
+        self._awaited: dict[asyncio.Event, Callable[[], bool]] = {}  # set once it holds
         self.refused: Counter[Refusal] = Counter()  # messages of workers, and workers, since start
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # our own error
         self._desk: Desk[Answer] = Desk(core)
@@ -87,14 +89,13 @@ class Shell:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Return as soon as something holds that depends on the core."""
-        news = asyncio.Event()
-        self.watchers.add(news)
-        try:
-            while not holds():
+        while not holds():
+            news = asyncio.Event()
+            self._awaited[news] = holds
+            try:
                 await news.wait()
-                news.clear()
-        finally:
-            self.watchers.discard(news)
+            finally:
+                del self._awaited[news]
 
     def fail(self, error: Exception) -> None:
         """Stop the process: an error that is ours leaves its state unknown."""
@@ -110,6 +111,9 @@ class Shell:
             raise
         for watcher in self.watchers:
             watcher.set()
+        for news, holds in self._awaited.items():
+            if holds():
+                news.set()
 
     def _perform(self, command: Command) -> None:
         match command:
@@ -181,7 +185,7 @@ class Links(LinkServiceServicer):
             tasks.create_task(self._read(stream, messages, tasks), name=f"link {stream.link_id} reader")
             await context.write(link.AttachResponse(welcome=self._welcome))
             while True:
-                await context.write(await stream.outbound.get())
+                await context.write(await next_message(stream.outbound))
 
     async def _read(
         self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], tasks: asyncio.TaskGroup
@@ -224,6 +228,17 @@ class Links(LinkServiceServicer):
                 pass  # the core's alone
         for event in events:
             self._shell.post(event)
+
+
+async def next_message(outbound: asyncio.Queue[link.AttachResponse]) -> link.AttachResponse:
+    """Wait for a message; return it with those that wait behind it, up to a size."""
+    message = await outbound.get()
+    num_bytes = 0 if outbound.empty() else message.ByteSize()
+    while num_bytes < TOGETHER_BYTES and not outbound.empty():
+        another = outbound.get_nowait()
+        num_bytes += another.ByteSize()
+        message.more.append(another)
+    return message
 
 
 def _summary(register: link.Register) -> str:

@@ -80,17 +80,21 @@ class Replayed:
         )
 
     async def _read(self, call: _Call) -> None:
-        async for message in call:
-            match message.WhichOneof("message"):
-                case "place" if message.place.HasField("source"):
-                    spec = message.place.spec
-                    self._expected[spec.request_id, spec.attempt] = spec
-                case "place":
-                    self._prompts.append(message.place)
-                case "cancel":
-                    self._cancel(message.cancel)
-                case _:
-                    pass  # nothing is computed here
+        async for first in call:
+            for message in (first, *first.more):
+                self._take(message)
+
+    def _take(self, message: link.AttachResponse) -> None:
+        match message.WhichOneof("message"):
+            case "place" if message.place.HasField("source"):
+                spec = message.place.spec
+                self._expected[spec.request_id, spec.attempt] = spec
+            case "place":
+                self._prompts.append(message.place)
+            case "cancel":
+                self._cancel(message.cancel)
+            case _:
+                pass  # nothing is computed here
 
     def _cancel(self, cancel: link.Cancel) -> None:
         key = cancel.request_id, cancel.attempt

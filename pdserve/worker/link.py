@@ -189,7 +189,8 @@ class Links:
                 writer = asyncio.create_task(_write(stream, call), name=f"link {dial.address} writer")
                 try:
                     while isinstance(message := await call.read(), link.AttachResponse):
-                        await self._take(dial.router, message)
+                        for each in (message, *message.more):
+                            await self._take(dial.router, each)
                 finally:
                     writer.cancel()
                     await asyncio.wait([writer])

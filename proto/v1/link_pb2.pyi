@@ -258,6 +258,7 @@ class AttachResponse(_message.Message):
     PROCESS_GONE_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
     SET_ROLE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to the first Register."""
@@ -290,6 +291,10 @@ class AttachResponse(_message.Message):
     def set_role(self) -> Global___SetRole:
         """Take another role."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachResponse]:
+        """Messages that follow this one, in their order. They have none of these themselves."""
+
     def __init__(
         self,
         *,
@@ -301,10 +306,11 @@ class AttachResponse(_message.Message):
         process_gone: Global___ProcessGone | None = ...,
         share: Global___Share | None = ...,
         set_role: Global___SetRole | None = ...,
+        more: _abc.Iterable[Global___AttachResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "message", b"message", "move", b"move", "place", b"place", "process_gone", b"process_gone", "set_role", b"set_role", "share", b"share", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "message", b"message", "move", b"move", "place", b"place", "process_gone", b"process_gone", "set_role", b"set_role", "share", b"share", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "message", b"message", "more", b"more", "move", b"move", "place", b"place", "process_gone", b"process_gone", "set_role", b"set_role", "share", b"share", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "place", "move", "cancel", "drain", "process_gone", "share", "set_role"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -87,7 +87,8 @@ class Intake:
     def leave(self, answer: Answer) -> None:
         """Note that a door is done with an answer. A request that has not ended is cancelled."""
         answer.leave()
-        self.backend.leave(answer.request_id)
+        if answer.outcome is None:
+            self.backend.leave(answer.request_id)
 
     async def _arrival(
         self, request: inference.GenerateRequest, visit: Visit | None, opened: Opened, remaining_s: float

@@ -156,7 +156,8 @@ class FakeWorker:
     async def _read(self) -> None:
         while isinstance(message := await self._call.read(), link.AttachResponse):
             async with self.news:
-                self._take(message)
+                for each in (message, *message.more):
+                    self._take(each)
                 self.news.notify_all()
 
     async def _beat(self) -> None:

@@ -13,7 +13,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.worker.link import MAX_QUEUED, Links
-from pdserve.worker.messages import DrainAsked, Event, RouterLost
+from pdserve.worker.messages import Cancelled, DrainAsked, Event, RouterLost
 
 SECRET = b"s" * 32
 HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat())
@@ -26,7 +26,8 @@ def not_dismissed(why: str) -> None:
 class Welcoming(LinkServiceServicer):
     """Notes who registers, and says one word to each."""
 
-    def __init__(self) -> None:
+    def __init__(self, word: link.AttachResponse) -> None:
+        self.word = word
         self.registered: asyncio.Queue[str] = asyncio.Queue()
         self.roles: asyncio.Queue[tuple[int, int]] = asyncio.Queue()  # and epochs, of further registrations
 
@@ -35,7 +36,7 @@ class Welcoming(LinkServiceServicer):
     ) -> None:
         first = await anext(request_iterator)
         await context.write(link.AttachResponse(welcome=link.Welcome(router_id="r")))
-        await context.write(link.AttachResponse(drain=link.Drain()))
+        await context.write(self.word)
         self.registered.put_nowait(first.register.worker_id)
         async for message in request_iterator:
             if message.HasField("register"):
@@ -43,8 +44,10 @@ class Welcoming(LinkServiceServicer):
 
 
 @asynccontextmanager
-async def attached() -> AsyncIterator[tuple[Welcoming, Links, Heard[Event]]]:
-    router, heard = Welcoming(), Heard[Event]()
+async def attached(
+    word: link.AttachResponse = link.AttachResponse(drain=link.Drain()),  # noqa: B008 - nobody changes it
+) -> AsyncIterator[tuple[Welcoming, Links, Heard[Event]]]:
+    router, heard = Welcoming(word), Heard[Event]()
     server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -58,6 +61,14 @@ async def attached() -> AsyncIterator[tuple[Welcoming, Links, Heard[Event]]]:
         running.cancel()
         await asyncio.wait([running])
         await server.stop(None)
+
+
+async def test_messages_that_come_together_are_heard_in_their_order() -> None:
+    others = [link.AttachResponse(cancel=link.Cancel(request_id=bytes([number]) * 16)) for number in range(2)]
+    async with attached(link.AttachResponse(drain=link.Drain(), more=others)) as (_, _, heard):
+        assert await heard.next() == DrainAsked()
+        found = [await heard.next() for _ in others]
+        assert [event.request_id[0] for event in found if isinstance(event, Cancelled)] == [0, 1]
 
 
 async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> None:

@@ -6,11 +6,12 @@ without a word end the connection.
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pdserve.router.frontend.openai.errors import HttpError
+from pdserve.router.frontend.openai.errors import Header, HttpError
 from pdserve.router.frontend.openai.peer import Peer
 from pdserve.rpc import MAX_CONNECTIONS
 
@@ -89,6 +90,7 @@ class Connection(HttpToolsProtocol):
         if num_bytes > MAX_HEAD_BYTES:
             self.scope["state"]["refused"] = _head_too_large(num_bytes)
         super().on_headers_complete()
+        self.scope["state"]["cycle"] = self.cycle
         if not self.pipeline:  # else nothing is read until the request before it is served
             self._allow(BODY_TIMEOUT_S)
 
@@ -120,9 +122,24 @@ class Connection(HttpToolsProtocol):
         """Answer what is not HTTP. Called by uvicorn."""
         self._refuse(HttpError(400, msg))
 
-    def write_chunk(self, data: bytes) -> bool:
-        """Write a part of a chunked response that has begun; return whether the connection takes more at once."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    def write_part(self, cycle: RequestResponseCycle, head: bytes, data: bytes, *, is_last: bool) -> bool:
+        """Write a part of a chunked response; return whether the connection takes more at once.
+
+        `cycle` is what uvicorn knows of the request. `head`: status and headers for the first part, each with its line
+        end. This takes the place of ASGI's `send`, which writes them, and the end, apart.
+        """
+        written = b"%x\r\n%b\r\n" % (len(data), data)
+        if not cycle.response_started:
+            cycle.response_started = True
+            close = b"" if cycle.keep_alive else b"connection: close\r\n"
+            written = b"%b%btransfer-encoding: chunked\r\n\r\n%b" % (head, close, written)
+        self.transport.write(written + b"0\r\n\r\n" if is_last else written)
+        if is_last:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                self.transport.close()
+            cycle.on_response()
         return not self.flow.write_paused
 
     def _look(self) -> None:
@@ -154,9 +171,14 @@ class Connection(HttpToolsProtocol):
         body = error.body()
         head = [b"HTTP/1.1 %d \r\ncontent-type: application/json\r\n" % error.status]
         own = (b"content-length", b"%d" % len(body)), (b"connection", b"close")
-        head += [b"%b: %b\r\n" % header for header in dict((*error.headers, *own)).items()]
+        head.append(header_lines(dict((*error.headers, *own)).items()))
         self.transport.write(b"".join([*head, b"\r\n", body]))
         self.transport.close()
+
+
+def header_lines(headers: Iterable[Header]) -> bytes:
+    """Return headers as a response has them. Their values have no line ends."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 _SOON = ((b"retry-after", b"1"), (b"retry-after-ms", b"1000"), (b"x-should-retry", b"true"))

@@ -80,7 +80,8 @@ class Generator:
         if not asked.stream:
             return Whole(connection, response, headers, choices)
         begins_at_once = headers_of(scope).get(BEGIN) == "at-once"
-        return Stream(connection, response, headers, choices, begins_at_once=begins_at_once)
+        cycle = scope["state"]["cycle"]
+        return Stream(connection, cycle, response, headers, choices, begins_at_once=begins_at_once)
 
     async def _serve(
         self,

@@ -1,6 +1,6 @@
 """Answers on their way to one HTTP request: written as server-sent events, or kept until they are whole.
 
-The task that serves a request sleeps while its stream goes on: chunks are written where the answer's turn comes.
+The task that serves a request sleeps until its stream has ended: chunks are written where the answer's turn comes.
 Invariant: a response has its status no earlier than its first token, so that whatever ends it before is an HTTP error,
 unless its client asked for its headers at once or nothing was written for KEEP_ALIVE_S; and at most one write of each
 answer waits.
@@ -11,19 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.connection import Connection
+from pdserve.router.frontend.openai.connection import Connection, header_lines
 from pdserve.router.frontend.openai.dialect import DONE, KEEP_ALIVE, Choice, Json, Response, ledger_of, total
 from pdserve.router.frontend.openai.errors import Header, error_of
 
 KEEP_ALIVE_S = 15.0  # of silence, after which a comment is written
-EVENT_STREAM: tuple[Header, ...] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
+EVENT_STREAM = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
 ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: as ledgers, logs and the live page name it
 JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
@@ -86,7 +87,8 @@ class Reply:
 
     def close(self, intake: Intake) -> None:
         """Leave all answers: those that have not ended are cancelled."""
-        self.connection.reply = None
+        if self.connection.reply is self:  # else the next request of its pipeline has begun
+            self.connection.reply = None
         for part in self.parts:
             if part.answer is not None:
                 intake.leave(part.answer)
@@ -159,18 +161,20 @@ class Stream(Reply):
     def __init__(
         self,
         connection: Connection,
+        cycle: RequestResponseCycle,
         response: Response,
         headers: Sequence[Header],
         choices: Sequence[list[Choice]],
         *,
         begins_at_once: bool,
     ) -> None:
-        """`begins_at_once`: whether the response begins before there is a token."""
+        """`cycle`: the connection's, of this request. `begins_at_once`: the response begins before there is a token."""
         super().__init__(connection, response, headers, choices)
+        self._cycle = cycle
         self._begins_at_once = begins_at_once
-        self._unsent = b""  # for the task to send
+        self._is_opened = False  # all parts are: none can be refused as not valid any more
+        self._unsent = b""  # before that
         self._is_begun = False  # something was written, or is to be
-        self._is_direct = False  # events go straight to the connection
         self._is_over = False  # the last event is among the unsent, or sent
         self._is_silent = True  # nothing was written since the timer was set
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._break_silence)
@@ -180,25 +184,17 @@ class Stream(Reply):
         self._timer.cancel()
 
     async def run(self, send: Send) -> None:
-        """Write the response; HttpError where a part ended without its answer before anything was written."""
-        if self._begins_at_once and self.refusal is None and not self._is_begun:
+        """Let the response be written; HttpError where a part ended without its answer before anything was written."""
+        del send
+        self._is_opened = True
+        if self._unsent:
+            self._write(self._unsent)
+            self.resume()
+        elif self._begins_at_once and self.refusal is None:
             self._put(KEEP_ALIVE)
         await self._news.wait()
         if self.refusal is not None and not self._is_begun:
             raise error_of(self.refusal)
-        if not self._is_lost:
-            await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *self.headers]})
-        while not self._is_lost:
-            self._news.clear()
-            while self._unsent:
-                data, self._unsent = self._unsent, b""
-                await send({"type": "http.response.body", "body": data, "more_body": not self._is_over})
-            if self._is_over:
-                return
-            self._is_direct = True
-            self.resume()
-            await self._news.wait()
-            self._is_direct = False
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
         if self._is_over or self._is_lost:
@@ -235,15 +231,20 @@ class Stream(Reply):
         return [self.response.last_chunk(each, ledger if each is ending[-1] else None) for each in ending]
 
     def _put(self, data: bytes) -> bool:
-        self._is_silent = self._is_silent and not data
-        if self._is_direct and not self._is_over:
-            return self.connection.write_chunk(data) if data else True
         if not data:
             return True
-        self._is_begun = True
+        self._is_silent, self._is_begun = False, True
+        if self._is_opened:
+            return self._write(data)
         self._unsent += data
-        self._news.set()
         return False
+
+    def _write(self, data: bytes) -> bool:
+        head = b"" if self._cycle.response_started else EVENT_STREAM + header_lines(self.headers)
+        takes_more = self.connection.write_part(self._cycle, head, data, is_last=self._is_over)
+        if self._is_over:
+            self._news.set()
+        return takes_more
 
     def _break_silence(self) -> None:
         if self._is_lost:
