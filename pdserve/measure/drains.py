@@ -12,7 +12,7 @@ from pdserve.measure.board import StatusBoard, recovered
 from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, started
-from pdserve.measure.moves import MovedGap, moved_gaps
+from pdserve.measure.moves import MovedGap, moved_gaps, over_allowed
 from pdserve.measure.operations import drained
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.summary import Percentiles, percentiles, shown_all
@@ -81,7 +81,7 @@ async def measure_drain(
             bytes_per_s=pairs.get(STAYING, float("nan")),
             moves=dict(board.last.moves),
             gap_s=percentiles(gap.gap_s for gap in gaps),
-            over_allowed=percentiles(gap.gap_s / gap.allowed_s for gap in gaps if gap.allowed_s),
+            over_allowed=over_allowed(gaps),
             failed=tuple(f"{o.status} {o.detail} {o.wrong}" for o in outcomes if not o.is_good),
             left_over=left_over,
         )

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
 from statistics import fmean
@@ -40,6 +41,7 @@ class MovesTrial:
 class MovedGap:
     """The longest time between two tokens of an answer where it moved."""
 
+    at_s: float  # when it began
     gap_s: float
     step_s: float  # mean time between its tokens before and after: a busy client reads several at once
     handoff_s: float  # of its last page
@@ -59,6 +61,7 @@ class MovesVerdict:
     gap_s: Percentiles | None  # of moved answers
     step_s: Percentiles | None  # beside these gaps
     over_allowed: Percentiles | None  # gap over what is allowed
+    beside_over_allowed: Percentiles | None  # the same of answers that never moved, at the moments of moves
     itl_s: Percentiles | None  # of all answers
     free_after_s: float | None
     left_over: str
@@ -74,7 +77,7 @@ class MovesVerdict:
 
 
 async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report: Report) -> MovesVerdict:
-    clock, gaps = MonotonicClock(), list[MovedGap]()
+    clock, gaps, unmoved = MonotonicClock(), list[MovedGap](), list[Sequence[float]]()
     async with started(trial.spec, report) as (cluster, live, board):
         report("calibrating: keeping the cluster full")
         capacity = await saturate(live.client, *_as_arrivals(requests), trial.calibration_s)
@@ -84,6 +87,8 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
 
         def on_end(outcome: Outcome) -> None:
             gaps.extend(moved_gaps(outcome))
+            moved = {move.index for move in outcome.moves}
+            unmoved.extend(times_s for index, times_s in outcome.times_s.items() if index not in moved)
             check_answer(outcome, requests)
             if not outcome.is_good:
                 report(f"{outcome}")
@@ -103,7 +108,8 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
             record=operations.record,
             gap_s=percentiles(gap.gap_s for gap in gaps),
             step_s=percentiles(gap.step_s for gap in gaps),
-            over_allowed=percentiles(gap.gap_s / gap.allowed_s for gap in gaps if gap.allowed_s),
+            over_allowed=over_allowed(gaps),
+            beside_over_allowed=over_allowed(gaps_beside(gaps, unmoved)),
             itl_s=percentiles(gap_s for outcome in outcomes for gap_s in outcome.gaps_s),
             free_after_s=free_after_s,
             left_over=left_over,
@@ -147,15 +153,35 @@ async def _load(
 
 def moved_gaps(outcome: Outcome) -> list[MovedGap]:
     """Return the gap of each move that an answer outlived."""
-    found = []
-    for move in outcome.moves:
-        gaps_s = [later - earlier for earlier, later in pairwise(outcome.times_s.get(move.index, ()))]
-        there = range(max(0, move.num_tokens - 1), min(len(gaps_s), move.num_tokens + 1))
-        begin, end = max(0, there.start - _NEAR), there.stop + _NEAR
-        near_s = [gap_s for place, gap_s in enumerate(gaps_s[begin:end], begin) if place not in there]
-        if there and near_s:
-            found.append(MovedGap(max(gaps_s[place] for place in there), fmean(near_s), move.handoff_s))
-    return found
+    moves = ((move, outcome.times_s.get(move.index, ())) for move in outcome.moves)
+    found = (_longest(times_s, move.num_tokens - 1, move.handoff_s) for move, times_s in moves)
+    return [gap for gap in found if gap is not None]
+
+
+def gaps_beside(moved: Iterable[MovedGap], unmoved: Iterable[Sequence[float]]) -> list[MovedGap]:
+    """Return the gaps that answers which never moved had where others did. `unmoved`: the times of their tokens."""
+    answers, found = [times_s for times_s in unmoved if times_s], list[MovedGap | None]()
+    for gap in moved:
+        under_way = (times_s for times_s in answers if times_s[0] <= gap.at_s < times_s[-1])
+        found += [_longest(times_s, bisect_right(times_s, gap.at_s) - 1, 0.0) for times_s in under_way]
+    return [gap for gap in found if gap is not None]
+
+
+def _longest(times_s: Sequence[float], place: int, handoff_s: float) -> MovedGap | None:
+    """Return the longer of the gaps after token `place` and the next one; None where there is nothing to compare."""
+    gaps_s = [later - earlier for earlier, later in pairwise(times_s)]
+    there = range(max(0, place), min(len(gaps_s), place + 2))
+    begin, end = max(0, there.start - _NEAR), there.stop + _NEAR
+    near_s = [gap_s for at, gap_s in enumerate(gaps_s[begin:end], begin) if at not in there]
+    if not there or not near_s:
+        return None
+    longest = max(there, key=lambda at: gaps_s[at])
+    return MovedGap(times_s[longest], gaps_s[longest], fmean(near_s), handoff_s)
+
+
+def over_allowed(gaps: Iterable[MovedGap]) -> Percentiles | None:
+    """Return how the gaps compare with what is allowed. Where all tokens came at once, nothing is."""
+    return percentiles(gap.gap_s / gap.allowed_s for gap in gaps if gap.allowed_s)
 
 
 def moves_table(verdict: MovesVerdict) -> Comparison:
@@ -189,6 +215,7 @@ def moves_table(verdict: MovesVerdict) -> Comparison:
     rows |= {f"{name}: p50 / p90 / p99": shown_all(each, 1e3, 1) for name, each in times.items()}
     allowed = f"gap of a move over {STEPS_ALLOWED} steps and the last page: p50 / p90 / p99"
     rows[allowed] = shown_all(verdict.over_allowed, digits=2)
+    rows["the same of answers that did not move, at these moments"] = shown_all(verdict.beside_over_allowed, digits=2)
     return Comparison("", ["moves"], [(name, [cell]) for name, cell in rows.items()])
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve.measure.conversation import ConversationFindings, ConversationPlan, Turn
-from pdserve.measure.moves import moved_gaps
+from pdserve.measure.moves import gaps_beside, moved_gaps
 from pdserve.measure.operations import roles_of, serves
 from pdserve.measure.outcomes import Moved, Outcome
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -35,6 +35,14 @@ def test_tokens_that_come_with_the_move_itself_count_as_before_it() -> None:
 def test_a_move_without_tokens_after_it_has_no_gap(move: Moved) -> None:
     times_s = [0.0, 0.1, 0.2, 0.3, 0.4]
     assert moved_gaps(outcome(times_s, move)) == []
+
+
+def test_answers_that_did_not_move_are_looked_at_where_others_did() -> None:
+    gaps = moved_gaps(outcome([0.0, 0.1, 0.2, 0.7, 0.8, 0.9], moved(3)))
+    steady, ended, not_begun = [0.0, 0.2, 0.4, 0.8, 1.0, 1.2], [0.0, 0.1, 0.2], [0.3, 0.5]
+    (gap,) = gaps_beside(gaps, [steady, ended, not_begun, []])
+    assert (gap.at_s, gap.gap_s, gap.step_s) == (0.4, pytest.approx(0.4), pytest.approx(0.2))
+    assert gap.allowed_s == pytest.approx(0.6), "no page of it was transferred"
 
 
 @pytest.mark.parametrize(
