@@ -41,6 +41,14 @@ BY_TEST = {
         "workers/test_continuations_that_leave.py",
         "test_a_target_that_ends_after_the_commit_ends_the_attempt_here",
     ),
+    "let_a_continuation_come_during_a_long_step": (
+        "workers/test_arriving_moves.py",
+        "test_it_is_offered_room_once_no_long_step_runs_and_decodes_on_meanwhile",
+    ),
+    "begin_a_long_step_before_a_continuation_comes": (
+        "workers/test_arriving_moves.py",
+        "test_prompts_are_computed_page_by_page_while_it_may_come",
+    ),
     "release_fetched_pages_before_the_prompt_has_started": (
         "workers/test_fetches.py",
         "test_what_was_fetched_is_held_until_the_prompt_has_started",

@@ -1,12 +1,15 @@
 """Bugs on purpose in how a running continuation moves from one worker to another."""
 
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 from breaking import Original, breaks
 
+from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import Outcome, Result, Unsent
 from pdserve.kvtransfer.session import Quiesced
@@ -55,6 +58,25 @@ def give_the_pages_up_when_the_commit_leaves(original: Original, self: Moves, mo
 
 
 # ---- the worker that it goes to
+
+
+@breaks(Incoming, "_offer_moves")
+def let_a_continuation_come_during_a_long_step(original: Original, self: Incoming, now_s: float) -> list[Result]:
+    """Offer it pages at once: it stops where it runs, and waits here for the step's end."""
+    steps, self._scheduler.steps = self._scheduler.steps, deque()
+    results: list[Result] = original(self, now_s)
+    self._scheduler.steps = steps
+    return results
+
+
+@breaks(Scheduler, "plan")
+def begin_a_long_step_before_a_continuation_comes(
+    original: Original,
+    self: Scheduler,
+    *,
+    is_brief: bool = False,
+) -> StepPlan | None:
+    return original(self)
 
 
 @breaks(receiver, "_failures")

@@ -1,6 +1,5 @@
 """A continuation that moves waits at its target for one short step at most."""
 
-import pytest
 from two_workers import FAR_S, PAGE_SIZE, ROUTER, Workers, alone, new_job
 
 from pdserve.engine.sequence import Job
@@ -11,19 +10,15 @@ from pdserve.worker.messages import Placed, Ticked
 LONG = 3 * PAGE_SIZE  # a prompt that one step computes
 
 
-@pytest.fixture
-def moving() -> Job:
-    return new_job(1, [5, 6, 7, 8, 9, 10], max_tokens=40)
-
-
-@pytest.fixture
-def workers(moving: Job) -> Workers:
-    workers = Workers(depth=2)
+def begun(*, attached: bool = True) -> tuple[Workers, Job]:
+    """Return workers, and an answer that the first of them has begun."""
+    workers, moving = Workers(depth=2), new_job(1, [5, 6, 7, 8, 9, 10], max_tokens=40)
     workers.start(moving)
-    workers.lost.add(("s", "t"))
-    workers.attach_again()
+    if attached:
+        workers.lost.add(("s", "t"))
+        workers.attach_again()
     workers.steps_of("s", 6)
-    return workers
+    return workers, moving
 
 
 def has_room(workers: Workers) -> bool:
@@ -51,7 +46,8 @@ def finish(workers: Workers, *jobs: Job) -> None:
     workers.assert_nothing_held()
 
 
-def test_it_is_offered_room_once_no_long_step_runs_and_decodes_on_meanwhile(workers: Workers, moving: Job) -> None:
+def test_it_is_offered_room_once_no_long_step_runs_and_decodes_on_meanwhile() -> None:
+    workers, moving = begun()
     other = prompt(workers)
     assert len(planned(workers).chunks[0].token_ids) == LONG
     workers.move(moving)
@@ -64,7 +60,8 @@ def test_it_is_offered_room_once_no_long_step_runs_and_decodes_on_meanwhile(work
     finish(workers, moving, other)
 
 
-def test_it_is_offered_room_at_once_beside_steps_that_only_decode(workers: Workers, moving: Job) -> None:
+def test_it_is_offered_room_at_once_beside_steps_that_only_decode() -> None:
+    workers, moving = begun()
     other = prompt(workers)
     workers.step("t")
     planned(workers)
@@ -74,10 +71,8 @@ def test_it_is_offered_room_at_once_beside_steps_that_only_decode(workers: Worke
     finish(workers, moving, other)
 
 
-def test_a_stream_that_opens_during_a_long_step_brings_no_offer(moving: Job) -> None:
-    workers = Workers()
-    workers.start(moving)
-    workers.steps_of("s", 6)
+def test_a_stream_that_opens_during_a_long_step_brings_no_offer() -> None:
+    workers, moving = begun(attached=False)
     other = prompt(workers)
     planned(workers)
     workers.move(moving)
@@ -89,7 +84,8 @@ def test_a_stream_that_opens_during_a_long_step_brings_no_offer(moving: Job) -> 
     finish(workers, moving, other)
 
 
-def test_prompts_are_computed_page_by_page_while_it_may_come(workers: Workers, moving: Job) -> None:
+def test_prompts_are_computed_page_by_page_while_it_may_come() -> None:
+    workers, moving = begun()
     workers.move(moving)
     workers.deliver("router", "router", "t")
     assert has_room(workers)
@@ -104,7 +100,8 @@ def test_prompts_are_computed_page_by_page_while_it_may_come(workers: Workers, m
     finish(workers, moving, job)
 
 
-def test_the_next_step_is_not_planned_ahead_while_it_may_come(workers: Workers, moving: Job) -> None:
+def test_the_next_step_is_not_planned_ahead_while_it_may_come() -> None:
+    workers, moving = begun()
     other, core = prompt(workers), workers.nodes["t"].core
     workers.step("t")
     assert core.may_plan_ahead
@@ -117,7 +114,8 @@ def test_the_next_step_is_not_planned_ahead_while_it_may_come(workers: Workers, 
     finish(workers, moving, other)
 
 
-def test_prompts_that_arrive_with_a_hand_off_hold_nothing_back(workers: Workers) -> None:
+def test_prompts_that_arrive_with_a_hand_off_hold_nothing_back() -> None:
+    workers, _ = begun()
     job, source = new_job(2, list(range(LONG))), workers.nodes["s"].peer
     workers.queue("t", Placed(ROUTER, job, FAR_S, source))
     workers.deliver_all()
