@@ -1,6 +1,6 @@
 """The definition of a policy as a custom resource, made from the policy's models. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pdserve.autoscaler.schema import Policy
@@ -114,11 +114,18 @@ def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sc
     if "properties" in schema:
         found["properties"] = {key: _structural(each, definitions) for key, each in schema["properties"].items()}
         found["required"] = list(schema.get("required", ()))
-    elif isinstance(schema.get("additionalProperties"), dict):
-        found["additionalProperties"] = _structural(schema["additionalProperties"], definitions)
+    for values in _values(schema):
+        found["additionalProperties"] = _structural(values, definitions)
     if "items" in schema:
         found["items"] = _structural(schema["items"], definitions)
     return found
+
+
+def _values(schema: Mapping[str, Any]) -> Iterator[Schema]:
+    """Yield the schema of a map's values. Kubernetes drops all entries of a map without one, and takes no patterns."""
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield schema["additionalProperties"]
+    yield from schema.get("patternProperties", {}).values()
 
 
 def _alternatives(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:

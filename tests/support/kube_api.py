@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from uuid import uuid4
 
 import h11
-from jsonschema import Draft4Validator  # in which bounds are as in Kubernetes
+from kube_definition import Definition
 
 Json = dict[str, Any]
 KINDS = {"pods": "Pod", "deployments": "Deployment", "nodes": "Node", "leases": "Lease", "events": "Event"}
@@ -71,7 +71,7 @@ class KubeApi:
         self.changed: list[Callable[[], None]] = []
         self.allowed: Callable[[Json], bool] = lambda _: True  # of access reviews
         self.address = ""
-        self.schemas: dict[str, Draft4Validator] = {}  # of custom resources that were defined
+        self.definitions: dict[str, Definition] = {}  # of custom resources, by their plural
         self.oldest = 0  # version from which a watch may begin
         self.num_watches = 0  # at this moment
         self._version = 1
@@ -115,11 +115,9 @@ class KubeApi:
         if namespace:
             meta["namespace"] = namespace
         item.setdefault("kind", KINDS.get(resource, resource))
-        self._check(resource, item)
         if resource == "customresourcedefinitions":
-            schema = item["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-            self.schemas[item["spec"]["names"]["plural"]] = Draft4Validator(schema)
-        return self.store(resource, item, "ADDED")
+            self.definitions[item["spec"]["names"]["plural"]] = Definition(item)
+        return self.store(resource, self._defined(resource, item), "ADDED")
 
     def delete(self, resource: str, namespace: str, name: str) -> Json:
         item = self.find(resource, namespace, name)
@@ -134,12 +132,15 @@ class KubeApi:
         except KeyError as error:
             raise RefusalError(404, "NotFound", f"{resource} {name} not found") from error
 
-    def _check(self, resource: str, item: Json) -> None:
-        """Refuse an object that is not as its definition says."""
-        errors = [] if resource not in self.schemas else list(self.schemas[resource].iter_errors(item))
-        if errors:
-            places = [f"{'.'.join(map(str, each.absolute_path))}: {each.message}" for each in errors]
-            raise RefusalError(422, "Invalid", f"{item['metadata']['name']} is invalid: {', '.join(places)}")
+    def _defined(self, resource: str, item: Json) -> Json:
+        """Return what is kept of an object, where its definition allows it."""
+        if resource not in self.definitions:
+            return item
+        kept = self.definitions[resource].pruned(item)
+        problems = self.definitions[resource].problems(kept)
+        if problems:
+            raise RefusalError(422, "Invalid", f"{item['metadata']['name']} is invalid: {', '.join(problems)}")
+        return kept
 
     def expire(self) -> None:
         """Forget all versions before this one, so that a watch cannot begin there."""
@@ -282,7 +283,7 @@ class KubeApi:
             return self.store(resource, given)
         changed = deepcopy(item)
         merge(changed, {"status": given.get("status")} if sub == "status" else given)
-        self._check(resource, changed)
+        changed = self._defined(resource, changed)
         return item if changed == item else self.store(resource, changed)
 
     def _list(self, resource: str, namespace: str, query: dict[str, str]) -> Json:
