@@ -12,6 +12,9 @@ from pdserve.perfmodel.profile import read_profile
 PolicyName = Literal["goodput", "least_loaded", "prefix_affinity", "round_robin"]
 
 KvEvents = Literal["link", "zmq", "off"]
+# Objects, made and kept since, after which Python looks for cycles in a router's process: few of its objects are in
+# any. With Python's own 700 a streamed request takes a tenth more (docs/measurements/front-end.md).
+YOUNG_OBJECTS = 20_000
 
 
 class Limits(BaseModel):
@@ -112,7 +115,7 @@ class RouterConfig(Limits, ClientsConfig):
         None,
         ge=1,
         description="Tokens of an answer that are written together. By default each one at once, but those that come "
-        "within 10 ms together. The first one is always written at once.",
+        "within 16 ms together. The first one is always written at once.",
     )
     num_frontends: int = Field(
         1,

@@ -1,5 +1,6 @@
 """Commands that become one process of a cluster: a router, a worker, or a watcher of pods."""
 
+import gc
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ from pdserve.cli.options import ConfigFile
 from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
 from pdserve.kubernetes.config import WatcherConfig
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.signals import end_on_signals
 from pdserve.worker.threads import thread_defaults
 from pdserve.yaml_models import read_model
@@ -113,6 +114,7 @@ def router(config: ConfigFile = None, **flags: object) -> None:
     settings = settings_of(RouterConfig, config, flags)
     from pdserve.router.server import serve
 
+    gc.set_threshold(YOUNG_OBJECTS)
     run_process("router", serve, settings)
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-WINDOW_S = 0.01  # between two writes of an answer: a hundred a second, more than anybody reads
+WINDOW_S = 0.016  # between two writes of an answer: sixty a second, as many as a screen shows
 LATEST_S = 0.02  # that a token waits at most, where the one that it waits for does not come
 
 

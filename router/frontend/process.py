@@ -3,6 +3,7 @@
 The router decides when it ends; with the router it ends at once.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import sys
 
 import uvloop
 
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.router.frontend.channel import FromCore, Hello, Ready, core_decoder, read_frame
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.doors import open_doors
@@ -33,6 +34,7 @@ def main() -> None:
         hello, *rest = core_decoder.decode(read_frame(ours))
         assert isinstance(hello, Hello)
         config = RouterConfig.model_validate_json(hello.config)
+        gc.set_threshold(YOUNG_OBJECTS)
         configure_logging(f"frontend-{number}", config.log_level, config.log_format)
         uvloop.run(serve(config, load_model(config), ours, rest))
 
