@@ -14,9 +14,10 @@ from pdserve.router.frontend.served import load_model
 from pdserve.rpc import check_bind
 from pdserve.signals import CLOSING_S
 from pdserve.worker import server as worker
+from pdserve.worker.seats import Seat
 
 
-async def serve(config: WorkerConfig) -> None:
+async def serve(config: WorkerConfig, seat: Seat | None = None) -> None:
     """Run a worker and its router until the worker has drained. ConfigError where a port cannot be had."""
     own = _of_router(config)
     model = await asyncio.to_thread(load_model, own)
@@ -26,7 +27,7 @@ async def serve(config: WorkerConfig) -> None:
         running = router.run(own, model, stop, listening.set_result, port_key="dialect_port")
         tasks.create_task(running, name="own router")
         try:
-            await worker.serve(config, (await listening).internal, closing_s=CLOSING_S)
+            await worker.serve(config, seat, (await listening).internal, closing_s=CLOSING_S)
         finally:
             stop.set()
 

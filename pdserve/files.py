@@ -1,10 +1,11 @@
-"""Small files that processes read while others replace them."""
+"""Files that several processes use, and their folders."""
 
 import os
 from pathlib import Path
 
 from pdserve.errors import ConfigError
 
+WRITABLE_BY_OTHERS = 0o022
 EXPOSED = 0o026  # modes of a private file that others could read, or anybody but its owner replace
 
 
@@ -31,6 +32,14 @@ def _read(path: Path, setting: str) -> tuple[bytes, int]:
             return file.read(), os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder, if it is not there, that nobody but this user can write to; OSError where it is not so."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
+        raise PermissionError(f"{path}: others than this user may write to it")
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +22,7 @@ from pdserve.errors import ConfigError, first_of
 from pdserve.kubernetes.config import WatcherConfig
 from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.signals import end_on_signals
+from pdserve.telemetry import configure_logging
 from pdserve.worker.threads import thread_defaults
 from pdserve.yaml_models import read_model
 
@@ -122,16 +124,18 @@ def router(config: ConfigFile = None, **flags: object) -> None:
 def worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a worker: prompts become KV pages and a first token, KV pages become tokens, or both, as its role says."""
     settings = settings_of(WorkerConfig, config, flags)
-    with thread_defaults(os.environ, settings.num_threads):
+    configure_logging(settings.worker_id, settings.log_level, settings.log_format)
+    seats = settings.shared_weights_dir if settings.device != "cuda" else None
+    with thread_defaults(os.environ, settings.num_threads, seats) as seat:
         from pdserve.worker.ending import end_drained
 
         serve = _serving(settings)
 
-    run_process(settings.worker_id, serve, settings)
+    run_process(settings.worker_id, partial(serve, seat=seat), settings)
     end_drained()
 
 
-def _serving(settings: WorkerConfig) -> Callable[[WorkerConfig], Coroutine[Any, Any, None]]:
+def _serving(settings: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]:
     """Import what a worker's process is, with or without a router of its own."""
     if settings.dialect_port is None:
         from pdserve.worker import server
@@ -161,8 +165,6 @@ def settings_of(cls: type[_Config], file: Path | None, flags: Mapping[str, objec
 def run_process(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]], settings: _Config) -> None:
     """Serve in this process until it ends; ConfigError where it refuses what it is to serve with."""
     import uvloop
-
-    from pdserve.telemetry import configure_logging
 
     configure_logging(name, settings.log_level, settings.log_format)
     _allow_open_files()

@@ -22,6 +22,8 @@ from pdserve.grammar.matching import Grammars
 from pdserve.health import answering
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.greeting import Introduction
@@ -51,6 +53,7 @@ from pdserve.worker.metrics import handoff_samples, load_samples, refusal_sample
 from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter
+from pdserve.worker.seats import Seat
 from pdserve.worker.spans import TaskSpans
 from pdserve.worker.threads import EngineThread
 
@@ -81,7 +84,7 @@ class Worker:
         yield from span_samples(self.outbox.spans.counts if self.outbox.spans else {})
 
 
-async def serve(config: WorkerConfig, own_router: str = "", closing_s: float = 0.0) -> None:
+async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str = "", closing_s: float = 0.0) -> None:
     """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision.
 
     `own_router` is where a router of this process awaits it, over loopback and without TLS. After the drain this router
@@ -105,6 +108,8 @@ async def serve(config: WorkerConfig, own_router: str = "", closing_s: float = 0
         listener.open_grammars(_grammars(checkpoint, inbox))
         progress = _progress(links, register)
         engine = await thread.call(build_engine, config, checkpoint, credentials.secret, progress)
+        if seat is not None and not isinstance(loaded := library(), Missing):
+            await thread.call(seat.use, loaded)
         _describe(engine, config.device, register)
         steps = Isolating(partial(run, engine.runner))
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.files import make_own_folder
 from pdserve.model.llama import Model
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ LEAST_BYTES = 2**16  # of a tensor that is shared
 WORTH_BYTES = 2**24  # of all of them, or every worker keeps its own
 ALIGNMENT = 2**12
 NUM_KEPT = 4  # files in the folder, those that were mapped last
-WRITABLE_BY_OTHERS = 0o022
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 def _mapped(folder: Path, name: str, places: list[Place]) -> Tensor:
     """Return a file's bytes, which are those of the tensors; it is written if need be. OSError where that fails."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
-        raise PermissionError(f"{folder}: others than this user may write to it")
+    make_own_folder(folder)
     machine = os.uname().nodename
     path = folder / f"{machine}@{name}.weights"
     with (folder / ".lock").open("w") as lock:

@@ -18,11 +18,13 @@
 #include <unistd.h>
 
 #include "calls.h"
+#include "seats.h"
 
 #define MOST_HELPERS 255
 #define SPINS 2000      /* some ten microseconds; then the core is left to others */
 #define NAP_NS 20000    /* then it looks again: see is_done */
 #define REST_SPINS 4000 /* between runs, before a helper sleeps */
+#define MANY_ROWS 64    /* whose pieces take long */
 
 /* taken: the run's number, the count of pieces, and of those taken; done: the run's number and a count. */
 #define NUMBER_SHIFT 16
@@ -61,6 +63,8 @@ static int take_pieces(struct call *call, int64_t rows, int64_t num_threads, uin
         const int64_t begin = (int64_t)(state & COUNT_MASK) * run;
         pdserve_work(call, rows, begin, begin + run < units ? begin + run : units);
         atomic_fetch_add_explicit(&call->done, 1, memory_order_release);
+        if (rows >= MANY_ROWS)
+            pdserve_beat();
     }
 }
 
@@ -85,8 +89,10 @@ static int is_done(struct call *call, uint64_t number) {
 }
 
 static void take_part(struct call *call, int64_t rows, int64_t num_threads, uint64_t number) {
-    while (take_pieces(call, rows, num_threads, number) && is_done(call, number))
+    while (take_pieces(call, rows, num_threads, number) && is_done(call, number)) {
+        pdserve_beat();
         call++;
+    }
 }
 
 static uint32_t next_number(uint32_t seen) {
@@ -163,8 +169,8 @@ static uint32_t publish(struct call *calls, int64_t count, int64_t rows, int64_t
     return (uint32_t)number;
 }
 
-/* Computes a program's calls with `num_threads` threads, one of which calls this; where another thread has the helpers,
- * the caller computes alone. Behind the last call lies one of zeros, or of an earlier run. The calls have to stay for as
+/* Computes a program's calls with `num_threads` threads, one of which calls this, or fewer beside other workers; where
+ * another thread has the helpers, the caller computes alone. Behind the last call lies one of zeros, or of an earlier run. The calls have to stay for as
  * long as the process: a helper that comes late looks at them. */
 void pdserve_run_program(struct call *calls, int64_t count, int64_t rows, int64_t num_threads) {
     if (atomic_flag_test_and_set_explicit(&is_taken, memory_order_acquire)) {
@@ -172,6 +178,7 @@ void pdserve_run_program(struct call *calls, int64_t count, int64_t rows, int64_
             pdserve_work(&calls[i], rows, 0, pdserve_units_of(&calls[i], rows));
         return;
     }
+    num_threads = pdserve_threads_beside_others(num_threads);
     start_helpers(num_threads);
     take_part(calls, rows, num_threads, publish(calls, count, rows, num_threads));
     atomic_flag_clear_explicit(&is_taken, memory_order_release);

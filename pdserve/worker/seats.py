@@ -1,0 +1,85 @@
+"""Gives each worker of a machine a first processor of its own, from which it computes while others compute, too.
+
+All workers map one file, in which each has a seat; `kernels/cpu/src/seats.c` says what they write there. A seat is its
+worker's for as long as the worker holds a lock on it, which ends with the process. Workers that may use other
+processors have another file.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.files import make_own_folder
+
+logger = logging.getLogger(__name__)
+
+NUM_SEATS = 16  # as src/seats.c has it
+SEAT_BYTES = 64
+
+_IN_USE: list[object] = []  # by threads, until the process ends
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A worker's seat among those of the machine."""
+
+    index: int
+    processors: tuple[int, ...]  # that all of these workers may use, in order
+    memory: mmap.mmap  # of all seats
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Return the processors in the order in which threads are to be bound to them."""
+        first = first_processor(self.index, len(self.processors))
+        return self.processors[first:] + self.processors[:first]
+
+    def use(self, loaded: ctypes.CDLL) -> None:
+        """Let the library's threads see whether others compute, and show others that they do.
+
+        To be called in the thread that computes; a warning says so if that is not bound to this seat's first processor.
+        """
+        count, take = len(self.processors), loaded.pdserve_take_seat
+        firsts = (ctypes.c_int64 * NUM_SEATS)(*(first_processor(index, count) for index in range(NUM_SEATS)))
+        memory = (ctypes.c_char * (NUM_SEATS * SEAT_BYTES)).from_buffer(self.memory)
+        _IN_USE.append(memory)
+        take.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        take.restype = ctypes.c_int64
+        if take(memory, self.index, firsts, count, self.order[0]):
+            logger.info("beside other workers it computes from processor %d on", self.order[0])
+        else:
+            logger.warning("processors are not shared out between workers: OpenMP binds no thread to %d", self.order[0])
+
+
+def first_processor(index: int, num_processors: int) -> int:
+    """Return where a seat begins: two seats a half apart, four a quarter, and so on."""
+    backwards = sum(1 << bit for bit in range(4) if index & NUM_SEATS >> 1 >> bit)
+    return backwards * num_processors // NUM_SEATS
+
+
+def take_seat(folder: Path, processors: Sequence[int]) -> Seat | None:
+    """Take the first seat that is free; where that fails, a warning says why, and None is returned."""
+    name = hashlib.sha256(repr(sorted(processors)).encode()).hexdigest()[:16]
+    try:
+        make_own_folder(folder)
+        return _taken(folder / f"{os.uname().nodename}@{name}.seats", tuple(sorted(processors)))
+    except OSError as error:
+        logger.warning("processors are not shared out between workers: %s", error)
+        return None
+
+
+def _taken(path: Path, processors: tuple[int, ...]) -> Seat:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # until the process ends: the lock is the file's
+    os.posix_fallocate(file, 0, NUM_SEATS * SEAT_BYTES)
+    for index in range(NUM_SEATS):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
+        except BlockingIOError:
+            continue
+        return Seat(index, processors, mmap.mmap(file, NUM_SEATS * SEAT_BYTES))
+    raise OSError(f"{path}: all of {NUM_SEATS} seats are taken")
