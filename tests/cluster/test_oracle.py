@@ -1,6 +1,7 @@
 """Two prefill and two decode workers give what transformers gives, and what one engine gives."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -131,6 +132,13 @@ def test_a_seed_gives_the_same_tokens_through_two_workers_and_through_one_engine
         assert ours.logprobs is not None
         assert theirs.chosen == pytest.approx(ours.logprobs.chosen, abs=1e-5)
         assert [top.token_id for top in theirs.top] == [token_id for token_id, _ in ours.logprobs.top]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 or "OMP_NUM_THREADS" in os.environ, reason="threads are not bound")
+def test_threads_of_both_workers_are_bound_from_their_seats_on(pair: LiveCluster) -> None:
+    for name in ("prefill-0", "decode-0"):
+        log = (pair.state.secret_file.parent / "logs" / f"{name}.log").read_text()
+        assert "beside other workers it computes from processor" in log
 
 
 def test_four_continuations_cost_one_prefill_and_one_transfer(pair: LiveCluster, engine: OneEngine) -> None:
