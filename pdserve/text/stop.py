@@ -7,11 +7,11 @@ not end yet does not count.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from pdserve.errors import invalid
 from pdserve.text.detokenize import Detokenizer
+from pdserve.values import value
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 128
@@ -78,7 +78,7 @@ class StopMatcher:
         return min(found, key=lambda each: (each[0] + len(each[1]), each[0]), default=None)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TextDelta:
     """What some tokens add to the answer."""
 

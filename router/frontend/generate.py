@@ -27,14 +27,16 @@ class Writer:
         self._context = context
         self._reply = b""  # to be written next
         self._outcome: Finished | Refused | None = None
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._waits: asyncio.Future[None] | None = None  # for news; an Event costs more
         self._task = asyncio.current_task()
         self._was_cut_off = False
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
         self._reply = reply_bytes(answer.hex_id, gains, outcome)
-        self._outcome = outcome
-        self._news.set()
+        self._outcome, self._has_news = outcome, True
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_result(None)
         return False
 
     def cut_off(self, answer: Answer, outcome: Refused) -> None:
@@ -45,11 +47,13 @@ class Writer:
 
     async def run(self, answer: Answer) -> Finished | Refused | None:
         """Write an answer until its end, or until it is cut off; return how it ended."""
-        is_begun = False
+        is_begun, loop = False, asyncio.get_running_loop()
         try:
             while self._outcome is None or self._reply:
-                await self._news.wait()
-                self._news.clear()
+                if not self._has_news:
+                    self._waits = loop.create_future()
+                    await self._waits
+                self._has_news = False
                 reply, self._reply = self._reply, b""
                 if reply:
                     if not is_begun:
