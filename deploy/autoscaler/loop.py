@@ -94,6 +94,7 @@ class Loop:
         self._warning = ""
         self._noted: list[str] = []  # in this step
         self.decisions: tuple[Decision, ...] = ()  # the last ones
+        self.last_orders = ""  # in words, of the last step that gave any
         self.observation: Observation | None = None  # the last one
         self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
 
@@ -141,6 +142,7 @@ class Loop:
         self.observation = self._observe(held, await self._statuses())
         self.decisions = self._core.decide(self.observation)
         self.num_decided.update((each.pool, each.verb, each.binds) for each in self.decisions)
+        self.last_orders = "\n".join(each.text for each in self.decisions if each.action) or self.last_orders
         for text in self._journal.news(self.decisions):
             self._note(text)
         async with asyncio.TaskGroup() as tasks:

@@ -82,7 +82,7 @@ class PolicyResource:
             try:
                 await self._fetch()
                 if leads():
-                    await self.show(loop.policy_problem, loop.decisions)
+                    await self.show(loop.policy_problem, loop.decisions, loop.last_orders)
                 warning = ""
             except (ApiError, TimeoutError) as error:
                 text = str(error) or "no answer"
@@ -98,8 +98,11 @@ class PolicyResource:
         except (ApiError, TimeoutError) as error:
             logger.warning("the policy's resource: %s", error or "no answer")
 
-    async def show(self, problem: str, decisions: tuple[Decision, ...] = ()) -> None:
-        """Write the status, where it is another one. `problem`: with the policy; empty where it is valid."""
+    async def show(self, problem: str, decisions: tuple[Decision, ...] = (), last_orders: str = "") -> None:
+        """Write the status, where it is another one. `problem`: with the policy; empty where it is valid.
+
+        `last_orders`: and why they were given; empty before the first ones.
+        """
         status = "False" if problem else "True"
         if status not in self._since:
             self._since = {status: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
@@ -113,8 +116,8 @@ class PolicyResource:
         shown: dict[str, Any] = {"observedGeneration": self._generation, "conditions": [condition]}
         for each in decisions:
             shown[each.pool.value] = {"replicas": each.num_replicas, "desired": each.desired, "binds": str(each.binds)}
-        if any(each.action for each in decisions):
-            shown["lastDecision"] = "\n".join(each.text for each in decisions if each.action)
+        if last_orders:
+            shown["lastDecision"] = last_orders
         if shown != {key: self._shown.get(key) for key in shown}:
             async with asyncio.timeout(CALL_S):
                 await self._client.patch(f"{self._path}/status", {"status": shown})

@@ -68,11 +68,11 @@ def spec() -> dict[str, Any]:
     }
 
 
-async def make_policy(kube: KubeCluster) -> str:
+async def make_policy(kube: KubeCluster, others: dict[str, Any] | None = None) -> str:
     """Make the resource; return its path."""
     path, meta = f"{PATH}/{kube.namespace}/autoscalingpolicies", {"name": "chat"}
     head = {"apiVersion": "pdserve.dev/v1alpha1", "kind": "AutoscalingPolicy", "metadata": meta}
-    await kube.ask("POST", path, {**head, "spec": spec()})
+    await kube.ask("POST", path, {**head, "spec": spec() | (others or {})})
     return f"{path}/chat"
 
 
@@ -122,6 +122,29 @@ async def test_the_status_shows_sizes_and_what_is_wrong_with_a_policy(
         assert rights <= asked
         hand = {(verb, "pdserve.dev", "autoscalingpolicies") for verb in ("create", "list", "patch")}
         assert asked <= rights | hand
+
+
+@pytest.mark.usefixtures("definition")
+async def test_the_last_decision_stays_to_be_seen(
+    kube: KubeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.autoscaler.resource.LOOK_S", 0.5)  # five steps
+    names = {role: {"name": f"chat-{role}"} for role in ("prefill", "decode")}
+    for name in names.values():
+        await kube.make_deployment(name["name"], replicas=1)
+    actuator = {"kind": "kubernetes", "namespace": kube.namespace, "lease": "chat-autoscaler", **names}
+    path = await make_policy(kube, {"mode": "enforce", "actuator": actuator})
+    settings, secret = AutoscalerConfig(policy_resource=f"{kube.namespace}/chat", metrics=False), write_secret(tmp_path)
+    async with serving(Router(), secret) as address, asyncio.timeout(20):
+        task = asyncio.create_task(serve(settings, Target((address,), secret), lambda _: ()))
+        for count in (2, 3):
+            await kube.patch(path, {"spec": {"pools": {"decode": {"minReplicas": count}}}})
+            seen = f"decode: add decode-{count - 2}; {count - 1} of {count} replicas; binds: minReplicas"
+            while seen not in (await kube.ask("GET", path)).get("status", {}).get("lastDecision", ""):
+                assert not task.done(), task
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def test_a_policy_is_named_once() -> None:

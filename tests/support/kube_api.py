@@ -272,7 +272,7 @@ class KubeApi:
         if wanted and wanted != item["metadata"]["resourceVersion"]:
             raise RefusalError(409, "Conflict", "the object has been modified")
         if (uid := given.get("metadata", {}).get("uid")) and uid != item["metadata"]["uid"]:
-            raise RefusalError(409, "Conflict", "the UID in the precondition differs")
+            raise RefusalError(422, "Invalid", "metadata.uid: field is immutable")
         if sub == "scale":
             item["spec"]["replicas"] = given["spec"]["replicas"]
             item["metadata"]["generation"] += 1
