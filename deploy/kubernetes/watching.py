@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError
+from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError, UnreachableError
 from pdserve.kubernetes.objects import Object, Pod, Status
 from pdserve.values import value
 
@@ -56,7 +56,8 @@ async def watch(client: Client, path: str) -> AsyncIterator[Listed | Changed]:
             error = raised
             failures += 1
             is_gone = isinstance(error, RefusedError) and error.status == GONE
-            if is_gone or failures >= MAX_FAILURES:
+            # An API that was restored from a backup is silent on a version that it has yet to reach.
+            if is_gone or isinstance(error, UnreachableError) or failures >= MAX_FAILURES:
                 version = ""
             if not is_gone and str(error) != warning:
                 warning = str(error)

@@ -300,8 +300,6 @@ class KubeApi:
         group, resource, namespace, _, _ = parsed(path)
         self.calls.add(Call("watch", group, resource, namespace, ""))
         version = int(query["resourceVersion"])
-        if version > self._version:
-            raise RefusalError(504, "Timeout", f"Too large resource version: {version}, current: {self._version}")
         headers = [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")]
         writer.write(http.send(h11.Response(status_code=200, headers=headers)) or b"")
 
@@ -323,10 +321,10 @@ class KubeApi:
                         line(kind, item)
                 if self._version > version and query.get("allowWatchBookmarks") == "true":
                     line("BOOKMARK", {"metadata": {"resourceVersion": str(self._version)}})
-                version = self._version
+                version = max(version, self._version)  # one of the future is silent until it is reached
                 await writer.drain()
                 async with self._news:
-                    while self._version == version and not self._cut.is_set():
+                    while self._version <= version and not self._cut.is_set():
                         await self._news.wait()
                 if self._cut.is_set():
                     line("ADDED", {"metadata": {"name": "cut"}}, end="")
