@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.device import sample as device_sample
-from pdserve.kernels.rows import power_of_two
+from pdserve.kernels.pageio import power_of_two
 
 MAX_BLOCK = 4096  # logits a program looks at together
 BIAS_BLOCK = 64

@@ -19,8 +19,7 @@ from pdserve.kvtransfer.channels import Channels
 from pdserve.kvtransfer.copies import Copy, OnStopped
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
-from pdserve.kvtransfer.speed import PairSpeed
-from pdserve.kvtransfer.tcp import until_read
+from pdserve.kvtransfer.speed import PairSpeed, until_read
 
 logger = logging.getLogger(__name__)
 

@@ -97,3 +97,20 @@ def echo(text: str, show: Callable[[str], str] = str) -> str:
     if len(shown) <= MAX_ECHO_CHARS:
         return shown
     return f"{shown[:MAX_ECHO_CHARS]}... ({len(text)} characters)"
+
+
+EXTRAS = {  # by the name that is imported
+    "torch": "worker",
+    "triton": "worker",
+    "safetensors": "worker",
+    "gguf": "worker",
+    "nixl_cu12": "worker",
+    "ray": "ray",
+    "lightkube": "kubernetes",
+    "matplotlib": "plots",
+}
+
+
+def not_installed(module: str) -> ConfigError:
+    """Return the error for a process that lacks one of these packages: it names the extra to install."""
+    return ConfigError(f"{module} is not installed, and this needs it: pip install 'pdserve[{EXTRAS[module]}]'")

@@ -11,8 +11,7 @@ from pdserve.reports import Stage
 from pdserve.router import wire
 from pdserve.router.commands import Refused
 from pdserve.router.core import RouterCore
-from pdserve.router.demand import judge
-from pdserve.router.recent import Ended, Recent
+from pdserve.router.recent import Ended, Recent, judge
 from pdserve.router.request import Request
 
 MAX_OF_STAGE = 16  # requests of a tenant that are shown one by one

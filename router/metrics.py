@@ -11,11 +11,11 @@ from pdserve.roles import Role
 from pdserve.router.because import Cause
 from pdserve.router.commands import Finished
 from pdserve.router.core import RouterCore
-from pdserve.router.demand import judge
 from pdserve.router.frontend.backend import Ended
 from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.placements import DONE
+from pdserve.router.recent import judge
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger
 from pdserve.router.view import WorkerView

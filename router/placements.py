@@ -10,10 +10,9 @@ from pdserve.reports import Stage
 from pdserve.router.because import Cause
 from pdserve.router.commands import CancelAttempt, Command, End, Finished, Move, Place, Refused
 from pdserve.router.config import Limits
-from pdserve.router.demand import DemandCounts
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.predict import Predictor
-from pdserve.router.recent import Kind, Recent
+from pdserve.router.recent import DemandCounts, Kind, Recent
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.routing import Decision, Held, Placed, Policy, Workers, decide
 from pdserve.router.view import PlacementKey, Share, WorkerView

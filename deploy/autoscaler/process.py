@@ -10,13 +10,12 @@ from pathlib import Path
 import grpc
 
 from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.forecast import bounds
 from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.observation import State
-from pdserve.autoscaler.schedules import bounds
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
-from pdserve.launch.admin import AdminClient
-from pdserve.launch.launcher import LauncherClient
+from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.roles import Role
 from pdserve.wire import ROLE_NUMBERS, ROLES

@@ -25,12 +25,10 @@ from pdserve.autoscaler.process import LocalActuator
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.schema import Policy
 from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError, ConfigError
-from pdserve.extras import not_installed
+from pdserve.errors import CommandError, ConfigError, not_installed
 from pdserve.health import answering
-from pdserve.launch.admin import AdminClient
+from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.launch.folder import read_state
-from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.plan import WorkerTemplate
 from pdserve.metrics import DECISIONS, DESIRED, LEADS, REPLICAS, Sample
 from pdserve.metrics_server import showing
@@ -40,7 +38,7 @@ from pdserve.roles import Role
 from pdserve.signals import drain_on_signals
 
 if TYPE_CHECKING:
-    from pdserve.autoscaler.in_cluster import InCluster
+    from pdserve.autoscaler.kubernetes import InCluster
     from pdserve.autoscaler.resource import PolicyResource
 
 logger = logging.getLogger(__name__)
@@ -198,7 +196,7 @@ async def _beside(settings: Settings, actuator: Actuator, target: Target) -> "As
         yield None
         return
     try:
-        from pdserve.autoscaler.in_cluster import InCluster  # noqa: PLC0415 - Kubernetes' client is an extra
+        from pdserve.autoscaler.kubernetes import InCluster  # noqa: PLC0415 - Kubernetes' client is an extra
         from pdserve.kubernetes.client import Client  # noqa: PLC0415
 
         client = Client()

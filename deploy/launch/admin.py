@@ -1,19 +1,57 @@
-"""Talk to a router's internal port as its operator."""
+"""Talk to the internal ports of a router and of a launcher, as an operator of the cluster."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
 
+import grpc
+
+from pdserve import rpc
 from pdserve.certificates import Part
+from pdserve.credentials import Credentials
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.launch.calls import CALL_TIMEOUT_S, OperatorClient
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
+from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceStub
 from pdserve.rpc import Metadata
 
 if TYPE_CHECKING:  # stubs alone have it
     from pdserve.proto.v1.admin_pb2_grpc import AdminServiceAsyncStub
+
+CALL_TIMEOUT_S = 10.0
+
+
+class OperatorClient:
+    """Calls of one internal port, which raise grpc.aio.AioRpcError.
+
+    Each call dials: so it shows the certificate that is there by then, and what runs on an earlier connection goes on.
+    """
+
+    listener: ClassVar[Part]  # whose port it is
+
+    def __init__(self, address: str, secret_file: Path, identity_dir: Path | None = None) -> None:
+        """ConfigError names the setting of the credentials that is refused."""
+        self.address = address
+        self._credentials = Credentials.read(secret_file, identity_dir, Part.OPERATOR)
+
+    def at(self, address: str) -> Self:
+        """Return a connection to another port of the same kind, with the same credentials."""
+        other = copy(self)
+        other.address = address
+        return other
+
+    @asynccontextmanager
+    async def calling(
+        self, method: str, timeout_s: float | None = CALL_TIMEOUT_S, *, wait_for_ready: bool = False
+    ) -> AsyncIterator[tuple[grpc.aio.Channel, rpc.Metadata]]:
+        """Yield a connection, and the metadata of one call of a method, service/name, that is to be made there."""
+        method, secret = f"/pdserve.v1.{method}", self._credentials.secret
+        async with self._credentials.channel(self.address, self.listener) as channel:
+            yield channel, await rpc.identify(channel, secret, method, timeout_s, wait_for_ready=wait_for_ready)
 
 
 class AdminClient(OperatorClient):
@@ -85,3 +123,28 @@ class AdminClient(OperatorClient):
         name = f"AdminService/{method}"
         async with self.calling(name, timeout_s, wait_for_ready=wait_for_ready) as (channel, proof):
             yield AdminServiceStub(channel), proof
+
+
+class LauncherClient(OperatorClient):
+    """One operator's connection to one launcher."""
+
+    listener = Part.OPERATOR
+
+    async def list_workers(self) -> Sequence[launcher.LaunchedWorker]:
+        """Return the workers that run or start, those that drain included."""
+        request = launcher.ListWorkersRequest()
+        async with self.calling("LauncherService/ListWorkers") as (channel, proof):
+            reply = await LauncherServiceStub(channel).ListWorkers(request, metadata=proof, timeout=CALL_TIMEOUT_S)
+        return reply.workers
+
+    async def start_worker(self, worker_id: str, role: "link.Role.ValueType") -> None:
+        """Start a worker, unless there is one of this name."""
+        request = launcher.StartWorkerRequest(worker_id=worker_id, role=role)
+        async with self.calling("LauncherService/StartWorker") as (channel, proof):
+            await LauncherServiceStub(channel).StartWorker(request, metadata=proof, timeout=CALL_TIMEOUT_S)
+
+    async def stop_worker(self, worker_id: str) -> None:
+        """Let a worker drain and end for good."""
+        request = launcher.StopWorkerRequest(worker_id=worker_id)
+        async with self.calling("LauncherService/StopWorker") as (channel, proof):
+            await LauncherServiceStub(channel).StopWorker(request, metadata=proof, timeout=CALL_TIMEOUT_S)

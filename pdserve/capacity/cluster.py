@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from math import isfinite
 
-from pdserve.capacity.building import MAX_TASKS, MODEL, Builder
 from pdserve.capacity.leaping import END
 from pdserve.capacity.shape import USUAL, Run, Shape, Ways
 from pdserve.capacity.wires import (
@@ -23,7 +22,7 @@ from pdserve.capacity.wires import (
     news,
     stage,
 )
-from pdserve.capacity.worker import SimWorker, Steps
+from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, SimWorker, Steps
 from pdserve.ids import RequestId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer

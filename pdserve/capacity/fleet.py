@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pdserve.autoscaler.actuator import ActuatorError
 from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
 from pdserve.autoscaler.observation import Replica, State
-from pdserve.capacity.building import Builder
 from pdserve.capacity.cluster import SimCluster
-from pdserve.capacity.worker import SimWorker
+from pdserve.capacity.worker import Builder, SimWorker
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
 from pdserve.measure.outcomes import Outcome

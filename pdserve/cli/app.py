@@ -25,12 +25,10 @@ from pdserve.cli import (
     models,
     operating,
     processes,
-    security,
     simulating,
 )
 from pdserve.cli.results import only_cause
-from pdserve.errors import CommandError, ConfigError
-from pdserve.extras import EXTRAS, not_installed
+from pdserve.errors import EXTRAS, CommandError, ConfigError, not_installed
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ app.command("doctor")(doctor.doctor)
 app.command("role")(operating.role)
 app.command("drain")(operating.drain)
 app.command("undrain")(operating.undrain)
-app.command("certs")(security.certs)
+app.command("certs")(operating.certs)
 app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
@@ -77,7 +75,7 @@ app.command("plan")(capacity.plan)
 app.command("router")(processes.router)
 app.command("worker")(processes.worker)
 app.command("watch-pods")(processes.watch_pods)
-keys_app.command("new")(security.new_key)
+keys_app.command("new")(operating.new_key)
 config_app.command("schema")(processes.schema)
 autoscale_app.command("validate")(autoscale.validate)
 autoscale_app.command("explain")(autoscale.explain)

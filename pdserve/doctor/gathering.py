@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from pdserve.doctor.machine import Machine, RdmaPort
-from pdserve.extras import EXTRAS
+from pdserve.errors import EXTRAS
 from pdserve.kernels.cpu.build import Missing, built
 from pdserve.kvtransfer.backends.ucx import RDMA_DEVICES
 from pdserve.processor import read_cpu_info

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.autoscaler.actuators import KubernetesActuator
 from pdserve.doctor.machine import Finding, failed, ok
-from pdserve.errors import CommandError, ConfigError
-from pdserve.extras import EXTRAS, not_installed
+from pdserve.errors import EXTRAS, CommandError, ConfigError, not_installed
 from pdserve.kubernetes.objects import Object
 from pdserve.kubernetes.rights import ACTUATOR, RESOURCE, WATCHER, Right
 

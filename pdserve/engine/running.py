@@ -1,12 +1,45 @@
-"""A step from its planning until it is committed, and what it will have added to its sequences. Pure."""
+"""A step from its planning until it is committed, and what it adds to sequences or splits them into. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from pdserve.engine.pages import Pages
+from pdserve.engine.pages import PagePool, Pages
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk
 from pdserve.ids import PageId
+from pdserve.sampling import SampledToken
+
+
+def split(pool: PagePool, sequence: Sequence, tails: Iterable[tuple[int, Seq[SampledToken]]]) -> list[Sequence]:
+    """Return a sequence for each (index, tokens that follow), all of which share the pages of this one.
+
+    The first takes over its hold on them; without tails it keeps its pages. A shared page is copied before one of
+    them writes into it.
+    """
+    children: list[Sequence] = []
+    for index, tokens in tails:
+        if children:
+            pool.share(sequence.pages)
+        child = Sequence(
+            job=sequence.job,
+            indices=(index,),
+            tokens=list(sequence.tokens),
+            order=sequence.order,
+            computed=sequence.computed,
+            pages=list(sequence.pages),
+            num_published=sequence.num_published,
+            num_cached_tokens=sequence.num_cached_tokens,
+            has_run=sequence.has_run,
+            logprobs=list(sequence.logprobs),
+        )
+        for token in tokens:
+            child.append(token)
+        child.prefix.hashes += sequence.prefix.hashes
+        children.append(child)
+    if children:
+        sequence.forget_pages()
+    return children
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.running import RunningStep
+from pdserve.engine.running import RunningStep, split
 from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Scored, Sequence, Split, Started
-from pdserve.engine.splitting import split
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId

@@ -11,9 +11,8 @@ import grpc
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import StatusBoard, all_free, is_busy
 from pdserve.measure.client import request_of
-from pdserve.measure.live import LiveCluster, started
+from pdserve.measure.live import LiveCluster, StatusBoard, all_free, is_busy, started
 from pdserve.measure.outcomes import ANY
 from pdserve.measure.summary import Percentiles, percentiles, shown
 from pdserve.measure.tables import Column, Sheet

@@ -13,10 +13,9 @@ from rich.console import Console
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import recovered
 from pdserve.measure.client import Client
 from pdserve.measure.known_answers import KnownRequest, check_answer
-from pdserve.measure.live import started
+from pdserve.measure.live import recovered, started
 from pdserve.measure.outcomes import ANY, OK, Outcome
 from pdserve.measure.summary import Percentiles, Summary, percentiles, shown, summarize
 from pdserve.measure.tables import Comparison, counted

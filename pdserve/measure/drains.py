@@ -8,10 +8,9 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import StatusBoard, recovered
 from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest, check_answer
-from pdserve.measure.live import Report, started
+from pdserve.measure.live import Report, StatusBoard, recovered, started
 from pdserve.measure.moves import MovedGap, moved_gaps, over_allowed
 from pdserve.measure.operations import drained
 from pdserve.measure.outcomes import Outcome

@@ -9,13 +9,12 @@ from itertools import count, pairwise
 from statistics import fmean
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.launcher import LauncherClient
+from pdserve.launch.admin import LauncherClient
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.board import recovered
 from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, tally
 from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest, check_answer
-from pdserve.measure.live import Report, started
+from pdserve.measure.live import Report, recovered, started
 from pdserve.measure.operations import Operations, OperationsPlan, Record
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.saturation import saturate

@@ -12,10 +12,9 @@ import grpc
 from pdserve.clock import Clock
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
-from pdserve.launch.admin import AdminClient
-from pdserve.launch.launcher import LauncherClient
+from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.launch.local import LocalCluster
-from pdserve.measure.board import StatusBoard
+from pdserve.measure.live import StatusBoard
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.rows import rms_norm, silu_mul
+from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.model.ops import GateUp, Linear, Matrix, decoded, dense, joined
 
 

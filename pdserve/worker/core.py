@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from pdserve.decode_worker.granting import Expected, Granting
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import Prefix
-from pdserve.engine.room import Room
+from pdserve.engine.pages import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Broken, Computed, Sampled, Scored, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
@@ -22,9 +22,8 @@ from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Failure, Stage
 from pdserve.worker import messages
 from pdserve.worker.admission import Draining, Roles, Rules, longest, refusal
-from pdserve.worker.audit import Auditor
 from pdserve.worker.fetches import Fetches
-from pdserve.worker.load import Meter
+from pdserve.worker.load import Auditor, Meter
 from pdserve.worker.messages import Command, Event, Failed, Reported
 from pdserve.worker.moves import Moves
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens

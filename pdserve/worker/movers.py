@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config import WorkerConfig
-from pdserve.errors import ConfigError
-from pdserve.extras import not_installed
+from pdserve.errors import ConfigError, not_installed
 from pdserve.ids import PageId
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network

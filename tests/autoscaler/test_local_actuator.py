@@ -14,8 +14,7 @@ from sleeping_cluster import SLEEPER, SleepingCluster, deaf_workers, let_workers
 
 from pdserve import rpc
 from pdserve.autoscaler.process import LocalActuator
-from pdserve.launch.admin import AdminClient
-from pdserve.launch.launcher import LauncherClient
+from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.roles import Role
 
 pytestmark = pytest.mark.slow

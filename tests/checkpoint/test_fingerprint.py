@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.checkpoint import fingerprint
-from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.checkpoint.fingerprint import PART_BYTES, file_digest
+from pdserve.checkpoint import checkpoint
+from pdserve.checkpoint.checkpoint import PART_BYTES, Checkpoint, file_digest
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.errors import ConfigError
 
@@ -102,7 +101,7 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(file: Path, cache: Path
 
 
 def test_the_cache_keeps_what_was_used_last(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(checkpoint, "MAX_REMEMBERED", 3)
     for second in range(5):
         os.utime(file, ns=(0, second))
         file_digest(file, cache, settled)

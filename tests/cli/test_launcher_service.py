@@ -7,8 +7,8 @@ import grpc
 import pytest
 from sleeping_cluster import SLEEPER, deaf_workers, let_workers_run, sleeping_cluster
 
+from pdserve.launch.admin import LauncherClient
 from pdserve.launch.folder import write_secret
-from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
 

@@ -14,8 +14,8 @@ from sockets import assert_listens_where_it_says
 from tls_cluster import TlsCluster
 
 from pdserve.certificates import Part, public_files
+from pdserve.launch.admin import LauncherClient
 from pdserve.launch.authority import write_certificates
-from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.rpc import split_address
 

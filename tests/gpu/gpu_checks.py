@@ -9,7 +9,7 @@ from gpu_problem import Lens
 from gpu_table import Row
 from torch import Tensor
 
-from pdserve.kernels import pageio, rng, rows, sample
+from pdserve.kernels import pageio, rng, sample
 from pdserve.kernels.attention import PagedAttention, StepSize
 
 HALF = 7.5e-3
@@ -100,11 +100,11 @@ def _gap(got: Tensor, want: Tensor) -> float:
 def _rows() -> Iterator[Check]:
     def norm() -> float:
         x, weight = (torch.randn(shape, device=DEVICE).bfloat16() for shape in ((333, 5120), (5120,)))
-        return _gap(rows.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
+        return _gap(pageio.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
 
     def silu() -> float:
         x = torch.randn((333, 2 * 1500), device=DEVICE).bfloat16()
-        return _gap(rows.silu_mul(x), reference.silu_mul(x.double()))
+        return _gap(pageio.silu_mul(x), reference.silu_mul(x.double()))
 
     return iter([("rms norm", norm, 2.0**-8), ("silu mul", silu, 2.0**-8)])
 

@@ -8,7 +8,7 @@ from gpu_table import Row
 from gpu_timing import time_us
 from torch import Tensor
 
-from pdserve.kernels import pageio, rng, rows, sample
+from pdserve.kernels import pageio, rng, sample
 
 TOKENS = 16384
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -55,10 +55,10 @@ def _row_cases() -> Iterator[Case]:
     for width in (4096, 8192):
         x, weight = _random(TOKENS, width), _random(width)
         out = torch.empty_like(x)
-        yield f"rms norm {TOKENS}x{width}", _bind(rows.rms_norm, x, weight, 1e-5, out=out), 4 * x.numel()
+        yield f"rms norm {TOKENS}x{width}", _bind(pageio.rms_norm, x, weight, 1e-5, out=out), 4 * x.numel()
     x = _random(TOKENS, 2 * 14336)
     out = torch.empty((TOKENS, 14336), dtype=x.dtype, device="cuda")
-    yield f"silu mul {TOKENS}x14336", _bind(rows.silu_mul, x, out=out), 6 * out.numel()
+    yield f"silu mul {TOKENS}x14336", _bind(pageio.silu_mul, x, out=out), 6 * out.numel()
 
 
 def _page_cases() -> Iterator[Case]:

@@ -10,7 +10,7 @@ import torch
 from gpu_problem import Lens
 from torch import Tensor
 
-from pdserve.kernels import pageio, rows, sample
+from pdserve.kernels import pageio, sample
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 
 SPEC = AttentionSpec(4, 2, 64, 16, 8, 0.125)
@@ -115,11 +115,11 @@ def test_page_kernels_name_what_does_not_fit() -> None:
 def test_row_kernels_name_what_does_not_fit() -> None:
     x = torch.zeros(3, 64)
     with pytest.raises(ValueError, match="weight"):
-        rows.rms_norm(x, torch.zeros(63), 1e-5)
+        pageio.rms_norm(x, torch.zeros(63), 1e-5)
     with pytest.raises(ValueError, match="x must have stride 1"):
-        rows.silu_mul(x.t())
+        pageio.silu_mul(x.t())
     with pytest.raises(ValueError, match="x"):
-        rows.silu_mul(torch.zeros(3, 5))
+        pageio.silu_mul(torch.zeros(3, 5))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_sampling_names_what_does_not_fit() -> None:
 
 def test_an_empty_batch_is_served_by_doing_nothing() -> None:
     empty = torch.zeros(0, 64)
-    assert rows.rms_norm(empty, torch.ones(64), 1e-5).shape == (0, 64)
-    assert rows.silu_mul(empty).shape == (0, 32)
+    assert pageio.rms_norm(empty, torch.ones(64), 1e-5).shape == (0, 64)
+    assert pageio.silu_mul(empty).shape == (0, 32)
     assert len(pageio.page_digests(torch.zeros(1, 1, 2, 1, 16, 64), torch.zeros(0, dtype=torch.int32))) == 0
     assert problem.make(problem.spec_of((2, 1), 64, 16, LENS), LENS).error(torch.zeros(3, 2, 64)) < 1

@@ -4,7 +4,7 @@ import pytest
 import reference_kernels as reference
 import torch
 
-from pdserve.kernels import rows
+from pdserve.kernels import pageio
 
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
@@ -23,7 +23,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_rms_norm_has_unit_root_mean_square_times_the_weight(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight = normal(*shape, dtype=dtype), normal(shape[1], dtype=dtype, seed=1)
     out = torch.full_like(x, torch.nan)
-    rows.rms_norm(x, weight, 1e-5, out=out)
+    pageio.rms_norm(x, weight, 1e-5, out=out)
     assert_close(out, reference.rms_norm(x.double(), weight.double(), 1e-5))
 
 
@@ -31,11 +31,11 @@ def test_rms_norm_has_unit_root_mean_square_times_the_weight(shape: tuple[int, i
 @pytest.mark.parametrize("width", [1, 1500])
 def test_silu_mul_gates_the_second_half_with_the_first(width: int, dtype: torch.dtype) -> None:
     x = normal(3, 2 * width, dtype=dtype)
-    assert_close(rows.silu_mul(x), reference.silu_mul(x.double()))
+    assert_close(pageio.silu_mul(x), reference.silu_mul(x.double()))
 
 
 def test_rows_may_be_slices_of_wider_ones() -> None:
     x, weight = normal(4, 300), normal(100, seed=1)
     part = x[:, 50:150]
-    assert_close(rows.rms_norm(part, weight, 1e-5), reference.rms_norm(part.double(), weight.double(), 1e-5))
-    assert_close(rows.silu_mul(part), reference.silu_mul(part.double()))
+    assert_close(pageio.rms_norm(part, weight, 1e-5), reference.rms_norm(part.double(), weight.double(), 1e-5))
+    assert_close(pageio.silu_mul(part), reference.silu_mul(part.double()))

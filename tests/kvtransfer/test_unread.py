@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.kvtransfer.tcp import until_read
+from pdserve.kvtransfer.speed import until_read
 
 
 @pytest.fixture

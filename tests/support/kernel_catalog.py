@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels import pageio, rows, sample
+from pdserve.kernels import pageio, sample
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.tuning import Device
 
@@ -66,7 +66,7 @@ def row_cases() -> list[Case]:
     return [
         Case("rms norm 4096", lambda chip: _norm(4096), hot=True),
         Case("rms norm 8192", lambda chip: _norm(8192), hot=True),
-        Case("silu mul", lambda chip: rows.silu_mul(_empty(ROWS, 28672)), hot=True),
+        Case("silu mul", lambda chip: pageio.silu_mul(_empty(ROWS, 28672)), hot=True),
         Case("sample", lambda chip: _sample(full=False), hot=True),
         Case("sample with penalties, mask and bias", lambda chip: _sample(full=True), hot=True),
     ]
@@ -124,7 +124,7 @@ def _rope_write(*, normed: bool) -> Tensor:
 
 
 def _norm(width: int) -> Tensor:
-    return rows.rms_norm(_empty(ROWS, width), _empty(width), 1e-5)
+    return pageio.rms_norm(_empty(ROWS, width), _empty(width), 1e-5)
 
 
 def _sample(*, full: bool) -> Tensor:

@@ -12,8 +12,8 @@ from supervised_children import Record, supervised
 
 from pdserve.clock import MonotonicClock
 from pdserve.launch import plan as plan_module
+from pdserve.launch.admin import LauncherClient
 from pdserve.launch.folder import ProcessState, write_secret
-from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.plan import ClusterSpec, Wiring, WorkerPlans, plan
 from pdserve.launch.service import LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, Supervisor

@@ -15,7 +15,7 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.reports import Failure
 from pdserve.roles import Role
 from pdserve.worker.admission import NUM_LOOKS, NUM_STILL_LOOKS, Draining
-from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
+from pdserve.worker.load import EVERY_S, Auditor, Claim, adds_up, leaked_pages
 from pdserve.worker.messages import Cancelled, Command, DrainAsked, Failed, Ticked
 
 P = Peer(WorkerId("p0"), Incarnation(11))

@@ -17,8 +17,8 @@ from pdserve.errors import Refusal
 from pdserve.ids import Attempt, RequestId
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
-from pdserve.worker.audit import Claim
 from pdserve.worker.inbox import Inbox
+from pdserve.worker.load import Claim
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Load, Placed, RouterRef, Ticked
 

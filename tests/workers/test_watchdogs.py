@@ -12,8 +12,8 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.roles import Role
-from pdserve.worker.audit import Claim
 from pdserve.worker.inbox import Inbox
+from pdserve.worker.load import Claim
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked, Load, Ticked
 from pdserve.worker.watchdog import LoopWatchdog, ThreadWatchdog

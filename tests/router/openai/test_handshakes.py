@@ -18,7 +18,7 @@ from scraping import scrape
 
 from pdserve import rpc
 from pdserve.launch.authority import write_certificates
-from pdserve.router.frontend.openai import connection, handshakes
+from pdserve.router.frontend.openai import connection, server
 
 LIMIT = 4
 TIMEOUT_S = 0.3
@@ -61,7 +61,7 @@ async def is_believed(door: HttpRouter, folder: Path) -> bool:
 async def test_of_too_many_handshakes_the_oldest_end_and_honest_clients_come_in(
     start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shown: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", LIMIT)
+    monkeypatch.setattr(server, "MAX_HANDSHAKES", LIMIT)
     door = await start_http(pair=False, **shown)
     async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         waiting = [await silent(stack, door.port, hello=b"\x16\x03\x01") for _ in range(3 * LIMIT)]
@@ -76,7 +76,7 @@ async def test_of_too_many_handshakes_the_oldest_end_and_honest_clients_come_in(
 async def test_of_a_burst_of_handshakes_no_more_than_the_limit_stay(
     start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, shown: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", LIMIT)
+    monkeypatch.setattr(server, "MAX_HANDSHAKES", LIMIT)
     door = await start_http(pair=False, **shown)
     async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         waiting = await asyncio.gather(*(silent(stack, door.port) for _ in range(8 * LIMIT)))
@@ -145,7 +145,7 @@ async def test_who_has_a_last_response_and_does_not_end_tls_is_cut_off(
 async def test_a_handshake_that_does_not_come_is_given_up(
     start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, shown: dict[str, Any], hello: bytes
 ) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.05)
     door = await start_http(pair=False, **shown)
     async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         await (await silent(stack, door.port, hello=hello))

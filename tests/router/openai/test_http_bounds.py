@@ -12,7 +12,7 @@ from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
 
 from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.openai import connection, peer, reply
+from pdserve.router.frontend.openai import connection, reply
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 WAITS_S = 0.2
@@ -137,7 +137,7 @@ async def test_connections_over_the_limit_are_told_to_come_back(
 
 async def test_a_reader_that_takes_nothing_is_cut_off(start_http: StartHttp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LOOK_S", 0.02)
-    monkeypatch.setattr(peer, "STALLED_S", 0.1)
+    monkeypatch.setattr(connection, "STALLED_S", 0.1)
     door = await start_http(max_unsent_bytes=1024)
     for worker in door.router.workers.values():
         worker.logprobs_per_token = 20
@@ -152,9 +152,9 @@ async def test_a_reader_that_takes_nothing_is_cut_off(start_http: StartHttp, mon
 async def test_a_reader_of_a_last_response_that_takes_nothing_is_cut_off(
     start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_little_room(tcp: socket.socket, now_s: float) -> peer.Peer:
+    def with_little_room(tcp: socket.socket, now_s: float) -> connection.Peer:
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return peer.Peer(tcp, now_s)
+        return connection.Peer(tcp, now_s)
 
     is_lost = asyncio.Event()
     lose = connection.Connection.connection_lost
@@ -166,7 +166,7 @@ async def test_a_reader_of_a_last_response_that_takes_nothing_is_cut_off(
     monkeypatch.setattr(connection, "Peer", with_little_room)
     monkeypatch.setattr(connection.Connection, "connection_lost", connection_lost)
     monkeypatch.setattr(connection, "LOOK_S", 0.02)
-    monkeypatch.setattr(peer, "STALLED_S", 0.1)
+    monkeypatch.setattr(connection, "STALLED_S", 0.1)
     door = await start_http(pair=False)
     with socket.socket() as tcp:
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

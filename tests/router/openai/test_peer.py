@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.router.frontend.openai.peer import INFO, STALLED_S, Peer
+from pdserve.router.frontend.openai.connection import INFO, STALLED_S, Peer
 
 Ends = tuple[socket.socket, socket.socket]
 

@@ -31,10 +31,10 @@ from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.worker.admission import Rules
-from pdserve.worker.audit import adds_up, leaked_pages
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.failing import FailedSteps, Isolating
 from pdserve.worker.inbox import MAX_INBOX
+from pdserve.worker.load import adds_up, leaked_pages
 from pdserve.worker.loop import MAX_IN_FLIGHT
 from pdserve.worker.messages import (
     Command,
