@@ -9,7 +9,7 @@ writes: what was granted to it stays quarantined. Does no I/O.
 from dataclasses import dataclass
 
 from pdserve.engine.kvcache import Prefix
-from pdserve.engine.pages import Room
+from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import receiver

@@ -8,7 +8,7 @@ grants held all pages, each would wait for the other for ever.
 
 from dataclasses import dataclass
 
-from pdserve.engine.pages import Room
+from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer.session import HandoffKey

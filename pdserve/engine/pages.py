@@ -9,37 +9,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import cast
 
-from pdserve.engine.kvcache import KvCache
 from pdserve.errors import InvariantError
-from pdserve.ids import Attempt, Generation, PageId, RequestId
-
-
-class Room:
-    """Counts pages of one pool."""
-
-    def __init__(self, cache: KvCache, max_model_len: int) -> None:
-        self._pool = cache.pool
-        self.longest = cache.num_pages(max_model_len)
-        self.is_kept_by_role = True
-        self.ahead: dict[tuple[RequestId, Attempt], int] = {}  # of prompts to hand off; 0: not started, or granted
-        self.num_pinned = 0  # cached ones, held for hand-offs that arrive
-
-    @property
-    def num_granted(self) -> int:
-        """Return how many pages hand-offs that arrive keep from others."""
-        return self._pool.num_granted + self.num_pinned
-
-    @property
-    def left(self) -> int:
-        """Return how many pages more may wait for other workers; below 0: there is no room for the longest prompt."""
-        num_waiting = sum(self.ahead.values()) + self.num_granted + self._pool.num_quarantined
-        return self._pool.num_pages - self.longest - num_waiting
-
-    @property
-    def for_grants(self) -> int:
-        """Return how many pages may be granted, as far as they are free."""
-        return self.left if self.is_kept_by_role or self.ahead else self._pool.num_pages
-
+from pdserve.ids import Generation, PageId
 
 Pages = tuple[PageId, ...]
 

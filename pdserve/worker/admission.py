@@ -7,7 +7,7 @@ the room that these need (`engine.room`). Decides; does no I/O.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdserve.engine.pages import Room
+from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal

@@ -17,7 +17,7 @@ from pdserve.health import HealthMethods
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients
-from pdserve.router.frontend.dialects.reading import DIALECTS, add_dialects
+from pdserve.router.frontend.dialects.doors import DIALECTS, add_dialects
 from pdserve.router.frontend.generate import INFERENCE_SERVICE, InferenceEndpoint
 from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
 from pdserve.router.frontend.intake import Intake
