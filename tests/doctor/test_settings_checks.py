@@ -104,7 +104,7 @@ def test_ports_of_the_process_that_runs_the_doctor_are_not_taken_by_others(monke
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setitem(machine.PORTS, port, "a test")
-        look = f"from pdserve.doctor import ports; ports.PORTS[{port}] = ''; print(ports.gather_taken())"
+        look = f"from pdserve.doctor import machine; machine.PORTS[{port}] = ''; print(machine.gather_taken())"
         seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
         assert str(port) not in seen
         assert port in machine.gather_taken(), "its own, and not of what it runs under"
