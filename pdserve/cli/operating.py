@@ -120,7 +120,7 @@ def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
 def _operate(work: "Callable[[AdminClient], Awaitable[None]]", cluster: Operated) -> None:
     import grpc
 
-    from pdserve.cli.ask import failure
+    from pdserve.cli.stream import failure
 
     async def run() -> None:
         router = cluster.client()

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from pdserve.cli.ask import add_message, ask, ledger_line
+from pdserve.cli.stream import add_message, ask, ledger_line
 from pdserve.errors import CommandError
 from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec

@@ -7,7 +7,7 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
-from pdserve.cli.ask import failure, plain
+from pdserve.cli.stream import failure, plain
 from pdserve.launch.admin import AdminClient
 from pdserve.measure.client import Access, connect
 from pdserve.measure.tables import Column, Sheet, output

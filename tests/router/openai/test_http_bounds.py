@@ -152,9 +152,11 @@ async def test_a_reader_that_takes_nothing_is_cut_off(start_http: StartHttp, mon
 async def test_a_reader_of_a_last_response_that_takes_nothing_is_cut_off(
     start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    peer = connection.Peer
+
     def with_little_room(tcp: socket.socket, now_s: float) -> connection.Peer:
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return connection.Peer(tcp, now_s)
+        return peer(tcp, now_s)
 
     is_lost = asyncio.Event()
     lose = connection.Connection.connection_lost
