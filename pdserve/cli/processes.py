@@ -24,7 +24,6 @@ from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.signals import end_on_signals
 from pdserve.telemetry import configure_logging
 from pdserve.worker.threads import thread_defaults
-from pdserve.worker.threads import thread_defaults
 from pdserve.yaml_models import read_model
 
 # Settings of the router that are the cluster's own, by their names there.

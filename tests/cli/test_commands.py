@@ -13,8 +13,8 @@ from subprocess import CompletedProcess
 import pytest
 
 import pdserve as package
-from pdserve.cli.models import model_name
 from pdserve.cli.ask import VISIBLE
+from pdserve.cli.models import model_name
 from pdserve.errors import ConfigError, first_of
 from pdserve.proto.v1 import inference_pb2 as inference
 
