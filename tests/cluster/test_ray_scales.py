@@ -64,7 +64,7 @@ def test_pools_follow_their_load_while_an_actor_and_a_node_are_killed(
 def test_workers_serve_without_the_control_service_which_then_has_their_actors_and_adds_to_them(
     model: Path, oracle: PreTrainedModel, tmp_path: Path
 ) -> None:
-    with ray_head(num_cpus=3) as nodes, cluster_on(nodes, model, tmp_path) as cluster:
+    with ray_head(num_cpus=3, is_kept=True) as nodes, cluster_on(nodes, model, tmp_path) as cluster:
         cluster.wait_for(decoding(1), CHANGE_S)
         before = incarnations(cluster.status())
         with nodes.without_control_service():

@@ -69,8 +69,11 @@ class RayNodes:
 
 
 @contextmanager
-def ray_head(num_cpus: int) -> Iterator[RayNodes]:
-    """Run a head for the length of the block; at its end every process of every node is killed."""
+def ray_head(num_cpus: int, is_kept: bool = False) -> Iterator[RayNodes]:
+    """Run a head for the length of the block; at its end every process of every node is killed.
+
+    `is_kept`: whether its control service keeps what it knows in files.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short path: sockets lie below it
     token = folder / "token"
     token.touch(mode=0o600)
@@ -81,9 +84,9 @@ def ray_head(num_cpus: int) -> Iterator[RayNodes]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
         "XDG_RUNTIME_DIR": str(folder),
-        "RAY_gcs_storage": "rocksdb",
-        "RAY_gcs_storage_path": str(folder / "control"),
     }
+    if is_kept:
+        settings |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "control")}
     port = _free_port()
     nodes = RayNodes(f"{LOOPBACK}:{port}", {**os.environ, **settings}, folder)
     before = {key: os.environ.get(key) for key in settings}
