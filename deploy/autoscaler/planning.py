@@ -137,11 +137,13 @@ class Planner:
     def _missed(
         self, sizes: Mapping[Role, int], best: Mapping[Role, int], bounds: Mapping[Role, Bounds]
     ) -> Sequence[Role]:
-        """Return the pools that stay as large as they are, because they have missed too much of late.
+        """Return the pools that stay as large as they are, because one of them has missed too much of late.
 
-        None does where the budget then leaves the other pool less than it needs.
+        Both do: what the one that missed lets through after it has grown, the other has not seen yet. None does where
+        the budget then leaves the other pool less than it needs.
         """
-        missed = [pool for pool in POOLS if self._misses.are_too_many(pool, self.policy.objectives.attainment)]
+        too_many = [self._misses.are_too_many(pool, self.policy.objectives.attainment) for pool in POOLS]
+        missed = POOLS if any(too_many) else ()
         kept = {pool: max(best[pool], sizes[pool]) if pool in missed else best[pool] for pool in POOLS}
         held = sum(bounds[pool].devices * size for pool, size in kept.items())
         return missed if held <= self.policy.budget.max_devices else ()
@@ -186,7 +188,8 @@ class Planner:
             serving = self._serving[pool] / max(1.0, num_requests)
             lost = urgent.for_losses(self._refused[pool], num_requests, serving, objectives.attainment)
             if pool is Role.DECODE:
-                waits = urgent.for_batches(replicas, sizer.decode.most, seen.capacities[pool])
+                coming = [each for each in seen.replicas if not each.role.is_in(pool)]
+                waits = urgent.for_batches(replicas, coming, sizer.decode.most, seen.capacities[pool])
         return max(waits, lost, self._signalled(pool, seen, 1 / (1 + self._up_tolerance(pool))))
 
     def _up_tolerance(self, pool: Role) -> float:

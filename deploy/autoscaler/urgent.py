@@ -35,10 +35,14 @@ def for_backlog(backlog_s: float, offered: float, startup_s: float, ttft_s: floa
     return ceil((backlog_s + offered * startup_s) / (startup_s + ttft_s))
 
 
-def for_batches(replicas: Sequence[Replica], most: int, capacity: Capacity) -> int:
-    """Return how many decode replicas the sequences that run take, at `most` on each."""
-    sequences = sum(replica.num_sequences for replica in replicas)
+def for_batches(replicas: Sequence[Replica], coming: Sequence[Replica], most: int, capacity: Capacity) -> int:
+    """Return how many decode replicas the sequences take that run and that come, at `most` on each.
+
+    `coming`: the replicas that compute their prompts. A sequence has its place and its pages from its placement on.
+    """
+    sequences = sum(replica.num_sequences for replica in (*replicas, *coming))
     kv_tokens = sum(replica.kv_tokens for replica in replicas)
+    kv_tokens += sum(max(replica.kv_tokens, replica.waiting_tokens) for replica in coming)
     return max(ceil(sequences / max(1, most)), ceil(kv_tokens / (_USABLE * capacity.kv_tokens)))
 
 

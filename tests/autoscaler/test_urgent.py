@@ -28,17 +28,25 @@ def decoding(num_sequences: int, kv_tokens: int) -> Replica:
     return Replica("decode-0", Role.DECODE, State.READY, 0.0, num_sequences, 0, kv_tokens)
 
 
+def computing(num_sequences: int, waiting_tokens: int, kv_tokens: int = 0) -> Replica:
+    return Replica("prefill-0", Role.PREFILL, State.READY, 0.0, num_sequences, waiting_tokens, kv_tokens)
+
+
 @pytest.mark.parametrize(
-    ("replicas", "wanted"),
+    ("replicas", "coming", "wanted"),
     [
-        ([], 0),
-        ([decoding(20, 0), decoding(20, 0)], 2),
-        ([decoding(20, 0), decoding(21, 0)], 3),  # 20 fit on each
-        ([decoding(1, 950_000), decoding(1, 10_000)], 2),  # of a million KV tokens, 95 % are used
+        ([], [], 0),
+        ([decoding(20, 0), decoding(20, 0)], [], 2),
+        ([decoding(20, 0), decoding(21, 0)], [], 3),  # 20 fit on each
+        ([decoding(1, 950_000), decoding(1, 10_000)], [], 2),  # of a million KV tokens, 95 % are used
+        ([decoding(20, 0)], [computing(21, 0)], 3),  # those whose prompts are computed have their place already
+        ([decoding(1, 950_000)], [computing(1, 10_000), computing(1, 0, 10_000)], 2),  # and their pages
     ],
 )
-def test_the_sequences_that_run_have_to_fit(replicas: list[Replica], wanted: int) -> None:
-    assert for_batches(replicas, 20, CAPACITY) == wanted
+def test_the_sequences_that_run_and_that_come_have_to_fit(
+    replicas: list[Replica], coming: list[Replica], wanted: int
+) -> None:
+    assert for_batches(replicas, coming, 20, CAPACITY) == wanted
 
 
 @pytest.mark.parametrize(
