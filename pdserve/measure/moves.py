@@ -42,6 +42,7 @@ class MovedGap:
 
     at_s: float  # when it began
     gap_s: float
+    first_s: float  # the first of the two gaps that it is one of: the second is the target's own, but for a late tail
     step_s: float  # mean time between its tokens before and after: a busy client reads several at once
     handoff_s: float  # of its last page
 
@@ -60,6 +61,7 @@ class MovesVerdict:
     gap_s: Percentiles | None  # of moved answers
     step_s: Percentiles | None  # beside these gaps
     over_allowed: Percentiles | None  # gap over what is allowed
+    first_over_allowed: Percentiles | None  # the same of the first of its two gaps
     beside_over_allowed: Percentiles | None  # the same of answers that never moved, at the moments of moves
     itl_s: Percentiles | None  # of all answers
     free_after_s: float | None
@@ -108,6 +110,7 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
             gap_s=percentiles(gap.gap_s for gap in gaps),
             step_s=percentiles(gap.step_s for gap in gaps),
             over_allowed=over_allowed(gaps),
+            first_over_allowed=percentiles(gap.first_s / gap.allowed_s for gap in gaps if gap.allowed_s),
             beside_over_allowed=over_allowed(gaps_beside(gaps, unmoved)),
             itl_s=percentiles(gap_s for outcome in outcomes for gap_s in outcome.gaps_s),
             free_after_s=free_after_s,
@@ -175,7 +178,7 @@ def _longest(times_s: Sequence[float], place: int, handoff_s: float) -> MovedGap
     if not there or not near_s:
         return None
     longest = max(there, key=lambda at: gaps_s[at])
-    return MovedGap(times_s[longest], gaps_s[longest], fmean(near_s), handoff_s)
+    return MovedGap(times_s[longest], gaps_s[longest], gaps_s[there.start], fmean(near_s), handoff_s)
 
 
 def over_allowed(gaps: Iterable[MovedGap]) -> Percentiles | None:
@@ -214,6 +217,7 @@ def moves_table(verdict: MovesVerdict) -> Comparison:
     rows |= {f"{name}: p50 / p90 / p99": shown_all(each, 1e3, 1) for name, each in times.items()}
     allowed = f"gap of a move over {STEPS_ALLOWED} steps and the last page: p50 / p90 / p99"
     rows[allowed] = shown_all(verdict.over_allowed, digits=2)
+    rows["the same up to the first token after it"] = shown_all(verdict.first_over_allowed, digits=2)
     rows["the same of answers that did not move, at these moments"] = shown_all(verdict.beside_over_allowed, digits=2)
     return Comparison("", ["moves"], [(name, [cell]) for name, cell in rows.items()])
 

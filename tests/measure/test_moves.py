@@ -29,6 +29,7 @@ def test_the_gap_of_a_move_is_that_between_the_tokens_around_it_and_the_step_tha
 def test_tokens_that_come_with_the_move_itself_count_as_before_it() -> None:
     (gap,) = moved_gaps(outcome([0.0, 0.1, 0.2, 0.2, 0.6, 0.7, 0.8], moved(3)))
     assert gap.gap_s == pytest.approx(0.4)
+    assert gap.first_s == 0.0
 
 
 @pytest.mark.parametrize("move", [moved(2, index=1), moved(6), moved(40)])
