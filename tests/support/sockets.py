@@ -2,10 +2,13 @@
 
 from urllib.parse import urlsplit
 
+import grpc
 import psutil
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from live_cluster import LiveCluster
 
-from pdserve.rpc import split_address
+from pdserve.rpc import join_address, split_address
 
 LISTENERS = {
     "router": {"public", "http", "internal", "metrics", "health"},
@@ -40,8 +43,21 @@ def assert_listens_where_it_says(cluster: LiveCluster) -> None:
     for pid, addresses in known.items():
         found = listening(pid)
         assert {host for host, _ in found} == {"127.0.0.1"}
-        assert {split_address(address) for address in addresses} <= found
+        said = {split_address(address) for address in addresses}
+        assert said <= found
         assert len(found) == counts.get(pid, len(LISTENERS["launcher"]))
+        if pid in counts:
+            assert sum(shows_health(*at) for at in found - said) == 1
+
+
+def shows_health(host: str, port: str) -> bool:
+    """Return whether a port answers probes; the mover's answers nothing."""
+    with grpc.insecure_channel(join_address(host, int(port))) as channel:
+        try:
+            shown = HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="live"), timeout=5)
+        except grpc.RpcError:
+            return False
+        return shown.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def kind_of(role: str) -> str:
