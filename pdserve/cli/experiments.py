@@ -257,8 +257,8 @@ def conversation(
 def scale(
     model: Model,
     policy: Annotated[Path, typer.Option("--policy", help="The policy to follow.")],
-    seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each of the four phases.")] = 60,
-    request_rate: Annotated[float, typer.Option(help="Requests a second at the peak.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each of the four phases.")] = 80,
+    request_rate: Annotated[float, typer.Option(help="Requests a second at the peak.")] = 1.2,
     input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 1900,
     output_len: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
     max_num_seqs: Annotated[
