@@ -104,6 +104,7 @@ def frontend(
     num_frontends: Annotated[list[int] | None, typer.Option(help="The router's; repeatable.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Times that each is measured, in turn; medians are shown.")] = 1,
     stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's.")] = None,
+    cpu_share: Annotated[float | None, typer.Option(min=0.01, help="Cores for each of its frontends.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
@@ -119,7 +120,7 @@ def frontend(
         for ms, name, num, tokens in kinds
         for count in num_frontends or (1,)
     ]
-    found = run(measure_frontend(model, loads, repeats, {"stream_interval": stream_interval}, report))
+    found = run(measure_frontend(model, loads, repeats, {"stream_interval": stream_interval}, report, cpu_share))
     core = measure_steps(num_sequences=256, num_steps=64)
     title = f"Prompts of {prompt_words} words"
     times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"

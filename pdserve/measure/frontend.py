@@ -27,6 +27,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
 from pdserve.measure.client import Door
+from pdserve.measure.cpu_share import held
 from pdserve.measure.live import Report, router_process
 from pdserve.measure.replayed import replay
 from pdserve.measure.summary import percentiles, shown
@@ -179,8 +180,10 @@ class _Router:
 
     def cpu_s(self) -> Counter[int]:
         """Return the CPU time of the router's processes so far, by their ids."""
-        every = [self.process, *self.process.children(recursive=True)]
-        return Counter({each.pid: sum(each.cpu_times()[:2]) for each in every})
+        return Counter({each.pid: sum(each.cpu_times()[:2]) for each in self.processes()})
+
+    def processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
 
     def stream(self, door: Door) -> Stream:
         address = self.doors[door]
@@ -188,11 +191,17 @@ class _Router:
 
 
 async def measure_frontend(
-    model: str, loads: Sequence[Load], repeats: int, router_flags: Mapping[str, object], report: Report
+    model: str,
+    loads: Sequence[Load],
+    repeats: int,
+    router_flags: Mapping[str, object],
+    report: Report,
+    cpu_share: float | None = None,
 ) -> list[FrontendCost]:
     """Measure loads in turn, so many times each; return the medians. `model` is read for its tokenizer.
 
-    Each length of a step and number of frontends has a router of its own.
+    Each length of a step and number of frontends has a router of its own. `cpu_share`: cores that each frontend brings
+    to the router's processes, which have no more together; None: they take what they get.
     """
     found: dict[Load, list[FrontendCost]] = {load: [] for load in loads}
     for step_s in sorted({load.step_s for load in loads}, reverse=True):
@@ -201,7 +210,9 @@ async def measure_frontend(
             routers = {}
             for count in sorted({load.num_frontends for load in own}):
                 serving = _serving(model, step_s, {**router_flags, "num_frontends": count})
-                routers[count] = await stack.enter_async_context(serving)
+                router = routers[count] = await stack.enter_async_context(serving)
+                if cpu_share is not None:
+                    stack.enter_context(held([each.pid for each in router.processes()], count * cpu_share))
             for load in own * repeats:
                 text = f"{load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms"
                 report(f"{load.door}, frontends: {load.num_frontends}: {text}")
@@ -232,7 +243,7 @@ async def _serving(model: str, step_s: float, router_flags: Mapping[str, object]
         public, internal, http = (free_port(_HOST) for _ in range(3))
         flags = {
             "model": path, "served_model_name": _MODEL, "secret_file": secret_file, "port": public,
-            "internal_port": internal, "http_port": http, **router_flags,
+            "internal_port": internal, "http_port": http, "worker_silence_s": _READY_TIMEOUT_S, **router_flags,
         }  # fmt: skip
         worker = multiprocessing.get_context("spawn").Process(
             target=replay, args=(f"{_HOST}:{internal}", secret_file, _MODEL, answer, step_s, 1024), daemon=True
