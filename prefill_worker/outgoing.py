@@ -4,13 +4,14 @@ Invariant: a page is held here from when it is announced until no copy of its ha
 becomes of the request meanwhile. Each hand-off is released once.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdserve.engine.pages import PagePool
 from pdserve.ids import PageId
 from pdserve.kvtransfer import doors, sender
-from pdserve.kvtransfer.doors import Result
+from pdserve.kvtransfer.doors import Connect, Result
 from pdserve.kvtransfer.sender import Sender, State
 from pdserve.kvtransfer.session import (
     MIN_LEASE_S,
@@ -24,7 +25,55 @@ from pdserve.kvtransfer.session import (
     Taken,
 )
 from pdserve.prefill_worker.early_grants import EarlyGrants
-from pdserve.prefill_worker.redialling import Redialling
+
+REDIAL_S = 600.0
+MAX_ADDRESSES = 1024
+
+
+class Redialling:
+    """Addresses of the peers met of late, and which of their streams are lost."""
+
+    def __init__(self) -> None:
+        self._addresses: OrderedDict[Peer, str] = OrderedDict()
+        self._lost_s: dict[Peer, float] = {}  # since when, until the stream stands again
+        self._due: dict[Peer, None] = {}  # to be dialled at the next tick
+
+    def named(self, peer: Peer, address: str) -> Connect:
+        """Return how to reach a peer that a router has named: it lives, as far as the router knows."""
+        self._addresses[peer] = address
+        self._addresses.move_to_end(peer)
+        self._stop(peer)
+        if len(self._addresses) > MAX_ADDRESSES:
+            self.forget(next(iter(self._addresses)))
+        return Connect(peer, address)
+
+    def attached(self, peer: Peer) -> None:
+        self._stop(peer)
+
+    def lose(self, peer: Peer, now_s: float) -> None:
+        """Note that a stream has ended, or could not be had."""
+        if peer in self._addresses:
+            self._lost_s.setdefault(peer, now_s)
+            self._due[peer] = None
+
+    def forget(self, peer: Peer) -> None:
+        self._addresses.pop(peer, None)
+        self._stop(peer)
+
+    def dial(self, now_s: float) -> list[Result]:
+        due, self._due = self._due, {}
+        commands: list[Result] = []
+        for peer in due:
+            if now_s - self._lost_s[peer] < REDIAL_S:
+                commands.append(Connect(peer, self._addresses[peer]))
+            else:
+                self.forget(peer)
+        return commands
+
+    def _stop(self, peer: Peer) -> None:
+        self._lost_s.pop(peer, None)
+        self._due.pop(peer, None)
+
 
 STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
 ANSWER_S = 10.0  # for the answer to a commit, which a receiver may have refused

@@ -6,9 +6,8 @@ from typing import NewType, Protocol
 
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, ReportedLoad, Stage
 from pdserve.roles import Role
 from pdserve.sampling import PromptLogprobs, SamplingParams
 from pdserve.tracecontext import TraceContext

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Seq
 from math import exp, inf
 
 from pdserve.kvlayout import KvLayout
-from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import Step, StepCosts, attention_work
 from pdserve.perfmodel.model import LearntLinks, Margin
 from pdserve.prefix_hash import PrefixHasher
+from pdserve.reports import LoadPart
 from pdserve.roles import Role
 from pdserve.router.because import Cause
 from pdserve.router.commands import Fetch

@@ -6,8 +6,8 @@ from math import inf
 
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
-from pdserve.load import LoadPart, ReportedLoad
 from pdserve.perfmodel.curve import Step
+from pdserve.reports import LoadPart, ReportedLoad
 from pdserve.roles import Role
 from pdserve.router.events import Registration
 from pdserve.values import value

@@ -8,12 +8,11 @@ from dataclasses import asdict
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.load import LoadPart, ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, LoadPart, ReportedLoad, Stage
 from pdserve.router.commands import (
     CancelAttempt,
     Fetch,

@@ -20,7 +20,7 @@ from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families,
 from pdserve.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
 from pdserve.router.config import RouterConfig
-from pdserve.worker.metrics import Steps, handoff_samples, load_samples, refusal_samples
+from pdserve.worker.reporting import Steps, handoff_samples, load_samples, refusal_samples
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 ALL = {metric.name: metric for shown in SHOWN.values() for metric in shown}

@@ -8,11 +8,10 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import Peer
-from pdserve.load import ReportedLoad
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.perfmodel.profile import LinkFields
 from pdserve.prefix_hash import short_hashes
-from pdserve.reports import Stage
+from pdserve.reports import ReportedLoad, Stage
 from pdserve.router.commands import Finished, Refused, SequenceSpec
 from pdserve.router.events import KvChanged, LinkId, LoadReported, StageReached
 from pdserve.values import value

@@ -25,7 +25,6 @@ from pdserve.cli import (
     models,
     operating,
     processes,
-    simulating,
 )
 from pdserve.cli.results import only_cause
 from pdserve.errors import EXTRAS, CommandError, ConfigError, not_installed
@@ -81,7 +80,7 @@ autoscale_app.command("validate")(autoscale.validate)
 autoscale_app.command("explain")(autoscale.explain)
 autoscale_app.command("schema")(autoscale.schema)
 autoscale_app.command("crd")(autoscale.crd)
-autoscale_app.command("simulate")(simulating.simulate)
+autoscale_app.command("simulate")(capacity.simulate)
 autoscale_app.command("run")(autoscale.run)
 autoscale_app.command("status")(autoscale.status)
 autoscale_app.command("end", hidden=True)(autoscale.end)

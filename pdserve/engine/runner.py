@@ -20,8 +20,7 @@ from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.programs import DecodePrograms, is_compiled
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.scoring import Scorer
+from pdserve.engine.sampler import Sampler, Scorer
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId

@@ -22,9 +22,8 @@ from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.graphs import Replays, graph_sizes, size_for
 from pdserve.engine.masks import token_masks
 from pdserve.engine.runner import by_chunk, copy_pages, run, zeroed
-from pdserve.engine.sampler import with_logprobs
+from pdserve.engine.sampler import SCORING_BYTES, Scorer, Scores, with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler
-from pdserve.engine.scoring import SCORING_BYTES, Scorer, Scores
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId

@@ -14,10 +14,9 @@ from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, tally
 from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest, check_answer
-from pdserve.measure.live import Report, recovered, started
+from pdserve.measure.live import Report, recovered, saturate, started
 from pdserve.measure.operations import Operations, OperationsPlan, Record
 from pdserve.measure.outcomes import Outcome
-from pdserve.measure.saturation import saturate
 from pdserve.measure.summary import Percentiles, percentiles, shown_all
 from pdserve.measure.tables import Comparison
 from pdserve.measure.workload import Arrival

@@ -10,10 +10,10 @@ from pdserve.engine.sequence import Job
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kvtransfer.doors import Claim
-from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
+from pdserve.reports import LoadPart
 from pdserve.worker.admission import Draining, Roles
 from pdserve.worker.messages import Load, Parts, RouterRef
 from pdserve.worker.tasks import Task

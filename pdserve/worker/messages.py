@@ -13,8 +13,7 @@ from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.load import LoadPart
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, LoadPart, Stage
 from pdserve.roles import Role
 from pdserve.sampling import PromptLogprobs, SampledToken
 from pdserve.tracecontext import TraceContext

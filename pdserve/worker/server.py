@@ -49,10 +49,9 @@ from pdserve.worker.kv_publisher import KvPublisher, publishing
 from pdserve.worker.link import Links
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked
-from pdserve.worker.metrics import handoff_samples, load_samples, refusal_samples
 from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.outbox import Carriers, Outbox
-from pdserve.worker.reporting import Reporter
+from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples
 from pdserve.worker.seats import Seat
 from pdserve.worker.spans import TaskSpans
 from pdserve.worker.threads import EngineThread

@@ -14,9 +14,9 @@ from pdserve.engine.sequence import Job, Sequence
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.doors import Admitted
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer, Tail
-from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.starting import Starting
+from pdserve.reports import LoadPart
 from pdserve.worker.messages import Cancelled, RouterRef, Tokens
 
 

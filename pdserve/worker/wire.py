@@ -14,12 +14,11 @@ from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.wire import handoff_key
-from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, LoadPart, Stage
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.tracecontext import read_trace
 from pdserve.wire import ROLE_NUMBERS, ROLES, logprobs_to_proto, params_from_proto

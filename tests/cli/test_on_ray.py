@@ -8,7 +8,7 @@ import pytest
 from pdserve.autoscaler.actuators import RayActuator
 from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.process import PoolSizes, sizes_at_start
-from pdserve.cli.on_ray import Platform, check_platform, policy_on_ray
+from pdserve.cli.cluster import Platform, check_platform, policy_on_ray
 from pdserve.errors import ConfigError
 
 

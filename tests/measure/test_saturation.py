@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.clock import MonotonicClock
 from pdserve.measure.client import Client, connect
-from pdserve.measure.saturation import FIRST_IN_FLIGHT, MOST_IN_FLIGHT, NothingServedError, Ramp, saturate
+from pdserve.measure.live import FIRST_IN_FLIGHT, MOST_IN_FLIGHT, NothingServedError, Ramp, saturate
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server

@@ -12,7 +12,7 @@ from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_mo
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pdserve.checkpoint.hf_directory import read_weights
-from pdserve.engine import scoring
+from pdserve.engine import sampler
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.kvcache import KvCache
@@ -94,7 +94,7 @@ def test_the_random_models_say_more_than_one_thing(pair: Pair) -> None:
 def test_prompts_are_scored_as_by_transformers_whatever_is_cached(
     pair: Pair, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "SLICE_BYTES", 4 * VOCAB * 7)  # seven rows a slice
+    monkeypatch.setattr(sampler, "SLICE_BYTES", 4 * VOCAB * 7)  # seven rows a slice
     prompt, other = prompts_of(70, 40)
     limits = Limits(4, chunk_tokens, 200, frozenset())
     scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, PrefixHasher(b"secret", "model")), limits)

@@ -7,7 +7,7 @@ from router_driver import LAYOUT, Driver, placed_request
 
 from pdserve.errors import Status
 from pdserve.ids import PROTOCOL_VERSION
-from pdserve.load import LoadPart, ReportedLoad
+from pdserve.reports import LoadPart, ReportedLoad
 from pdserve.roles import Role
 from pdserve.router.commands import SendDrain
 from pdserve.router.config import Limits

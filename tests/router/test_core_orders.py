@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from router_driver import LENGTH, Delta, Driver
 
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, ReportedLoad, Stage
 from pdserve.roles import Role
 from pdserve.router.commands import CancelAttempt, Command, Deliver, DropLink, End, Finished, Place, SequenceSpec
 from pdserve.router.config import Limits

@@ -5,8 +5,8 @@ from dataclasses import replace
 from goodput_cluster import Cluster, placed
 
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
+from pdserve.reports import ReportedLoad
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, LinkLost, LoadReported, StepReported
 from pdserve.router.learnt import MAX_KINDS

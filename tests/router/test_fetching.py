@@ -8,8 +8,7 @@ import pytest
 from goodput_cluster import LAYOUT, Cluster, placed, refused
 
 from pdserve.ids import WorkerId
-from pdserve.load import ReportedLoad
-from pdserve.reports import Stage
+from pdserve.reports import ReportedLoad, Stage
 from pdserve.router import wire
 from pdserve.router.commands import Place
 from pdserve.router.events import KvChanged, LinkLost, LoadReported, PairMeasured, StageReached

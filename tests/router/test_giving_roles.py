@@ -11,9 +11,9 @@ from router_driver import LAYOUT, Driver
 from router_fakes import FakeWorker, RouterUnderTest
 
 from pdserve.ids import PROTOCOL_VERSION
-from pdserve.load import ReportedLoad
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.reports import ReportedLoad
 from pdserve.roles import Role
 from pdserve.router import admin as endpoint
 from pdserve.router.commands import DropLink, SendRole

@@ -6,10 +6,9 @@ from router_driver import LENGTH, Driver, placed_request
 from router_fakes import StartRouter
 
 from pdserve.ids import RequestId
-from pdserve.load import ReportedLoad
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, ReportedLoad, Stage
 from pdserve.roles import Role
 from pdserve.router.commands import Warn
 from pdserve.router.config import Limits

@@ -7,8 +7,7 @@ from router_driver import LENGTH, PROMPT, STOP, Driver, placed_request
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.load import LoadPart, ReportedLoad
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, LoadPart, ReportedLoad, Stage
 from pdserve.router.commands import DropLink, Refused, SendProcessGone
 from pdserve.router.config import Limits
 from pdserve.router.events import LinkLost, LoadReported, ProcessEnded

@@ -4,8 +4,7 @@ import pytest
 from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
 
 from pdserve.ids import RequestId, WorkerId
-from pdserve.load import LoadPart, ReportedLoad
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, LoadPart, ReportedLoad, Stage
 from pdserve.roles import Role
 from pdserve.router.because import Cause
 from pdserve.router.commands import CancelAttempt, Move, Refused, Warn

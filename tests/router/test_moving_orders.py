@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from router_driver import STOP, Delta, Driver
 
 from pdserve.ids import Attempt, RequestId
-from pdserve.load import ReportedLoad
-from pdserve.reports import Failure, Stage
+from pdserve.reports import Failure, ReportedLoad, Stage
 from pdserve.router.commands import CancelAttempt, Command, Finished, Move, Place, SequenceSpec
 from pdserve.router.config import Limits
 from pdserve.router.events import (

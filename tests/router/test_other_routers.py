@@ -7,11 +7,11 @@ from goodput_cluster import Cluster, placed, refused_in_the_end
 
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.shape import Shape
-from pdserve.load import LoadPart, ReportedLoad
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.read_workload import parse_workload
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.perfmodel.profile import read_profile, shipped_profile
+from pdserve.reports import LoadPart, ReportedLoad
 from pdserve.router.commands import Place
 from pdserve.router.events import LoadReported, StepReported
 

@@ -10,9 +10,8 @@ from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import SenderMessage
 from pdserve.kvtransfer.receiver import Quiesced
 from pdserve.kvtransfer.session import Peer
-from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
-from pdserve.reports import Failure
+from pdserve.reports import Failure, LoadPart
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, LoadReported
 from pdserve.router.wire import worker_events

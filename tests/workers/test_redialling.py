@@ -6,7 +6,7 @@ from lone_core import LoneCore, job
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.doors import HEARTBEAT_S, Connect, ReceiverAttached, ReceiverLost
 from pdserve.kvtransfer.session import Peer
-from pdserve.prefill_worker.redialling import MAX_ADDRESSES, REDIAL_S
+from pdserve.prefill_worker.outgoing import MAX_ADDRESSES, REDIAL_S
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled, Command, Placed, RouterRef, Ticked
 
