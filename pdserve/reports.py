@@ -1,4 +1,4 @@
-"""What workers report of requests and routers act on: stages of a request's life, and why attempts failed."""
+"""What workers report and routers act on: stages of a request's life, why attempts failed, and a worker's load."""
 
 from dataclasses import field
 from enum import Enum, StrEnum, auto

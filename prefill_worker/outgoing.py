@@ -31,7 +31,12 @@ MAX_ADDRESSES = 1024
 
 
 class Redialling:
-    """Addresses of the peers met of late, and which of their streams are lost."""
+    """Addresses of the peers met of late, and which of their streams are lost.
+
+    Pages that such a peer granted stay quarantined until this process answers it. Invariant: a peer is dialled again
+    for REDIAL_S at most after its stream was lost, however many tries fail, until its stream stands again or a router
+    names it again.
+    """
 
     def __init__(self) -> None:
         self._addresses: OrderedDict[Peer, str] = OrderedDict()

@@ -1,4 +1,4 @@
-"""`pdserve sim` and `pdserve plan`: what a cluster could serve, without one."""
+"""Commands that simulate: what a cluster could serve, and how a policy would scale it."""
 
 from dataclasses import replace
 from pathlib import Path
