@@ -11,12 +11,12 @@ from dataclasses import replace
 from pdserve.autoscaler import urgent
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.forecast import Forecaster, new_forecaster
-from pdserve.autoscaler.misses import Misses
 from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.pacing import Wanted
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import POOLS, Bounds, Sized, Sizer
 from pdserve.autoscaler.traffic import Fading, Traffic, mean
+from pdserve.autoscaler.urgent import Misses
 from pdserve.demand import Demand
 from pdserve.roles import Role
 from pdserve.values import value
