@@ -6,6 +6,7 @@ and processes that start together compile it once.
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -96,7 +97,7 @@ def _compiler() -> tuple[str, str] | Missing:
 
 
 def _key(sources: list[Path], compiler: tuple[str, str]) -> str:
-    digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *_processor())).encode())
+    digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *_libraries(), *_processor())).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
@@ -111,6 +112,16 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(PROCESSOR_LINES)})
 
 
+def _libraries() -> list[str]:
+    """Return what the library is linked with: torch's OpenMP runtime too where that has a name of its own.
+
+    The compiler's own is a second one beside it in wheels for aarch64.
+    """
+    torch = importlib.util.find_spec("torch")
+    beside = Path(torch.origin).parents[1] / "torch.libs" if torch and torch.origin else None
+    return ["-lm", "-Wl,--as-needed", *(str(path) for path in beside.glob("libgomp-*"))] if beside else ["-lm"]
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
@@ -121,7 +132,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(sources: list[Path], compiler: str, path: Path) -> Path | Missing:
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     units = [str(source) for source in sources if source.suffix == ".c"]
-    command = [compiler, *FLAGS, *units, "-lm", "-o", str(scratch)]
+    command = [compiler, *FLAGS, *units, *_libraries(), "-o", str(scratch)]
     try:
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_LIMIT_S)
         scratch.replace(path)

@@ -68,11 +68,11 @@ class CpuOps(TorchOps):
         self._compiled = CompiledOps(eps, Immediate(loaded))
         self._multiplies_bytes = multiplies_bytes(loaded)
         self._multiplies_bfloat16 = multiplies_bfloat16(loaded) and not _has_matrix_units()
-        self._noted = False  # that quantized products are slow
+        self._noted = False  # that products are slow
 
     def held(self, weight: Matrix) -> Linear:
+        self._note_slow_products(weight)
         if isinstance(weight, Quantized):
-            self._note_slow_codes()
             groups = weight.groups
             return QuantizedTiles(
                 tiled_codes(*_tensors(groups)), groups.bits, groups.shape[0], weight.dtype, weight.bias
@@ -110,11 +110,16 @@ class CpuOps(TorchOps):
     def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
         return self._compiled.swiglu(x, weight) if _is_tiled(weight) else super().swiglu(x, weight)
 
-    def _note_slow_codes(self) -> None:
-        if not self._multiplies_bytes and not self._noted:
+    def _note_slow_products(self, weight: Matrix) -> None:
+        if isinstance(weight, Quantized):
+            there, kind, instructions = self._multiplies_bytes, "bytes", "AVX-512 VNNI"
+        else:
+            there = weight.data.dtype != torch.bfloat16 or self._multiplies_bfloat16 or _has_matrix_units()
+            kind, instructions = "bfloat16", "AVX-512 BF16"
+        if not there and not self._noted:
             self._noted = True
             logger.warning(
-                "quantized weights: this processor has no AVX-512 VNNI, products of bytes take several times as long"
+                "this processor has no dot products of %s (%s, or Arm's): steps take longer", kind, instructions
             )
 
     def _fits(self, weight: Dense) -> bool:

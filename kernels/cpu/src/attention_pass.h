@@ -30,6 +30,9 @@ INLINE floats sums_of(const floats *v) {
     __m512 a = _mm512_shuffle_f32x4(fours[0], fours[1], 0x44) + _mm512_shuffle_f32x4(fours[0], fours[1], 0xee);
     __m512 b = _mm512_shuffle_f32x4(fours[2], fours[3], 0x44) + _mm512_shuffle_f32x4(fours[2], fours[3], 0xee);
     return (floats)(_mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd));
+#elif defined(__aarch64__)
+    float32x4_t first = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    return (floats)vpaddq_f32(first, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]));
 #else
     float out[LANES];
     for (int i = 0; i < LANES; i++)
@@ -116,26 +119,26 @@ INLINE void sum_values(
             store_float32(out + head * (vectors * LANES + 2) + v * LANES, sums[head][v]);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 
 /* The same in bfloat16, by products of pairs. */
-INLINE void score_block_in_pairs(floats *scores, const struct pass *pass, int64_t first, int heads, int pairs) {
-    __m512bh q[MAX_PASS * MAX_VECTORS / 2];
+INLINE void score_block_in_pairs(floats *scores, const struct pass *pass, int64_t first, int heads, int vectors) {
+    pairs q[MAX_PASS * MAX_VECTORS / 2];
     floats parts[MAX_PASS][LANES];
-    for (int v = 0; v < heads * pairs; v++)
-        q[v] = (__m512bh)_mm512_loadu_si512(pass->queries + v * 64);
+    for (int v = 0; v < heads * vectors; v++)
+        q[v] = load_pairs(pass->queries + v * BYTES);
     for (int lane = 0; lane < LANES; lane++) {
         const char *key = pass->keys[first + lane] + pass->keys_offset;
-        __m512 dots[MAX_PASS];
+        floats dots[MAX_PASS];
         for (int head = 0; head < heads; head++)
-            dots[head] = _mm512_setzero_ps();
-        for (int v = 0; v < pairs; v++) {
-            __m512bh k = (__m512bh)_mm512_loadu_si512(key + v * 64);
+            dots[head] = splat(0.0f);
+        for (int v = 0; v < vectors; v++) {
+            pairs k = load_pairs(key + v * BYTES);
             for (int head = 0; head < heads; head++)
-                dots[head] = _mm512_dpbf16_ps(dots[head], q[head * pairs + v], k);
+                dots[head] = add_products(dots[head], q[head * vectors + v], k);
         }
         for (int head = 0; head < heads; head++)
-            parts[head][lane] = (floats)dots[head];
+            parts[head][lane] = dots[head];
     }
     for (int head = 0; head < heads; head++)
         scores[head] = sums_of(parts[head]);
@@ -143,36 +146,34 @@ INLINE void score_block_in_pairs(floats *scores, const struct pass *pass, int64_
 
 /* Values of two keys side by side: the first 4 dimensions of every 8 in one vector, the last 4 in the other. */
 INLINE void sum_values_in_pairs(
-    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int pairs
+    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int vectors
 ) {
     uint16_t halves[MAX_PASS][SPLIT];
-    __m512 firsts[MAX_PASS][MAX_VECTORS / 2], lasts[MAX_PASS][MAX_VECTORS / 2];
+    floats firsts[MAX_PASS][MAX_VECTORS / 2], lasts[MAX_PASS][MAX_VECTORS / 2];
     for (int head = 0; head < heads; head++) {
         for (int64_t i = 0; i < pass->count; i += LANES)
             store_bfloat16(halves[head] + i, load_float32(weights[head] + i));
-        for (int v = 0; v < pairs; v++)
-            firsts[head][v] = lasts[head][v] = _mm512_setzero_ps();
+        for (int v = 0; v < vectors; v++)
+            firsts[head][v] = lasts[head][v] = splat(0.0f);
     }
     for (int64_t i = 0; i < pass->count; i += 2) {
         const char *a = pass->keys[i] + pass->values_offset, *b = pass->keys[i + 1] + pass->values_offset;
-        for (int v = 0; v < pairs; v++) {
-            __m512i x = _mm512_loadu_si512(a + v * 64), y = _mm512_loadu_si512(b + v * 64);
-            __m512bh first = (__m512bh)_mm512_unpacklo_epi16(x, y), last = (__m512bh)_mm512_unpackhi_epi16(x, y);
+        for (int v = 0; v < vectors; v++) {
+            pairs first, last;
+            zip(&first, &last, load_pairs(a + v * BYTES), load_pairs(b + v * BYTES));
             for (int head = 0; head < heads; head++) {
-                int32_t both;
-                memcpy(&both, halves[head] + i, sizeof both);
-                __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
-                firsts[head][v] = _mm512_dpbf16_ps(firsts[head][v], weight, first);
-                lasts[head][v] = _mm512_dpbf16_ps(lasts[head][v], weight, last);
+                pairs weight = splat_pair(halves[head] + i);
+                firsts[head][v] = add_products(firsts[head][v], weight, first);
+                lasts[head][v] = add_products(lasts[head][v], weight, last);
             }
         }
     }
     for (int head = 0; head < heads; head++)
-        for (int v = 0; v < pairs; v++) {
-            float *to = out + head * (pairs * 2 * LANES + 2) + v * 2 * LANES, lanes[2][LANES];
-            _mm512_storeu_ps(lanes[0], firsts[head][v]);
-            _mm512_storeu_ps(lanes[1], lasts[head][v]);
-            for (int part = 0; part < 8; part++)
+        for (int v = 0; v < vectors; v++) {
+            float *to = out + head * (vectors * 2 * LANES + 2) + v * 2 * LANES, lanes[2][LANES];
+            store_float32(lanes[0], firsts[head][v]);
+            store_float32(lanes[1], lasts[head][v]);
+            for (int part = 0; part < LANES / 2; part++)
                 memcpy(to + 4 * part, lanes[part % 2] + part / 2 * 4, 16);
         }
 }

@@ -1,23 +1,40 @@
 /* What all matrix products share: how rows and outputs are cut into pieces of work, and what is done with the sums.
  *
- * Outputs come in tiles of 32, two vectors. Threads take contiguous runs of tiles, so that each streams the weights. The
- * sum for an output is accumulated in the same order whatever the number of rows: a row's result depends on it alone.
+ * Outputs come in tiles of 32, some vectors of the processor's own width. Threads take contiguous runs of tiles, so that
+ * each streams the weights. The sum for an output is accumulated in the same order whatever the number of rows: a row's
+ * result depends on it alone.
  */
 
 #ifndef PDSERVE_PRODUCTS_H
 #define PDSERVE_PRODUCTS_H
 
+#define OWN_WIDTH
+
 #include "calls.h"
 #include "vectors.h"
 
-#define TILE (2 * LANES)
+#define TILE 32
+#define HALF_TILE 16
+#define PARTS (TILE / LANES) /* vectors of a tile */
 #define BLOCK_ROWS 240 /* whose activations stay in a core's cache while all weights pass by */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define SUM_REGISTERS 24 /* of 32 */
+#else
+#define SUM_REGISTERS 8 /* of 16 */
+#endif
 
 /* What becomes of sums, as kernels/cpu/products.py numbers it. With GATED, a tile holds 16 gates and their 16 ups. */
 enum { PLAIN = 0, ADDED = 1, GATED = 2 };
 
+/* How many vectors of a tile are summed at once, where each takes so many registers. */
+INLINE int parts_at_once(int registers) {
+    return PARTS * registers <= SUM_REGISTERS       ? PARTS
+           : PARTS / 2 * registers <= SUM_REGISTERS ? PARTS / 2
+                                                    : (PARTS + 3) / 4;
+}
+
 INLINE int64_t tiles_of(const struct call *to) {
-    int64_t each = to->after == GATED ? LANES : TILE;
+    int64_t each = to->after == GATED ? HALF_TILE : TILE;
     return (to->width + each - 1) / each;
 }
 
@@ -32,7 +49,7 @@ INLINE void store_up_to(char *out, int64_t index, int64_t count, floats value, i
         store_part(out, index, count, value, type);
 }
 
-INLINE void finish_half(const struct call *to, int64_t row, int64_t column, floats sums, int type) {
+INLINE void finish_part(const struct call *to, int64_t row, int64_t column, floats sums, int type) {
     int64_t left = to->width - column;
     if (left <= 0)
         return;
@@ -43,20 +60,30 @@ INLINE void finish_half(const struct call *to, int64_t row, int64_t column, floa
     store_up_to(to->out + row * to->out_stride * size_of(type), column, left, sums, type);
 }
 
-/* Writes one row of one tile. first, second: its sums. */
-INLINE void finish(const struct call *to, int64_t row, int64_t tile, floats first, floats second, int type) {
-    if (to->after != GATED) {
-        finish_half(to, row, tile * TILE, first, type);
-        finish_half(to, row, tile * TILE + LANES, second, type);
+/* first: of the gates in the tiles. */
+INLINE void finish_gated(
+    const struct call *to, int64_t row, int64_t column, int64_t first, floats gates, floats ups, int type
+) {
+    int64_t left = to->width - column;
+    if (left <= 0)
         return;
-    }
-    int64_t column = tile * LANES;
     if (to->bias) {
-        first += load_up_to(to->bias, 2 * column, LANES, type);
-        second += load_up_to(to->bias, 2 * column + LANES, LANES, type);
+        gates += load(to->bias, first, type);
+        ups += load(to->bias, first + HALF_TILE, type);
     }
-    floats gated = first / (1.0f + exp_of(-first)) * second;
-    store_up_to(to->out + row * to->out_stride * size_of(type), column, to->width - column, gated, type);
+    floats gated = gates / (1.0f + exp_of(-gates)) * ups;
+    store_up_to(to->out + row * to->out_stride * size_of(type), column, left, gated, type);
+}
+
+/* Writes one row of one tile. sums: [PARTS]. */
+INLINE void finish(const struct call *to, int64_t row, int64_t tile, const floats *sums, int type) {
+    if (to->after != GATED)
+        for (int part = 0; part < PARTS; part++)
+            finish_part(to, row, tile * TILE + part * LANES, sums[part], type);
+    else
+        for (int part = 0; part < PARTS / 2; part++)
+            finish_gated(to, row, tile * HALF_TILE + part * LANES, tile * TILE + part * LANES, sums[part],
+                         sums[part + PARTS / 2], type);
 }
 
 /* Cuts `rows` into parts of at most `most` rows, as even as can be. */

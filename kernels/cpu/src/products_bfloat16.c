@@ -9,42 +9,55 @@
 #define MOST_ROWS 12
 #define STREAMED_ROWS 4 /* up to here memory is the limit, and the next tile is asked for early */
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
-static __attribute__((noinline)) void finish_row(
-    const struct call *to, int64_t row, int64_t tile, __m512 first, __m512 second
-) {
-    finish(to, row, tile, (floats)first, (floats)second, BFLOAT16);
+static __attribute__((noinline)) void finish_row(const struct call *to, int64_t row, int64_t tile, const floats *sums) {
+    finish(to, row, tile, sums, BFLOAT16);
 }
 
-INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows) {
-    __m512 first[MOST_ROWS], second[MOST_ROWS];
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-        first[r] = second[r] = _mm512_setzero_ps();
+/* Sums of `parts` vectors of a tile from `first` on: out [rows]. */
+INLINE void sum_parts(
+    floats out[][PARTS], const struct call *call, int64_t row, int64_t tile, int first, const int rows, const int parts
+) {
     const int64_t inputs = call->inputs, x_stride = call->x_stride;
-    const uint16_t *weights = (const uint16_t *)call->weights + tile * TILE * inputs;
+    const uint16_t *weights = (const uint16_t *)call->weights + tile * TILE * inputs + first * 2 * LANES;
     const uint16_t *x = (const uint16_t *)call->x + row * x_stride;
+    floats sums[SUM_REGISTERS];
+#pragma GCC unroll 24
+    for (int i = 0; i < rows * parts; i++)
+        sums[i] = splat(0.0f);
     for (int64_t pair = 0; pair < inputs / 2; pair++) {
         const uint16_t *here = weights + pair * 2 * TILE;
-        __m512bh w0 = (__m512bh)_mm512_loadu_si512(here), w1 = (__m512bh)_mm512_loadu_si512(here + TILE);
-        if (rows <= STREAMED_ROWS) {
-            _mm_prefetch((const char *)(here + TILE * inputs), _MM_HINT_T1);
-            _mm_prefetch((const char *)(here + TILE * inputs + TILE), _MM_HINT_T1);
+        pairs columns[PARTS];
+#pragma GCC unroll 8
+        for (int part = 0; part < parts; part++) {
+            columns[part] = load_pairs(here + part * 2 * LANES);
+            if (rows <= STREAMED_ROWS && part * LANES % 16 == 0)
+                __builtin_prefetch(here + TILE * inputs + part * 2 * LANES, 0, 2);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            int32_t both;
-            memcpy(&both, x + r * x_stride + 2 * pair, sizeof both);
-            __m512bh pairs = (__m512bh)_mm512_set1_epi32(both);
-            first[r] = _mm512_dpbf16_ps(first[r], w0, pairs);
-            second[r] = _mm512_dpbf16_ps(second[r], w1, pairs);
+            pairs both = splat_pair(x + r * x_stride + 2 * pair);
+#pragma GCC unroll 8
+            for (int part = 0; part < parts; part++)
+                sums[r * parts + part] = add_products(sums[r * parts + part], columns[part], both);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        finish_row(call, row + r, tile, first[r], second[r]);
+#pragma GCC unroll 8
+        for (int part = 0; part < parts; part++)
+            out[r][first + part] = sums[r * parts + part];
+}
+
+INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows) {
+    const int parts = parts_at_once(rows);
+    floats sums[MOST_ROWS][PARTS];
+    for (int first = 0; first < PARTS; first += parts)
+        sum_parts(sums, call, row, tile, first, rows, parts);
+    for (int r = 0; r < rows; r++)
+        finish_row(call, row + r, tile, sums[r]);
 }
 
 #define CASE(rows) \

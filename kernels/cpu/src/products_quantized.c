@@ -9,7 +9,7 @@
 #include "products.h"
 
 #define BLOCK 32
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__aarch64__)
 #define MOST_ROWS 6
 #else
 #define MOST_ROWS 2 /* there are fewer registers */
@@ -17,8 +17,8 @@
 #define STREAMED_ROWS 2 /* up to here memory is the limit, and the next tile is asked for early */
 #define SCALES_BYTES (TILE * 2)
 
-typedef uint8_t bytes __attribute__((vector_size(64)));
-typedef int8_t codes __attribute__((vector_size(16)));
+typedef uint8_t bytes __attribute__((vector_size(BYTES)));
+typedef int8_t codes __attribute__((vector_size(LANES)));
 
 /* A call's inputs in codes, in its scratch. */
 struct coded {
@@ -33,11 +33,9 @@ INLINE floats float16s(const uint8_t *from) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
 #elif defined(__F16C__)
-    const __m256 halves[2] = {
-        _mm256_cvtph_ps(_mm_loadu_si128((const void *)from)),
-        _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 16))),
-    };
-    return load_float32((const float *)halves);
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
+#elif defined(__aarch64__)
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
 #else
     halfwords raw;
     memcpy(&raw, from, sizeof raw);
@@ -48,34 +46,40 @@ INLINE floats float16s(const uint8_t *from) {
 #endif
 }
 
+/* Whether `dot` takes codes of 8 bits as signed, less 128. */
+#if defined(__aarch64__) && !defined(__ARM_FEATURE_MATMUL_INT8)
+#define SIGNED_CODES 1
+#else
+#define SIGNED_CODES 0
+#endif
+
 /* Adds to each lane the products of its 4 codes and 4 inputs. */
 INLINE ints dot(ints sums, bytes weights, int32_t inputs) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(inputs));
-#elif defined(__AVX2__)
+#elif defined(__AVX512BW__)
+    const __m512i low = _mm512_set1_epi32(((int8_t)inputs & 0xffff) | ((int32_t)(int8_t)(inputs >> 16) << 16));
+    const __m512i high = _mm512_set1_epi32(((int8_t)(inputs >> 8) & 0xffff) | ((inputs >> 24) << 16));
+    __m512i even = (__m512i)weights & _mm512_set1_epi16(255), odd = _mm512_srli_epi16((__m512i)weights, 8);
+    return sums + (ints)_mm512_add_epi32(_mm512_madd_epi16(even, low), _mm512_madd_epi16(odd, high));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i low = _mm256_set1_epi32(((int8_t)inputs & 0xffff) | ((int32_t)(int8_t)(inputs >> 16) << 16));
     const __m256i high = _mm256_set1_epi32(((int8_t)(inputs >> 8) & 0xffff) | ((inputs >> 24) << 16));
-    __m256i halves[2], out[2];
-    memcpy(halves, &weights, sizeof halves);
-    for (int i = 0; i < 2; i++) {
-        __m256i even = _mm256_and_si256(halves[i], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(halves[i], 8);
-        out[i] = _mm256_add_epi32(_mm256_madd_epi16(even, low), _mm256_madd_epi16(odd, high));
-    }
-    ints products;
-    memcpy(&products, out, sizeof products);
-    return sums + products;
+    __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
+    __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
+    return sums + (ints)_mm256_add_epi32(_mm256_madd_epi16(even, low), _mm256_madd_epi16(odd, high));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(inputs)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (ints)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(inputs)));
+#elif defined(__aarch64__)
+    int8x16_t w = (int8x16_t)weights, x = vreinterpretq_s8_s32(vdupq_n_s32(inputs));
+    int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x))), high = vpaddlq_s16(vmull_high_s8(w, x));
+    return sums + (ints)vpaddq_s32(low, high);
 #else
     for (int i = 0; i < 4; i++)
         sums += ((ints)((words)weights >> (8 * i)) & 255) * (int32_t)(int8_t)(inputs >> (8 * i));
     return sums;
-#endif
-}
-
-INLINE float largest(floats value) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)value);
-#else
-    return max_of(value);
 #endif
 }
 
@@ -93,16 +97,23 @@ INLINE int32_t total(ints value) {
 INLINE ints rounded(floats value) { return (ints)(value + 12582912.0f) - 0x4b400000; /* 1.5 * 2^23 */ }
 
 INLINE void code_block(int8_t *out, float *scale, const char *x, int64_t index, int type) {
-    floats first = load(x, index, type), second = load(x, index + LANES, type);
-    floats sizes = larger((floats)((ints)first & 0x7fffffff), (floats)((ints)second & 0x7fffffff));
-    floats zeros = (first + second) * 0.0f; /* NaN where an input is not finite: comparisons would lose it */
-    float most = total(zeros != zeros) ? NAN : largest(sizes);
+    floats sizes = splat(0.0f);
+    ints broken = {0}, sum = {0}; /* comparisons of sizes would lose an input that is not finite */
+    for (int i = 0; i < BLOCK; i += LANES) {
+        floats inputs = load(x, index + i, type), zeros = inputs * 0.0f;
+        sizes = larger((floats)((ints)inputs & 0x7fffffff), sizes);
+        broken |= zeros != zeros;
+    }
+    float most = total(broken) ? NAN : max_of(sizes);
     float times = most > 0.0f ? 127.0f / most : 0.0f;
-    ints a = rounded(first * times), b = rounded(second * times);
-    codes coded[2] = {__builtin_convertvector(a, codes), __builtin_convertvector(b, codes)};
-    memcpy(out, coded, sizeof coded);
+    for (int i = 0; i < BLOCK; i += LANES) {
+        ints whole = rounded(load(x, index + i, type) * times);
+        codes coded = __builtin_convertvector(whole, codes);
+        memcpy(out + i, &coded, sizeof coded);
+        sum += whole;
+    }
     scale[0] = most / 127.0f;
-    scale[1] = scale[0] * (float)total(a + b);
+    scale[1] = scale[0] * (float)total(sum);
 }
 
 INLINE struct coded coded_of(const struct call *call, int64_t rows) {
@@ -133,71 +144,111 @@ void pdserve_coding(const struct call *call, int64_t rows, int64_t begin, int64_
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(
-    const struct call *call, int64_t row, int64_t tile, floats first, floats second
+    const struct call *call, int64_t row, int64_t tile, const floats *sums
 ) {
     if (call->type == FLOAT32)
-        finish(call, row, tile, first, second, FLOAT32);
+        finish(call, row, tile, sums, FLOAT32);
     else
-        finish(call, row, tile, first, second, BFLOAT16);
+        finish(call, row, tile, sums, BFLOAT16);
 }
 
-INLINE void multiply_block(ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int rows, int bits) {
+/* What the sums of a block begin with: what `dot` leaves out of codes that it takes less 128. */
+INLINE ints begin_block(const int8_t *x, int bits) {
+    int32_t sum = 0;
+    for (int i = 0; SIGNED_CODES && bits == 8 && i < BLOCK; i++)
+        sum += x[i];
+    return (ints){0} + 128 * sum;
+}
+
+/* Adds to sums [rows][parts] the products of one block, for vectors of outputs from `first` on. */
+INLINE void multiply_block(
+    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits
+) {
     const int steps = bits; /* of 64 bytes: 4 inputs of 16 outputs, or with 4 bits 8 */
 #pragma GCC unroll 8
     for (int step = 0; step < steps; step++) {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 8
+        for (int part = 0; part < parts; part++) {
+            const int output = (first + part) * LANES;
             bytes both;
-            memcpy(&both, weights + (half * steps + step) * sizeof both, sizeof both);
-            bytes low = bits == 4 ? both & 15 : both, high = both >> 4;
+            memcpy(&both, weights + (output / HALF_TILE * steps + step) * 64 + output % HALF_TILE * 4, sizeof both);
+            bytes low = bits == 4 ? both & 15 : SIGNED_CODES ? both ^ 128 : both, high = both >> 4;
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
+                ints *sum = &sums[r * parts + part];
                 int32_t inputs[2];
                 memcpy(&inputs[0], x + r * x_stride + 4 * step, 4);
-                sums[2 * r + half] = dot(sums[2 * r + half], low, inputs[0]);
+                *sum = dot(*sum, low, inputs[0]);
                 if (bits == 4) {
-                    memcpy(&inputs[1], x + r * x_stride + LANES + 4 * step, 4);
-                    sums[2 * r + half] = dot(sums[2 * r + half], high, inputs[1]);
+                    memcpy(&inputs[1], x + r * x_stride + BLOCK / 2 + 4 * step, 4);
+                    *sum = dot(*sum, high, inputs[1]);
                 }
             }
         }
     }
 }
 
-INLINE void multiply(const struct coded *coded, int64_t row, int64_t tile, const int rows, const int bits) {
-    floats results[2 * MOST_ROWS];
+struct tile {
+    const uint8_t *weights;
+    const int8_t *x;
+    const float *scales;
+    int64_t inputs;
+};
+
+/* Sums of `parts` vectors of a tile from `first` on. */
+INLINE void sum_parts(
+    floats out[][PARTS], const struct tile *tile, int first, const int rows, const int parts, const int bits
+) {
+    const int64_t inputs = tile->inputs, blocks = inputs / BLOCK, tile_bytes = blocks * block_bytes(bits);
+    const uint8_t *here = tile->weights;
+    floats results[SUM_REGISTERS / 2];
 #pragma GCC unroll 12
-    for (int i = 0; i < 2 * rows; i++)
+    for (int i = 0; i < rows * parts; i++)
         results[i] = splat(0.0f);
-    const int64_t inputs = coded->call->inputs, blocks = inputs / BLOCK, tile_bytes = blocks * block_bytes(bits);
-    const uint8_t *here = (const uint8_t *)coded->call->weights + tile * tile_bytes;
-    const int8_t *x = coded->codes + row * inputs;
-    const float *scales = coded->scales + row * blocks * 2;
-    for (int64_t block = 0; block < blocks; block++, here += block_bytes(bits), x += BLOCK, scales += 2) {
-        if (rows <= STREAMED_ROWS)
+    for (int64_t block = 0; block < blocks; block++, here += block_bytes(bits)) {
+        const int8_t *x = tile->x + block * BLOCK;
+        const float *scales = tile->scales + block * 2;
+        if (rows <= STREAMED_ROWS && first == 0)
             for (int64_t line = 0; line < block_bytes(bits); line += 64)
                 __builtin_prefetch(here + tile_bytes + line, 0, 2);
-        ints sums[2 * MOST_ROWS];
+        ints sums[SUM_REGISTERS / 2];
 #pragma GCC unroll 12
-        for (int i = 0; i < 2 * rows; i++)
-            sums[i] = (ints)splat(0.0f);
-        multiply_block(sums, here, x, inputs, rows, bits);
-        const uint8_t *after = here + BLOCK * TILE * bits / 8;
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            floats scale = float16s(after + half * LANES * 2);
-            floats minimum = float16s(after + SCALES_BYTES + half * LANES * 2);
+        for (int i = 0; i < rows * parts; i++)
+            sums[i] = begin_block(x + i / parts * inputs, bits);
+        multiply_block(sums, here, x, inputs, first, rows, parts, bits);
+        const uint8_t *after = here + BLOCK * TILE * bits / 8 + first * LANES * 2;
+#pragma GCC unroll 8
+        for (int part = 0; part < parts; part++) {
+            floats scale = float16s(after + part * LANES * 2);
+            floats minimum = float16s(after + SCALES_BYTES + part * LANES * 2);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 const float *of_row = scales + r * blocks * 2;
-                results[2 * r + half] += minimum * of_row[1];
-                results[2 * r + half] += __builtin_convertvector(sums[2 * r + half], floats) * (scale * of_row[0]);
+                floats *result = &results[r * parts + part];
+                *result += minimum * of_row[1];
+                *result += __builtin_convertvector(sums[r * parts + part], floats) * (scale * of_row[0]);
             }
         }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
-        finish_row(coded->call, row + r, tile, results[2 * r], results[2 * r + 1]);
+#pragma GCC unroll 8
+        for (int part = 0; part < parts; part++)
+            out[r][first + part] = results[r * parts + part];
+}
+
+INLINE void multiply(const struct coded *coded, int64_t row, int64_t tile, const int rows, const int bits) {
+    const int64_t inputs = coded->call->inputs, blocks = inputs / BLOCK;
+    const struct tile at = {
+        (const uint8_t *)coded->call->weights + tile * blocks * block_bytes(bits), coded->codes + row * inputs,
+        coded->scales + row * blocks * 2, inputs,
+    };
+    const int parts = parts_at_once(2 * rows);
+    floats sums[MOST_ROWS][PARTS];
+    for (int first = 0; first < PARTS; first += parts)
+        sum_parts(sums, &at, first, rows, parts, bits);
+    for (int r = 0; r < rows; r++)
+        finish_row(coded->call, row + r, tile, sums[r]);
 }
 
 #define CASE(rows) \
@@ -224,7 +275,7 @@ static void multiply_8_bits(const struct coded *coded, int64_t row, int64_t tile
 
 /* Whether the processor sums products of bytes by itself. */
 int64_t pdserve_multiplies_bytes(void) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
     return 1;
 #else
     return 0;
@@ -247,18 +298,19 @@ void pdserve_product_quantized(const struct call *call, int64_t rows, int64_t be
 }
 
 INLINE void decode_row(char *out, const uint8_t *tile, int64_t lane, int64_t inputs, int bits, int type) {
+    const int64_t half = lane / HALF_TILE, in_half = lane % HALF_TILE, vector = lane / LANES * LANES * 2;
     for (int64_t block = 0; block < inputs / BLOCK; block++, tile += block_bytes(bits)) {
-        const uint8_t *after = tile + BLOCK * TILE * bits / 8, *of_half = tile + lane / LANES * (BLOCK * LANES * bits / 8);
-        float scale = float16s(after + lane / LANES * LANES * 2)[lane % LANES];
-        float minimum = float16s(after + SCALES_BYTES + lane / LANES * LANES * 2)[lane % LANES];
-        for (int64_t half = 0; half < BLOCK; half += LANES) {
-            floats values;
+        const uint8_t *after = tile + BLOCK * TILE * bits / 8, *of_half = tile + half * (BLOCK * HALF_TILE * bits / 8);
+        float scale = float16s(after + vector)[lane % LANES];
+        float minimum = float16s(after + SCALES_BYTES + vector)[lane % LANES];
+        for (int64_t first = 0; first < BLOCK; first += LANES) {
+            floats values = {0};
             for (int64_t i = 0; i < LANES; i++) {
-                int64_t input = bits == 4 ? i : half + i;
-                uint8_t code = of_half[input / 4 * 64 + lane % LANES * 4 + input % 4];
-                values[i] = (float)(bits == 4 ? half ? code >> 4 : code & 15 : code);
+                int64_t input = bits == 4 ? (first + i) % 16 : first + i;
+                uint8_t code = of_half[input / 4 * 64 + in_half * 4 + input % 4];
+                values[i] = (float)(bits == 8 ? code : first < 16 ? code & 15 : code >> 4);
             }
-            store(out, block * BLOCK + half, minimum + scale * values, type);
+            store(out, block * BLOCK + first, minimum + scale * values, type);
         }
     }
 }

@@ -11,6 +11,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if !defined(OWN_WIDTH) || defined(__AVX512F__)
@@ -128,12 +130,16 @@ INLINE float sum_of(floats value) {
 }
 
 INLINE float max_of(floats value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
     float lanes[LANES], most;
     store_float32(lanes, value);
     most = lanes[0];
     for (int lane = 1; lane < LANES; lane++)
         most = lanes[lane] > most ? lanes[lane] : most;
     return most;
+#endif
 }
 
 /* e^x to about 2 units in the last place; 0 below -87.3, where float32 loses its precision, infinite above 88.7. */
@@ -157,5 +163,48 @@ INLINE floats exp_of(floats given) {
     result = choose(above, splat(INFINITY), (floats)((ints)result & ~below));
     return choose(given != given, given, result);
 }
+
+/* Vectors of pairs of bfloat16, as many as floats, where the processor adds the products of both to a float. */
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS
+typedef __m512bh pairs;
+
+INLINE pairs load_pairs(const void *from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+INLINE pairs splat_pair(const void *from) {
+    int32_t both;
+    memcpy(&both, from, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+INLINE floats add_products(floats sums, pairs a, pairs b) { return (floats)_mm512_dpbf16_ps((__m512)sums, a, b); }
+
+/* Puts elements of two vectors side by side: the first 4 of every 8 in one, the last 4 in the other. */
+INLINE void zip(pairs *first, pairs *last, pairs a, pairs b) {
+    *first = (__m512bh)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+    *last = (__m512bh)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+}
+
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && LANES == 4
+#define HAS_PAIRS
+typedef bfloat16x8_t pairs;
+
+INLINE pairs load_pairs(const void *from) { return vld1q_bf16(from); }
+
+INLINE pairs splat_pair(const void *from) {
+    int32_t both;
+    memcpy(&both, from, sizeof both);
+    return vreinterpretq_bf16_s32(vdupq_n_s32(both));
+}
+
+INLINE floats add_products(floats sums, pairs a, pairs b) { return (floats)vbfdotq_f32((float32x4_t)sums, a, b); }
+
+INLINE void zip(pairs *first, pairs *last, pairs a, pairs b) {
+    uint16x8_t x = vreinterpretq_u16_bf16(a), y = vreinterpretq_u16_bf16(b);
+    *first = vreinterpretq_bf16_u16(vzip1q_u16(x, y));
+    *last = vreinterpretq_bf16_u16(vzip2q_u16(x, y));
+}
+
+#endif
 
 #endif
