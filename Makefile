@@ -14,7 +14,7 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve unit test test-long test-page test-kubernetes check sim gpu bench-cpu images audit scan clean
+.PHONY: demo serve unit test test-long test-page test-kubernetes test-arm check sim gpu bench-cpu images audit scan clean
 
 demo: $(SERVING)
 	$(BIN)/pdserve demo
@@ -63,6 +63,10 @@ $(CLIENTS)/.installed: pyproject.toml
 test-kubernetes: $(INSTALLED)
 	PDSERVE_TEST_KUBECONFIG="$${KUBECONFIG:?names an API server}" \
 		$(BIN)/pytest -q -W ignore::pytest.PytestUnraisableExceptionWarning tests/kubernetes
+
+# The CPU kernels on aarch64 processors that qemu emulates; says which Debian packages it needs.
+test-arm: $(INSTALLED)
+	tests/arm/run_arm.sh
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

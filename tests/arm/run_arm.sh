@@ -1,6 +1,6 @@
 #!/bin/bash
 # Compiles the CPU kernels for aarch64 processors and runs their tests with emulated ones, in build/arm.
-# PROCESSORS names them as GCC does. Arguments go to pytest. It downloads some 140 MB the first time and installs nothing.
+# PROCESSORS names them as GCC does; arguments name other tests. It downloads some 140 MB the first time and installs nothing.
 set -euo pipefail
 
 TORCH=2.9.1  # PyPI's wheels of later ones hold CUDA
@@ -13,7 +13,7 @@ WHEELS=(
 
 top=$(cd "$(dirname "$0")/../.." && pwd)
 build=$top/build/arm
-if ! command -v qemu-aarch64 aarch64-linux-gnu-gcc apt-get dpkg > "/dev/null" || [ ! -e /usr/aarch64-linux-gnu/lib/libc.so ]; then
+if ! command -v qemu-aarch64 aarch64-linux-gnu-gcc apt-get dpkg > /dev/null || [ ! -e /usr/aarch64-linux-gnu/lib/libc.so ]; then
     echo "Debian's packages are needed: apt-get install --no-install-recommends ${NEEDED[*]}" >&2
     exit 1
 fi

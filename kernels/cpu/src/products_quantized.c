@@ -201,13 +201,13 @@ INLINE void sum_parts(
 ) {
     const int64_t inputs = tile->inputs, blocks = inputs / BLOCK, tile_bytes = blocks * block_bytes(bits);
     const uint8_t *here = tile->weights;
+    const int8_t *x = tile->x;
+    const float *scales = tile->scales;
     floats results[SUM_REGISTERS / 2];
 #pragma GCC unroll 12
     for (int i = 0; i < rows * parts; i++)
         results[i] = splat(0.0f);
-    for (int64_t block = 0; block < blocks; block++, here += block_bytes(bits)) {
-        const int8_t *x = tile->x + block * BLOCK;
-        const float *scales = tile->scales + block * 2;
+    for (int64_t block = 0; block < blocks; block++, here += block_bytes(bits), x += BLOCK, scales += 2) {
         if (rows <= STREAMED_ROWS && first == 0)
             for (int64_t line = 0; line < block_bytes(bits); line += 64)
                 __builtin_prefetch(here + tile_bytes + line, 0, 2);
