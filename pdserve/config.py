@@ -180,8 +180,8 @@ class WorkerConfig(ClientsConfig):
     )
     shared_weights_dir: Path | None = Field(
         None,
-        description="Folder for what workers on the same machine's CPU share: weights that they map together, and who "
-        "computes on which processors at the moment. By default nothing is shared. `pdserve up` sets it.",
+        description="Folder for weights that workers on the same machine's CPU map together. Those with the same "
+        "folder share out the processors, too. By default nothing is shared. `pdserve up` sets it.",
     )
     device: Device = Field(
         "auto",

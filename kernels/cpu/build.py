@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from pdserve.files import make_own_folder
+
 SOURCES = Path(__file__).parent / "src"
 CPU_INFO = Path("/proc/cpuinfo")
 PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part")
@@ -26,7 +28,6 @@ FLAGS = ("-std=gnu11", "-O3", NATIVE, "-fno-math-errno", "-fopenmp", "-fPIC", "-
 COMPILE_LIMIT_S = 180.0
 NUM_KEPT = 8  # libraries in the folder: of earlier versions, and of other machines that share it
 SHOWN_CHARACTERS = 500  # of what a compiler writes
-WRITABLE_BY_OTHERS = 0o022
 
 
 class Reason(StrEnum):
@@ -73,12 +74,9 @@ def _folder() -> Path | Missing:
     try:
         cache = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(cache) if cache else Path.home() / ".cache") / "pdserve" / "kernels"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        make_own_folder(folder)
     except (OSError, RuntimeError) as error:
         return Missing(Reason.FOLDER, str(error))
-    if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
-        return Missing(Reason.FOLDER, f"{folder}: others than this user may write to it")
     return folder
 
 

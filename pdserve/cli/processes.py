@@ -125,8 +125,8 @@ def worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a worker: prompts become KV pages and a first token, KV pages become tokens, or both, as its role says."""
     settings = settings_of(WorkerConfig, config, flags)
     configure_logging(settings.worker_id, settings.log_level, settings.log_format)
-    seats = settings.shared_weights_dir if settings.device != "cuda" else None
-    with thread_defaults(os.environ, settings.num_threads, seats) as seat:
+    weights = settings.shared_weights_dir if settings.device != "cuda" else None
+    with thread_defaults(os.environ, settings.num_threads, weights) as seat:
         from pdserve.worker.ending import end_drained
 
         serve = _serving(settings)

@@ -2,7 +2,7 @@
 
 All workers map one file, in which each has a seat; `kernels/cpu/src/seats.c` says what they write there. A seat is its
 worker's for as long as the worker holds a lock on it, which ends with the process. Workers that may use other
-processors have another file.
+processors, or have another folder of weights, have another file. It lies in memory: threads that compute write to it.
 """
 
 import ctypes
@@ -11,7 +11,8 @@ import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 NUM_SEATS = 16  # as src/seats.c has it
 SEAT_BYTES = 64
+FILES = Path("/dev/shm")
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 _IN_USE: list[object] = []  # by threads, until the process ends
 
@@ -30,7 +33,7 @@ class Seat:
     """A worker's seat among those of the machine."""
 
     index: int
-    processors: tuple[int, ...]  # that all of these workers may use, in order
+    processors: tuple[int, ...]  # that all of these workers may use, as `in_cores` orders them
     memory: mmap.mmap  # of all seats
 
     @property
@@ -45,12 +48,11 @@ class Seat:
         To be called in the thread that computes; a warning says so if that is not bound to this seat's first processor.
         """
         count, take = len(self.processors), loaded.pdserve_take_seat
-        firsts = (ctypes.c_int64 * NUM_SEATS)(*(first_processor(index, count) for index in range(NUM_SEATS)))
         memory = (ctypes.c_char * (NUM_SEATS * SEAT_BYTES)).from_buffer(self.memory)
         _IN_USE.append(memory)
-        take.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        take.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         take.restype = ctypes.c_int64
-        if take(memory, self.index, firsts, count, self.order[0]):
+        if take(memory, self.index, count, first_processor(self.index, count)):
             logger.info("beside other workers it computes from processor %d on", self.order[0])
         else:
             logger.warning("processors are not shared out between workers: OpenMP binds no thread to %d", self.order[0])
@@ -62,12 +64,27 @@ def first_processor(index: int, num_processors: int) -> int:
     return backwards * num_processors // NUM_SEATS
 
 
-def take_seat(folder: Path, processors: Sequence[int]) -> Seat | None:
-    """Take the first seat that is free; where that fails, a warning says why, and None is returned."""
-    name = hashlib.sha256(repr(sorted(processors)).encode()).hexdigest()[:16]
+def in_cores(processors: Iterable[int]) -> tuple[int, ...]:
+    """Return the processors in an order in which those of one core (hyperthreads), and of one package, are adjacent."""
+
+    def core(processor: int) -> tuple[int, ...]:
+        try:
+            files = (TOPOLOGY / f"cpu{processor}/topology/{name}" for name in ("physical_package_id", "core_id"))
+            return (*(int(file.read_text()) for file in files), processor)
+        except (OSError, ValueError):
+            return (0, processor, processor)
+
+    return tuple(sorted(processors, key=core))
+
+
+def take_seat(weights: Path, processors: Iterable[int]) -> Seat | None:
+    """Take the first free seat among workers of one folder of weights; a warning says why where there is none."""
+    ordered = in_cores(processors)
+    name = hashlib.sha256(repr((str(weights.resolve()), ordered)).encode()).hexdigest()[:16]
     try:
+        folder = FILES.resolve(strict=True) / f"pdserve-{os.geteuid()}"
         make_own_folder(folder)
-        return _taken(folder / f"{os.uname().nodename}@{name}.seats", tuple(sorted(processors)))
+        return _taken(folder / f"{name}.seats", ordered)
     except OSError as error:
         logger.warning("processors are not shared out between workers: %s", error)
         return None
@@ -75,11 +92,20 @@ def take_seat(folder: Path, processors: Sequence[int]) -> Seat | None:
 
 def _taken(path: Path, processors: tuple[int, ...]) -> Seat:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # until the process ends: the lock is the file's
-    os.posix_fallocate(file, 0, NUM_SEATS * SEAT_BYTES)
-    for index in range(NUM_SEATS):
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
-        except BlockingIOError:
-            continue
-        return Seat(index, processors, mmap.mmap(file, NUM_SEATS * SEAT_BYTES))
-    raise OSError(f"{path}: all of {NUM_SEATS} seats are taken")
+    try:
+        os.posix_fallocate(file, 0, NUM_SEATS * SEAT_BYTES)
+        for index in range(NUM_SEATS):
+            try:
+                fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(index))
+            except BlockingIOError:
+                continue
+            return Seat(index, processors, mmap.mmap(file, NUM_SEATS * SEAT_BYTES))
+        raise OSError(f"{path}: all of {NUM_SEATS} seats are taken")
+    except OSError:
+        os.close(file)
+        raise
+
+
+def _lock(index: int) -> bytes:
+    """Return `struct flock` for one byte. Such a lock of the open file outlives other descriptors of it, as mmap's."""
+    return struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)

@@ -20,7 +20,7 @@ PLACING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"}  # by which users
 
 @contextmanager
 def thread_defaults(
-    environment: MutableMapping[str, str], num_threads: int | None, seats: Path | None = None
+    environment: MutableMapping[str, str], num_threads: int | None, weights: Path | None = None
 ) -> Iterator[Seat | None]:
     """Choose how OpenMP's threads share the machine, for the block that loads torch; what the user set stays.
 
@@ -28,12 +28,12 @@ def thread_defaults(
     spin between the many short loops of a step, or waking them would double the time of a decode step; they soon
     stop, so that an idle worker leaves the cores to the other one. Each keeps to a core of its own, if there is one for
     each: two that met on one core, because others kept the next one busy, would wait for each other in every loop.
-    Workers with a common folder of seats begin at different cores.
+    Workers with a common folder of weights begin at different cores.
     """
     cores, seat = os.sched_getaffinity(0), None
     if num_threads is None and "OMP_NUM_THREADS" not in environment:
-        if seats is not None and len(cores) > 1 and not PLACING & environment.keys():
-            seat = take_seat(seats, tuple(cores))
+        if weights is not None and len(cores) > 1 and not PLACING & environment.keys():
+            seat = take_seat(weights, cores)
         if seat is not None:
             environment["OMP_PLACES"] = ",".join(f"{{{core}}}" for core in seat.order)
         environment.setdefault("OMP_PROC_BIND", "true")

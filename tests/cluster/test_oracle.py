@@ -80,7 +80,7 @@ def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
     """One prefill and one decode worker in bf16."""
     folder = tmp_path_factory.mktemp("pair")
     flags = ("--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
-    with live_cluster(folder, smollm2, *flags) as cluster:
+    with live_cluster(folder, smollm2, *flags, "--shared-weights-dir", str(folder)) as cluster:  # its seats are its own
         yield cluster
 
 

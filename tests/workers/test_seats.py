@@ -1,114 +1,141 @@
 """Workers of one machine compute on processors of their own while several of them compute, and on all otherwise."""
 
 import ctypes
+import json
 import mmap
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from pdserve.kernels.cpu.build import Missing, built
-from pdserve.kernels.cpu.calls import Program
-from pdserve.kernels.cpu.rows import rms_norm
-from pdserve.worker.seats import NUM_SEATS, SEAT_BYTES, Seat, first_processor
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.worker import seats
+from pdserve.worker.seats import NUM_SEATS, SEAT_BYTES, Seat, first_processor, in_cores
 from pdserve.worker.threads import thread_defaults
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
-MANY = 8  # processors, as the seats are told
+NOW = 10**15  # ns
+RECENT = 50_000_000
+UNCHANGED = -7
 
 
-class Worker:
-    """A copy of the library with its own threads and seat, as another process has it."""
-
-    def __init__(self, folder: Path, memory: mmap.mmap, index: int, processor: int = CORES[0]) -> None:
-        path = built()
-        assert not isinstance(path, Missing), path
-        self.library = ctypes.CDLL(shutil.copy(path, folder / f"{index}.so"))
-        self.library.pdserve_threads_beside_others.restype = ctypes.c_int64
-        first = first_processor(index, MANY)
-        processors = tuple(processor if number == first else 2000 + number for number in range(MANY))
-        self.seat = Seat(index, processors, memory)
-        self._pool = ThreadPoolExecutor(1)
-        self._pool.submit(self._sit).result()
-
-    def _sit(self) -> None:
-        os.sched_setaffinity(0, {CORES[0]})
-        self.seat.use(self.library)
-        os.sched_setaffinity(0, set(CORES))
-
-    def compute(self, num_threads: int = 1, num_rows: int = 4) -> None:
-        program, before = Program(self.library), torch.get_num_threads()
-        rms_norm(program, torch.ones(num_rows, 32), torch.ones(32), 1e-5)
-        torch.set_num_threads(num_threads)
-        program.run(num_rows)
-        torch.set_num_threads(before)
-
-    def threads_beside(self, *others: "Worker") -> int:
-        """Return how many threads this worker computes with after others have just computed."""
-        for other in others:
-            other.compute()
-        return int(self.library.pdserve_threads_beside_others(ctypes.c_int64(MANY)))
+def loaded() -> ctypes.CDLL:
+    found = library()
+    assert not isinstance(found, Missing), found
+    return found
 
 
-@pytest.fixture
-def memory() -> mmap.mmap:
-    return mmap.mmap(-1, NUM_SEATS * SEAT_BYTES)
+def share(index: int, num_processors: int, computed: dict[int, int]) -> tuple[int, int]:
+    """Return where a seat's processors begin, or UNCHANGED, and how many they are, by when each seat computed."""
+    memory = (ctypes.c_int64 * (NUM_SEATS * SEAT_BYTES // 8))()
+    for seat, time in computed.items():
+        memory[seat * SEAT_BYTES // 8] = time
+    begin, size, find = ctypes.c_int64(UNCHANGED), ctypes.c_int64, loaded().pdserve_share
+    find.restype = size
+    count = find(memory, size(index), size(num_processors), size(NOW), ctypes.byref(begin))
+    return begin.value, count
 
 
-def test_workers_that_compute_at_once_use_the_processors_up_to_the_next_ones_first(
-    tmp_path: Path, memory: mmap.mmap
+@pytest.mark.parametrize(
+    ("computing", "num_processors", "parts"),
+    [
+        ((0, 1), 8, [(0, 4), (4, 4)]),
+        ((0, 2), 8, [(0, 4), (4, 4)]),
+        ((0, 2), 2, [(0, 1), (1, 1)]),  # 1 was replaced
+        ((3, 8), 3, [(0, 1), (1, 2)]),
+        ((0, 1, 2), 8, [(0, 2), (2, 3), (5, 3)]),
+        ((0, 1, 2), 2, [(0, 1), (0, 1), (1, 1)]),
+    ],
+)
+def test_workers_that_compute_at_once_divide_the_processors(
+    computing: tuple[int, ...], num_processors: int, parts: list[tuple[int, int]]
 ) -> None:
-    first, second, third = (Worker(tmp_path, memory, index) for index in range(3))  # at 0, 4 and 2 of 8
-    assert [each.threads_beside() for each in (first, second, third)] == [8, 8, 8]
-    assert [first.threads_beside(second), second.threads_beside(), third.threads_beside(second)] == [4, 8, 2]
-    assert [first.threads_beside(second), second.threads_beside(first), third.threads_beside(first)] == [4, 4, 2]
-    assert [first.threads_beside(third), second.threads_beside(third), third.threads_beside(second)] == [2, 4, 2]
+    computed = dict.fromkeys(computing, NOW)
+    assert [share(index, num_processors, computed) for index in computing] == parts
 
 
-def test_a_worker_that_has_stopped_counts_no_more_after_a_short_time(tmp_path: Path, memory: mmap.mmap) -> None:
-    first, second = (Worker(tmp_path, memory, index) for index in range(2))
-    assert first.threads_beside(second) == 4  # a worker that dies, hangs or is suspended computes no more either
-    began = time.monotonic()
-    while first.threads_beside() < MANY:
-        assert time.monotonic() - began < 5
-        time.sleep(0.005)
+def test_a_worker_counts_for_a_short_time_after_it_computed_whenever_others_look_first() -> None:
+    assert share(0, 8, {1: NOW - RECENT}) == (UNCHANGED, 8)
+    assert share(0, 8, {1: NOW - RECENT + 1}) == (0, 4)
+    assert share(0, 8, {1: NOW + 1}) == (0, 4)  # it beat after this one looked at the clock
+    assert share(0, 8, {0: NOW, 1: 0}) == (UNCHANGED, 8)
 
 
-def test_workers_whose_seats_begin_at_the_same_processor_share_it(tmp_path: Path, memory: mmap.mmap) -> None:
-    first, same = Worker(tmp_path, memory, 0), Worker(tmp_path, memory, NUM_SEATS // 2)
-    assert [first.threads_beside(same), same.threads_beside(first)] == [8, 8]
-
-
-def test_a_worker_whose_thread_is_not_bound_changes_nothing(
-    tmp_path: Path, memory: mmap.mmap, caplog: pytest.LogCaptureFixture
-) -> None:
-    unbound, other = Worker(tmp_path, memory, 0, processor=1000), Worker(tmp_path, memory, 1)
+def test_a_worker_whose_thread_is_not_bound_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    memory = mmap.mmap(-1, NUM_SEATS * SEAT_BYTES)
+    Seat(0, tuple(range(1000, 1999)), memory).use(loaded())
     assert "OpenMP binds no thread to 1000" in caplog.text
-    assert [unbound.threads_beside(other), other.threads_beside(unbound)] == [8, 8]
 
 
-def test_a_program_takes_no_more_threads_than_others_leave(tmp_path: Path, memory: mmap.mmap) -> None:
-    first, second = (Worker(tmp_path, memory, index) for index in range(2))
-    tasks = len(os.listdir("/proc/self/task"))
-    second.compute()
-    first.compute(MANY)
-    assert len(os.listdir("/proc/self/task")) == tasks + 4 - 1
+COMPUTE = """
+import json, os, struct, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from pdserve.worker import seats, threads
+
+os.sched_setaffinity(0, json.loads(sys.argv[2]))
+seats.FILES = Path(sys.argv[1])
+others = [seats.take_seat(Path("weights"), os.sched_getaffinity(0)) for _ in range(2)]
+with threads.thread_defaults(os.environ, None, Path("weights")) as seat:
+    import torch
+    from pdserve.kernels.cpu.calls import Program
+    from pdserve.kernels.cpu.library import library
+    from pdserve.kernels.cpu.rows import rms_norm
 
 
-def test_long_calls_count_by_their_pieces(tmp_path: Path, memory: mmap.mmap) -> None:
-    worker, counts = Worker(tmp_path, memory, 0), []
-    for num_rows in (63, 64):
-        worker.compute(num_rows=num_rows)
-        counts.append(int.from_bytes(memory[:8], "little"))
-    assert counts == [1, 1 + 16 + 1]
+def tasks():
+    return set(map(int, os.listdir("/proc/self/task")))
+
+
+def pauses(task):
+    status = Path(f"/proc/self/task/{task}/status").read_text()
+    return "sleeping" in status and int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def run_beside(computed):
+    seat.memory[:8] = struct.pack("q", computed)
+    program.run(4)
+    return sorted(os.sched_getaffinity(0))
+
+
+def compute():
+    seat.use(library())
+    before = tasks()
+    alone = run_beside(0)
+    (helper,) = tasks() - before
+    until(lambda: pauses(helper))
+    paused = pauses(helper)
+    beside = {tuple(run_beside(time.monotonic_ns() + 40_000_000)) for _ in range(10)}  # by the clock of seats.c
+    woken = pauses(helper) != paused
+    after = run_beside(0)
+    until(lambda: pauses(helper) not in (False, paused))
+    return seat.index, alone, sorted(beside), woken, after, sorted(os.sched_getaffinity(helper))
+
+
+program = Program(library())
+rms_norm(program, torch.ones(4, 32), torch.ones(32), 1e-5)
+print(json.dumps(ThreadPoolExecutor(1).submit(compute).result()))  # as the engine's thread, which OpenMP binds
+"""
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="there is one processor")
+def test_a_worker_moves_to_its_part_and_wakes_no_thread_on_anothers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMPUTE, str(tmp_path), json.dumps(CORES[:2])]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    first, second = in_cores(CORES[:2])
+    assert json.loads(output) == [2, [first], [[second]], False, [second], [first]]
 
 
 def test_two_seats_begin_a_half_apart_and_four_a_quarter() -> None:
@@ -117,11 +144,25 @@ def test_two_seats_begin_a_half_apart_and_four_a_quarter() -> None:
     assert sorted(first_processor(index, NUM_SEATS) for index in range(NUM_SEATS)) == list(range(NUM_SEATS))
 
 
+def test_processors_of_one_core_are_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "TOPOLOGY", tmp_path)
+    for processor, (package, core) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)] * 2):
+        folder = tmp_path / f"cpu{processor}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{package}\n")
+        (folder / "core_id").write_text(f"{core}\n")
+    assert in_cores({7, 6, 5, 4, 3, 2, 1, 0}) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert in_cores({12, 10, 11}) == (10, 11, 12)  # nothing is known
+
+
 HOLD = """
-import sys
+import os, sys
 from pathlib import Path
-from pdserve.worker.seats import take_seat
-seat = take_seat(Path(sys.argv[1]), (3, 1, 2))
+from pdserve.worker import seats
+seats.FILES, seats.TOPOLOGY = Path(sys.argv[1]), Path("/nowhere")
+seat = seats.take_seat(Path("weights"), (3, 1, 2))
+for path in seats.FILES.glob("*/*.seats"):
+    path.read_bytes()  # opens and closes it
 print(None if seat is None else (seat.index, seat.order), flush=True)
 sys.stdin.read()
 """
@@ -144,30 +185,63 @@ def test_each_process_has_a_seat_of_its_own_until_it_ends(tmp_path: Path) -> Non
         first.wait()
         with holding(tmp_path) as (_, next_one):
             assert next_one == seat
-    (path,) = tmp_path.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o600
+    (folder,) = tmp_path.iterdir()
+    (path,) = folder.iterdir()
+    assert [each.stat().st_mode & 0o777 for each in (folder, path)] == [0o700, 0o600]
 
 
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the files of seats lie."""
+    monkeypatch.setattr(seats, "FILES", tmp_path)
+    return tmp_path
+
+
+def test_another_folder_of_weights_has_other_seats(files: Path) -> None:
+    indices = []
+    for weights in ("one", "one", "other"):
+        seat = seats.take_seat(files / weights, (0, 1))
+        assert seat is not None
+        indices.append(seat.index)
+    assert indices == [0, 1, 0]
+
+
+def test_all_seats_may_be_taken(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(NUM_SEATS):
+        assert seats.take_seat(files, (0, 1)) is not None
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert seats.take_seat(files, (0, 1)) is None
+    assert f"all of {NUM_SEATS} seats are taken" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="there is one processor")
+@pytest.mark.parametrize("exists", [False, True])
 def test_where_no_seat_can_be_had_threads_are_bound_as_without_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    files: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, exists: bool
 ) -> None:
     environment: dict[str, str] = {}
-    tmp_path.chmod(0o777)
-    with thread_defaults(environment, None, tmp_path) as seat:
+    if exists:
+        folder = files / f"pdserve-{os.geteuid()}"
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        monkeypatch.setattr(seats, "FILES", files / "shm")
+    with thread_defaults(environment, None, files) as seat:
         assert seat is None
-    assert "others than this user may write to it" in caplog.text
+    assert ("others than this user may write to it" if exists else "No such file") in caplog.text
     assert environment["OMP_PROC_BIND"] == "true"
     assert "OMP_PLACES" not in environment
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="there is one processor")
-def test_threads_are_bound_from_the_seat_on_unless_the_user_binds_them(tmp_path: Path) -> None:
+def test_threads_are_bound_from_the_seat_on_unless_the_user_binds_them(files: Path) -> None:
     environment: dict[str, str] = {}
-    with thread_defaults(environment, None, tmp_path) as seat:
+    with thread_defaults(environment, None, files) as seat:
         assert seat is not None
         assert environment["OMP_PLACES"] == ",".join(f"{{{core}}}" for core in seat.order)
     for own in ({"OMP_PROC_BIND": "close"}, {"OMP_PLACES": "cores"}, {"OMP_NUM_THREADS": "2"}):
-        with thread_defaults(dict(own), None, tmp_path) as seat:
+        with thread_defaults(dict(own), None, files) as seat:
             assert seat is None
-    with thread_defaults({}, 2, tmp_path) as seat:
+    with thread_defaults({}, 2, files) as seat:
         assert seat is None

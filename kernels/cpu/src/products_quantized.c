@@ -1,9 +1,9 @@
 /* Products with quantized weights: codes of 4 or 8 bits, and for each 32 of an output's inputs a scale and a minimum.
  *
- * A weight is minimum + scale * code. Inputs are coded too, 8 bits and a scale for each 32, so that the sum over 32 is one
- * of integers; sums of blocks are added in float32, in order. A tile holds, for each block of 32 inputs, the codes of 32
- * outputs, their 32 scales and their 32 minimums (float16). Codes come in steps of 4 inputs: [2][steps][16 outputs][4]; with
- * 4 bits a step's high halves are the inputs 16 further on.
+ * A weight is minimum + scale * code. Inputs are coded too, 8 bits and a scale for each 32, so that the sum over 32 is
+ * one of integers; sums of blocks are added in float32, in order. A tile holds, for each block of 32 inputs, the codes of
+ * 32 outputs, their 32 scales and their 32 minimums (float16). Codes come in steps of 4 inputs:
+ * [2][steps][16 outputs][4]; with 4 bits a step's high halves are the inputs 16 further on.
  */
 
 #include "products.h"

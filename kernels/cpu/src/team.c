@@ -12,7 +12,6 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -21,10 +20,11 @@
 #include "seats.h"
 
 #define MOST_HELPERS 255
-#define SPINS 2000      /* some ten microseconds; then the core is left to others */
-#define NAP_NS 20000    /* then it looks again: see is_done */
-#define REST_SPINS 4000 /* between runs, before a helper sleeps */
-#define MANY_ROWS 64    /* whose pieces take long */
+#define SPINS 2000       /* some ten microseconds; then the core is left to others */
+#define NAP_NS 20000     /* then it looks again: see is_done */
+#define REST_SPINS 4000  /* between runs, before a helper sleeps */
+#define MANY_ROWS 64     /* WORTH_TEAM of kernels/cpu/calls.py: their pieces take long */
+#define MOMENT (1 << 23) /* rows, inputs and units multiplied: some milliseconds */
 
 /* taken: the run's number, the count of pieces, and of those taken; done: the run's number and a count. */
 #define NUMBER_SHIFT 16
@@ -33,13 +33,17 @@
 
 static struct {
     struct call *_Atomic calls;
-    _Atomic int64_t rows, num_threads;
-    _Atomic uint32_t number; /* of the run; helpers sleep on it */
-    _Atomic uint32_t sleeping;
+    _Atomic int64_t rows, num_threads, place; /* place: the caller's, see seats.h */
 } job;
+
+static struct helper {
+    _Atomic uint32_t number; /* of the last run that this helper is to take part in; it sleeps on it */
+    _Atomic uint32_t sleeping;
+} helpers[MOST_HELPERS];
 
 static atomic_flag is_taken = ATOMIC_FLAG_INIT; /* the helpers, by a thread that runs a program */
 static int64_t num_helpers;                     /* only that thread starts more */
+static uint32_t last_number;                    /* of a run, by that thread */
 
 static void pause_a_little(void) {
 #if defined(__x86_64__)
@@ -47,6 +51,19 @@ static void pause_a_little(void) {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+/* Does a piece. One that takes long is done in parts, so that other workers see all the time that this one computes. */
+static void do_piece(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
+    if (rows < MANY_ROWS) {
+        pdserve_work(call, rows, begin, end);
+        return;
+    }
+    const int64_t part = call->kind == BLOCKS ? 1 : 1 + MOMENT / (rows * (call->inputs + 1));
+    for (; begin < end; begin += part) {
+        pdserve_work(call, rows, begin, begin + part < end ? begin + part : end);
+        pdserve_beat();
+    }
 }
 
 /* Takes pieces of a call until there are none; returns 0 if another run has begun. */
@@ -61,10 +78,8 @@ static int take_pieces(struct call *call, int64_t rows, int64_t num_threads, uin
         } while (!atomic_compare_exchange_weak(&call->taken, &state, state + 1));
         const int64_t units = pdserve_units_of(call, rows), run = pdserve_run_length(units, num_threads);
         const int64_t begin = (int64_t)(state & COUNT_MASK) * run;
-        pdserve_work(call, rows, begin, begin + run < units ? begin + run : units);
+        do_piece(call, rows, begin, begin + run < units ? begin + run : units);
         atomic_fetch_add_explicit(&call->done, 1, memory_order_release);
-        if (rows >= MANY_ROWS)
-            pdserve_beat();
     }
 }
 
@@ -95,65 +110,58 @@ static void take_part(struct call *call, int64_t rows, int64_t num_threads, uint
     }
 }
 
-static uint32_t next_number(uint32_t seen) {
+static uint32_t next_number(struct helper *own, uint32_t seen) {
     for (int64_t spins = 0; spins < REST_SPINS; spins++) {
-        uint32_t number = atomic_load_explicit(&job.number, memory_order_acquire);
+        uint32_t number = atomic_load_explicit(&own->number, memory_order_acquire);
         if (number != seen)
             return number;
         pause_a_little();
     }
-    atomic_fetch_add(&job.sleeping, 1);
-    while (atomic_load(&job.number) == seen)
-        syscall(SYS_futex, &job.number, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-    atomic_fetch_sub(&job.sleeping, 1);
-    return atomic_load_explicit(&job.number, memory_order_acquire);
+    atomic_store(&own->sleeping, 1);
+    while (atomic_load(&own->number) == seen)
+        syscall(SYS_futex, &own->number, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_store(&own->sleeping, 0);
+    return atomic_load_explicit(&own->number, memory_order_acquire);
 }
 
-static void *help(void *index) {
+static void *help(void *own) {
+    const int64_t index = (struct helper *)own - helpers + 1;
+    int64_t bound = -1;
     for (uint32_t seen = 0;;) {
-        seen = next_number(seen);
+        seen = next_number(own, seen);
         struct call *calls = atomic_load_explicit(&job.calls, memory_order_relaxed);
         const int64_t rows = atomic_load_explicit(&job.rows, memory_order_relaxed);
         const int64_t num_threads = atomic_load_explicit(&job.num_threads, memory_order_relaxed);
-        if ((intptr_t)index < num_threads)
-            take_part(calls, rows, num_threads, seen);
+        const int64_t place = atomic_load_explicit(&job.place, memory_order_relaxed);
+        if (place != bound)
+            pdserve_bind(index + (bound = place));
+        take_part(calls, rows, num_threads, seen);
     }
     return NULL;
-}
-
-/* Where the calling thread is bound to one core, binds a helper to the next of the process's cores. */
-static void bind(pthread_t helper, int64_t number) {
-    cpu_set_t mine, all, one;
-    if (sched_getaffinity(0, sizeof mine, &mine) || sched_getaffinity(getpid(), sizeof all, &all))
-        return;
-    if (CPU_COUNT(&mine) != 1) /* nobody has bound it */
-        return;
-    int here = 0;
-    while (!CPU_ISSET(here, &mine))
-        here++;
-    for (int core = here; number > 0;) {
-        core = (core + 1) % CPU_SETSIZE;
-        if (CPU_ISSET(core, &all) && --number == 0) {
-            CPU_ZERO(&one);
-            CPU_SET(core, &one);
-            pthread_setaffinity_np(helper, sizeof one, &one);
-        }
-    }
 }
 
 static void start_helpers(int64_t num_threads) {
     while (num_helpers < num_threads - 1 && num_helpers < MOST_HELPERS) {
         pthread_t helper;
-        if (pthread_create(&helper, NULL, help, (void *)(intptr_t)(num_helpers + 1)))
+        if (pthread_create(&helper, NULL, help, &helpers[num_helpers]))
             return; /* fewer threads compute it */
         pthread_detach(helper);
-        bind(helper, ++num_helpers);
+        num_helpers++;
     }
 }
 
-static uint32_t publish(struct call *calls, int64_t count, int64_t rows, int64_t num_threads) {
-    uint64_t number = (uint32_t)(atomic_load_explicit(&job.number, memory_order_relaxed) + 1);
-    number += !number; /* 0 is no run's */
+/* Hands a run to as many helpers as it is for. The others sleep on: their processors may be another worker's. */
+static void wake_helpers(uint32_t number, int64_t num_threads) {
+    for (int64_t i = 0; i < num_helpers && i < num_threads - 1; i++) {
+        atomic_store(&helpers[i].number, number);
+        if (atomic_load(&helpers[i].sleeping))
+            syscall(SYS_futex, &helpers[i].number, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    }
+}
+
+static uint32_t publish(struct call *calls, int64_t count, int64_t rows, int64_t num_threads, int64_t place) {
+    last_number += 1 + (last_number == UINT32_MAX); /* 0 is no run's */
+    const uint64_t number = last_number;
     for (int64_t i = 0; i < count; i++) {
         const int64_t units = pdserve_units_of(&calls[i], rows), run = pdserve_run_length(units, num_threads);
         const uint64_t pieces = (uint64_t)((units + run - 1) / run);
@@ -163,23 +171,23 @@ static uint32_t publish(struct call *calls, int64_t count, int64_t rows, int64_t
     atomic_store_explicit(&job.calls, calls, memory_order_relaxed);
     atomic_store_explicit(&job.rows, rows, memory_order_relaxed);
     atomic_store_explicit(&job.num_threads, num_threads, memory_order_relaxed);
-    atomic_store(&job.number, (uint32_t)number);
-    if (atomic_load(&job.sleeping))
-        syscall(SYS_futex, &job.number, FUTEX_WAKE_PRIVATE, MOST_HELPERS, NULL, NULL, 0);
-    return (uint32_t)number;
+    atomic_store_explicit(&job.place, place, memory_order_relaxed);
+    wake_helpers(last_number, num_threads);
+    return last_number;
 }
 
 /* Computes a program's calls with `num_threads` threads, one of which calls this, or fewer beside other workers; where
- * another thread has the helpers, the caller computes alone. Behind the last call lies one of zeros, or of an earlier run. The calls have to stay for as
- * long as the process: a helper that comes late looks at them. */
+ * another thread has the helpers, the caller computes alone. Behind the last call lies one of zeros, or of an earlier
+ * run. The calls have to stay for as long as the process: a helper that comes late looks at them. */
 void pdserve_run_program(struct call *calls, int64_t count, int64_t rows, int64_t num_threads) {
     if (atomic_flag_test_and_set_explicit(&is_taken, memory_order_acquire)) {
         for (int64_t i = 0; i < count; i++)
             pdserve_work(&calls[i], rows, 0, pdserve_units_of(&calls[i], rows));
         return;
     }
-    num_threads = pdserve_threads_beside_others(num_threads);
+    int64_t place;
+    num_threads = pdserve_threads_beside_others(num_threads, &place);
     start_helpers(num_threads);
-    take_part(calls, rows, num_threads, publish(calls, count, rows, num_threads));
+    take_part(calls, rows, num_threads, publish(calls, count, rows, num_threads, place));
     atomic_flag_clear_explicit(&is_taken, memory_order_release);
 }
