@@ -24,7 +24,7 @@
 #define NAP_NS 20000     /* then it looks again: see is_done */
 #define REST_SPINS 4000  /* between runs, before a helper sleeps */
 #define MANY_ROWS 64     /* WORTH_TEAM of kernels/cpu/calls.py: their pieces take long */
-#define MOMENT (1 << 23) /* rows, inputs and units multiplied: some milliseconds */
+#define MOMENT (1 << 23) /* rows, inputs and units multiplied: at most some milliseconds */
 
 /* taken: the run's number, the count of pieces, and of those taken; done: the run's number and a count. */
 #define NUMBER_SHIFT 16
