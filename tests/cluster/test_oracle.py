@@ -77,10 +77,10 @@ def test_each_family_in_float32_answers_as_transformers_does(family: str, tmp_pa
 
 @pytest.fixture(scope="module")
 def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One prefill and one decode worker in bf16."""
+    """One prefill and one decode worker in bf16, with weights and seats of their own."""
     folder = tmp_path_factory.mktemp("pair")
     flags = ("--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
-    with live_cluster(folder, smollm2, *flags, "--shared-weights-dir", str(folder)) as cluster:  # its seats are its own
+    with live_cluster(folder, smollm2, *flags, "--shared-weights-dir", str(folder / "weights")) as cluster:
         yield cluster
 
 
