@@ -73,15 +73,14 @@ def _sections() -> "list[tuple[str, str, Callable[[str], list[Row]]]]":
 
 
 def _find_package() -> None:
-    """Make `pdserve` importable from the tree this file is in, and put back those of its links that are gone."""
+    """Make `pdserve` and what tests share importable from this file's tree, and put back its links that are gone."""
     root = Path(__file__).resolve().parents[2]
     for name in ("kernels", "kvtransfer"):
         link = root / "pdserve" / name
         if not link.exists():
             link.unlink(missing_ok=True)
             link.symlink_to(f"../{name}")
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    sys.path[:0] = [str(root), str(root / "tests" / "support")]
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 sys.path[:0] = sys.argv[1:]
 import run_gpu
+run_gpu._find_package()
+sys.path.insert(0, sys.argv[1])
 run_gpu._sections()
 import pdserve.engine.runner_cuda as engine
 assert engine.__file__.startswith(sys.argv[1]), engine.__file__
