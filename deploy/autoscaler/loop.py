@@ -109,7 +109,7 @@ class Loop:
         Raises what the cluster's `check` does once it has ended.
         """
         self._observer, self._core = Observer(), Autoscaler(self._file.policy, self._file.earlier)
-        self.decisions, self.observation = (), None
+        self.decisions, self.last_orders, self.observation = (), "", None
         while not stop.is_set():
             began_s = self._clock.now_s()
             await self.step()

@@ -26,7 +26,7 @@ class Replica:
     role: Role
     state: State
     since_s: float  # when it was first seen in this state, as `Observation.at_s`
-    num_sequences: int = 0  # that it runs
+    num_sequences: int = 0  # that it runs, and that wait for their prompts there
     waiting_tokens: int = 0  # of prompts, yet to be computed there
     kv_tokens: int = 0  # of the sequences that it runs
 

@@ -83,6 +83,8 @@ class PolicyResource:
                 await self._fetch()
                 if leads():
                     await self.show(loop.policy_problem, loop.decisions, loop.last_orders)
+                else:
+                    self._shown = {}  # another one may write the status
                 warning = ""
             except (ApiError, TimeoutError) as error:
                 text = str(error) or "no answer"

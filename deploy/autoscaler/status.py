@@ -55,9 +55,11 @@ class Observer:
         return replicas
 
     def _replica(self, at_s: float, held: Held, worker: admin.WorkerStatus | None) -> Replica:
-        state, role, load = held.state, held.role, link.Heartbeat()
+        state, role, load, num_sequences = held.state, held.role, link.Heartbeat(), 0
         if worker is not None:
             role, load = ROLES.get(worker.registration.role, role), worker.load
+            # What waits for pages in decode is also in the load of the worker that computes its prompt, or moves it.
+            num_sequences = load.num_running + (0 if role is Role.DECODE else load.num_waiting)
             if load.draining:
                 state = State.DRAINING
             elif state is State.STARTING and worker.registration.ready:
@@ -67,7 +69,7 @@ class Observer:
             role=role,
             state=state,
             since_s=self._since_s.get((held.name, state), at_s),
-            num_sequences=load.num_running + load.num_waiting,
+            num_sequences=num_sequences,
             waiting_tokens=load.waiting_tokens,
             kv_tokens=load.kv_tokens,
         )

@@ -1,6 +1,9 @@
 """Finds what the present queue takes, whatever is forecast, and how far misses exceed predictions. Pure.
 
-Each function returns a size of its pool: 0 where nothing presses.
+Each function returns a size of its pool: 0 where nothing presses. `Misses` compares how often requests miss their
+objectives for want of a pool with how often that was predicted. What models and forecasts do not know shows there:
+bursts, what the router finds room for, how demand differs from its forecast, replicas that came late. The ratio of the
+odds corrects what is predicted from then on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +46,7 @@ def for_batches(replicas: Sequence[Replica], coming: Sequence[Replica], most: in
     """
     sequences = sum(replica.num_sequences for replica in (*replicas, *coming))
     kv_tokens = sum(replica.kv_tokens for replica in replicas)
-    kv_tokens += sum(max(replica.kv_tokens, replica.waiting_tokens) for replica in coming)
+    kv_tokens += sum(replica.kv_tokens + replica.waiting_tokens for replica in coming)  # computed, and missing
     return max(ceil(sequences / max(1, most)), ceil(kv_tokens / (_USABLE * capacity.kv_tokens)))
 
 

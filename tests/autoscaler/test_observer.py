@@ -66,7 +66,7 @@ def test_a_silent_router_makes_the_observation_stale_and_what_it_counted_comes_l
 def test_a_replica_is_what_its_router_reports_and_its_state_keeps_its_beginning() -> None:
     observer = Observer()
     assert [each.since_s for each in seen(observer, 1.0, router("a", 0)).replicas] == [1.0, 1.0]
-    load = link.Heartbeat(num_running=3, num_waiting=2, waiting_tokens=70, kv_tokens=900)
+    load = link.Heartbeat(num_running=5, num_waiting=2, waiting_tokens=70, kv_tokens=900)
     flipped = router("a", 0, workers=[worker("p", DECODE, load), worker("d", DECODE), worker("stranger", DECODE)])
     prefill, decode = seen(observer, 2.0, flipped).replicas
     assert (prefill.role, prefill.state, prefill.since_s) == (Role.DECODE, State.READY, 1.0)
@@ -74,6 +74,14 @@ def test_a_replica_is_what_its_router_reports_and_its_state_keeps_its_beginning(
     assert (decode.state, decode.since_s) == (State.READY, 2.0)
     draining = router("a", 0, workers=[worker("d", DECODE, link.Heartbeat(draining=True))])
     assert [each.state for each in seen(observer, 3.0, draining).replicas] == [State.READY, State.DRAINING]
+
+
+def test_a_sequence_that_waits_for_pages_while_its_prompt_is_computed_counts_once() -> None:
+    for prefill in (link.Heartbeat(num_waiting=1, waiting_tokens=70), link.Heartbeat(num_running=1, kv_tokens=70)):
+        decode = link.Heartbeat(num_running=3, num_waiting=1)
+        both = [worker("p", PREFILL, prefill), worker("d", DECODE, decode)]
+        replicas = seen(Observer(), 0.0, router("a", 0, workers=both)).replicas
+        assert [each.num_sequences for each in replicas] == [1, 3]
 
 
 def test_costs_and_capacities_are_those_of_each_role() -> None:

@@ -208,6 +208,15 @@ async def test_an_autoscaler_ends_with_its_cluster(tmp_path: Path) -> None:
         await scene.loop.run(asyncio.Event())
 
 
+async def test_a_second_term_begins_without_orders(tmp_path: Path) -> None:
+    scene, stop = Scene(tmp_path, num_decodes=2), asyncio.Event()
+    await scene.go_on(1)
+    assert scene.loop.last_orders
+    stop.set()
+    await scene.loop.run(stop)
+    assert scene.loop.last_orders == ""
+
+
 async def test_nothing_is_drained_while_a_router_is_silent(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     for number in (1, 2):

@@ -41,6 +41,7 @@ def computing(num_sequences: int, waiting_tokens: int, kv_tokens: int = 0) -> Re
         ([decoding(1, 950_000), decoding(1, 10_000)], [], 2),  # of a million KV tokens, 95 % are used
         ([decoding(20, 0)], [computing(21, 0)], 3),  # those whose prompts are computed have their place already
         ([decoding(1, 950_000)], [computing(1, 10_000), computing(1, 0, 10_000)], 2),  # and their pages
+        ([decoding(1, 0)], [computing(1, 500_000, 500_000)], 2),  # also for the half that is computed already
     ],
 )
 def test_the_sequences_that_run_and_that_come_have_to_fit(

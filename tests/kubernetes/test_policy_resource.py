@@ -4,7 +4,8 @@ import asyncio
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import yaml
@@ -14,10 +15,14 @@ from kube_definition import Definition
 
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.definition import definition
+from pdserve.autoscaler.resource import PolicyResource
 from pdserve.autoscaler.server import Target, serve
 from pdserve.errors import ConfigError
 from pdserve.kubernetes.rights import RESOURCE
 from pdserve.launch.folder import write_secret
+
+if TYPE_CHECKING:
+    from pdserve.autoscaler.loop import Loop
 
 POLICIES = Path(__file__).parents[2] / "deploy" / "policies"
 PATH = "/apis/pdserve.dev/v1alpha1/namespaces"
@@ -145,6 +150,36 @@ async def test_the_last_decision_stays_to_be_seen(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+@pytest.mark.usefixtures("definition")
+async def test_a_second_term_shows_again_what_another_one_wrote_over(
+    kube: KubeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.autoscaler.resource.LOOK_S", 0.01)
+    path, terms, follows = await make_policy(kube), [True], asyncio.Event()
+    loop = SimpleNamespace(policy_problem="", decisions=(), last_orders="mine")
+
+    def leads() -> bool:
+        if not terms[-1]:
+            follows.set()
+        return terms[-1]
+
+    async def until_shown() -> None:
+        while (await kube.ask("GET", path)).get("status", {}).get("lastDecision") != "mine":
+            pass
+
+    async with (
+        asyncio.timeout(20),
+        PolicyResource.opened(f"{kube.namespace}/chat") as resource,
+        resource.followed(cast("Loop", loop), leads),
+    ):
+        await until_shown()
+        terms.append(False)
+        await follows.wait()
+        await kube.patch(f"{path}/status", {"status": {"lastDecision": "another's"}})
+        terms.append(True)
+        await until_shown()
 
 
 def test_a_policy_is_named_once() -> None:
