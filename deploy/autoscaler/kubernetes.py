@@ -184,7 +184,11 @@ FAILED = "OrderFailed"
 
 
 class InCluster:
-    """The autoscaler's part beside its loop."""
+    """The autoscaler's part beside its loop.
+
+    It decides only while it leads, shows its orders as events of the workloads, and reports processes that have ended,
+    whether it leads or not.
+    """
 
     def __init__(
         self, client: Client, actuator: Actuator, settings: Settings | None, routers: Routers, clock: Clock

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip, effects, other
-from pdserve.autoscaler.forecast import bounds
 from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.orders import Orders, Outcome, Result
 from pdserve.autoscaler.pacing import Pacing
 from pdserve.autoscaler.planning import Plan, Planner
+from pdserve.autoscaler.pools import bounds
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import POOLS, Bounds
 from pdserve.autoscaler.supply import Lives, Supply

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 
 from pdserve.autoscaler.actuator import ActuatorError, Held
-from pdserve.autoscaler.forecast import bounds
 from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.pools import bounds
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient, LauncherClient

@@ -1,22 +1,19 @@
 """The policy file: what a capacity owner wants of each pool, and what its parts have to agree on. Pure.
 
-`loading.load` reads one. Each check raises FieldError at the field to change."""
+`loading.load` reads one. Each check raises FieldError at the field to change.
+"""
 
 import json
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from pdserve.autoscaler.actuators import Actuator, ProcessActuator
-from pdserve.autoscaler.forecast import bounds, changes_of, holds
-from pdserve.autoscaler.pools import Devices, Pool, Pools
+from pdserve.autoscaler.pools import Devices, Pool, Pools, bounds, changes_of, holds
 from pdserve.autoscaler.section import DURATION, Section
 from pdserve.yaml_models import FieldError
-
-if TYPE_CHECKING:
-    pass
 
 Milliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
 
@@ -152,7 +149,7 @@ class _Untitled(GenerateJsonSchema):
 MAX_SEASON_INTERVALS = 20_160  # two weeks of minutes
 
 
-def check_budget(budget: "Budget", pools: Pools) -> None:
+def check_budget(budget: Budget, pools: Pools) -> None:
     """Refuse a budget that the pools cannot keep, at any hour of the week."""
     both = (pools.prefill, pools.decode)
     most = sum(pool.devices_per_replica * _greatest(pool) for pool in both)
@@ -201,7 +198,7 @@ def check_schedules(name: str, pool: Pool) -> None:
 _KEYS = {"min_replicas": "minReplicas", "max_replicas": "maxReplicas"}
 
 
-def check_role_switch(switch: "RoleSwitch", pools: Pools) -> None:
+def check_role_switch(switch: RoleSwitch, pools: Pools) -> None:
     """Refuse role switches between pools whose replicas hold different numbers of devices."""
     sizes = pools.prefill.devices_per_replica, pools.decode.devices_per_replica
     if switch.enabled and sizes[0] != sizes[1]:
@@ -211,7 +208,7 @@ def check_role_switch(switch: "RoleSwitch", pools: Pools) -> None:
         )
 
 
-def check_forecaster(forecaster: "Forecaster", interval: "Interval") -> None:
+def check_forecaster(forecaster: Forecaster, interval: Interval) -> None:
     """Refuse a season that the kind of forecaster does not have, or that does not fit its interval."""
     season_s, every_s = forecaster.season_s, interval.forecast_s
     if interval.react_s > every_s:

@@ -31,7 +31,16 @@ _ROUNDS = 8  # of finding how many of the sequences decode
 
 
 class DecodePool:
-    """Decode workers under a stream of sequences."""
+    """Decode workers under a stream of sequences: how many of these have room at the speed that was asked.
+
+    Sequences share their worker's steps, and steps take longer the more share them. The number of sequences of such a
+    pool depends on the lengths of answers by their mean alone (insensitivity; Cohen, The multiple phase service network
+    with generalized processor sharing, Acta Informatica 12, 1979), so that it is a birth-death process: sequences come
+    at random, and end at the rate that Little's law gives, their number over the time that an answer takes at this
+    number. The router spreads them evenly, and refuses one that would make steps too slow or has no room: the process
+    ends there, and what comes then is lost. It counts a sequence's pages from its placement on, so that a sequence
+    takes room while its prompt is computed elsewhere, and steps only after that.
+    """
 
     def __init__(
         self, traffic: Traffic, costs: StepCosts, capacity: Capacity, tpot_s: float, delay_s: float = 0.0

@@ -40,7 +40,11 @@ class _Line(Object, frozen=True):
 
 
 async def watch(client: Client, path: str) -> AsyncIterator[Listed | Changed]:
-    """Yield all pods, then each change, for ever; where changes were missed, all of them again."""
+    """Yield all pods, then each change, for ever; where changes were missed, all of them again.
+
+    Invariant: applied in order, what is yielded gives the state that the API had at some moment, and a later one each
+    time, unless the API itself was restored from a backup.
+    """
     backoff, version, warning, failures = Backoff(), "", "", 0
     while True:
         error: ApiError | None = None

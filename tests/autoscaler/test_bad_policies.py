@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pdserve.autoscaler.forecast import holds
 from pdserve.autoscaler.loading import changes, load, reload
-from pdserve.autoscaler.pools import DAYS, Schedule
+from pdserve.autoscaler.pools import DAYS, Schedule, holds
 from pdserve.autoscaler.schema import Policy
 from pdserve.errors import ConfigError
 

@@ -5,7 +5,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from pdserve.autoscaler.forecast import bounds
+from pdserve.autoscaler.pools import bounds
 from pdserve.autoscaler.schema import Policy
 
 
