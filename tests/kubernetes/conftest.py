@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -28,3 +29,6 @@ async def definition(kube: KubeCluster) -> AsyncIterator[None]:
     yield
     if is_new:
         await kube.ask("DELETE", own)
+        async with asyncio.timeout(60):
+            while await kube.status(own) != 404:  # the next test makes it anew
+                pass

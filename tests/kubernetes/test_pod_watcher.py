@@ -18,7 +18,7 @@ from pdserve.kubernetes.watcher import PodWatcher
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import write_secret
 
-double_only = pytest.mark.skipif(bool(REAL), reason="a fault, or a node")
+double_only = pytest.mark.skipif(bool(REAL), reason="a fault, or what the server was asked")
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 

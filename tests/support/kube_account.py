@@ -42,10 +42,11 @@ def path(manifest: Manifest) -> str:
 @asynccontextmanager
 async def account(ask: Ask, namespace: str, admin: Path, file: Path) -> AsyncIterator[None]:
     """Have the account for the length of the block, and `file` as its kubeconfig. `admin`: the kubeconfig of `ask`."""
-    made = manifests(namespace)
-    for each in made:
-        await ask("POST", path(each), each)
+    made = []
     try:
+        for each in manifests(namespace):
+            await ask("POST", path(each), each)
+            made.append(each)
         await _until_bound(ask, namespace)
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
         token = await ask("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts/{NAME}/token", request)
