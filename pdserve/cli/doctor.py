@@ -98,14 +98,8 @@ async def policy_findings(policy: Path, policy_resource: str | None) -> list["Fi
 
 def cluster_checks(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
     """Check the cluster that flags name, or the one of this machine."""
-    from pdserve.doctor.machine import (
-        cluster_port_findings,
-        failed,
-        free_port_findings,
-        gather_listeners,
-        gather_taken,
-        ok,
-    )
+    from pdserve.doctor.gathering import gather_listeners, gather_taken
+    from pdserve.doctor.machine import cluster_port_findings, failed, free_port_findings, ok
     from pdserve.launch.folder import read_state, state_file
 
     if cluster.admin is None and cluster.secret_file is None and not state_file(cluster.name).exists():

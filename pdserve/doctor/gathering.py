@@ -10,12 +10,13 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from pdserve.doctor.machine import Machine, RdmaPort
+from pdserve.doctor.machine import PORTS, Machine, RdmaPort, shown_address
 from pdserve.errors import EXTRAS
 from pdserve.kernels.cpu.build import Missing, built
 from pdserve.kvtransfer.backends.ucx import RDMA_DEVICES
@@ -79,6 +80,31 @@ def gather_machine(handoff_host: str, rdma_devices: Sequence[str]) -> Machine:
         is_clock_synchronized=_is_clock_synchronized(),
         kernels_problem=str(kernels) if isinstance(kernels, Missing) else "",
     )
+
+
+def gather_listeners(pids: Mapping[str, int]) -> dict[str, frozenset[str]]:
+    """Return where these processes listen, by their name; those that have ended are left out."""
+    found: dict[str, frozenset[str]] = {}
+    for name, pid in pids.items():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            connections = psutil.Process(pid).net_connections("tcp")
+            bound = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
+            found[name] = frozenset(shown_address(at.ip, at.port) for at in bound if at)
+    return found
+
+
+def gather_taken() -> dict[int, str]:
+    """Return which of the usual ports others have on this machine, and who, as far as can be known.
+
+    What this command runs under, and a container's main process, have their own ports.
+    """
+    taken: dict[int, str] = {}
+    own = {1, *(each.pid for each in psutil.Process().parents())}
+    with suppress(psutil.AccessDenied):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port in PORTS and each.pid not in own:
+                taken[each.laddr.port] = _process_name(each.pid)
+    return taken
 
 
 def _versions() -> dict[str, str]:
@@ -176,3 +202,11 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _process_name(pid: int | None) -> str:
+    if pid is None:
+        return "a process of somebody else"
+    with suppress(psutil.Error):
+        return f"{psutil.Process(pid).name()} ({pid})"
+    return f"process {pid}"

@@ -3,11 +3,8 @@
 import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-
-import psutil
 
 from pdserve.errors import EXTRAS
 from pdserve.processor import choose_dtype, cpu_features, cpu_name
@@ -198,31 +195,6 @@ PORTS = {
 Listeners = Mapping[str, frozenset[str]]  # by process: its host:port
 
 
-def gather_listeners(pids: Mapping[str, int]) -> dict[str, frozenset[str]]:
-    """Return where these processes listen, by their name; those that have ended are left out."""
-    found: dict[str, frozenset[str]] = {}
-    for name, pid in pids.items():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            connections = psutil.Process(pid).net_connections("tcp")
-            bound = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
-            found[name] = frozenset(shown_address(at.ip, at.port) for at in bound if at)
-    return found
-
-
-def gather_taken() -> dict[int, str]:
-    """Return which of the usual ports others have on this machine, and who, as far as can be known.
-
-    What this command runs under, and a container's main process, have their own ports.
-    """
-    taken: dict[int, str] = {}
-    own = {1, *(each.pid for each in psutil.Process().parents())}
-    with suppress(psutil.AccessDenied):
-        for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port in PORTS and each.pid not in own:
-                taken[each.laddr.port] = _process_name(each.pid)
-    return taken
-
-
 def cluster_port_findings(listeners: Listeners, expected: Mapping[str, frozenset[str]]) -> Iterator[Finding]:
     """Check a cluster of this machine. `expected`: where processes must listen at least, by name."""
     for name, addresses in sorted(listeners.items()):
@@ -267,11 +239,3 @@ def _resolved(address: str) -> set[tuple[str, int]]:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(split_address(address)[0]).is_loopback
-
-
-def _process_name(pid: int | None) -> str:
-    if pid is None:
-        return "a process of somebody else"
-    with suppress(psutil.Error):
-        return f"{psutil.Process(pid).name()} ({pid})"
-    return f"process {pid}"

@@ -11,13 +11,13 @@ import pytest
 
 from pdserve.cli.doctor import cluster_checks
 from pdserve.cli.options import Operated
-from pdserve.doctor import machine
+from pdserve.doctor import gathering
+from pdserve.doctor.gathering import gather_listeners
 from pdserve.doctor.machine import (
     Finding,
     Level,
     cluster_port_findings,
     free_port_findings,
-    gather_listeners,
     shown_address,
 )
 from pdserve.doctor.settings import Settings, expiry_finding, settings_findings
@@ -103,11 +103,11 @@ def test_an_endpoint_is_compared_by_where_its_name_leads(configured: str, bound:
 def test_ports_of_the_process_that_runs_the_doctor_are_not_taken_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        monkeypatch.setitem(machine.PORTS, port, "a test")
-        look = f"from pdserve.doctor import machine; machine.PORTS[{port}] = ''; print(machine.gather_taken())"
+        monkeypatch.setitem(gathering.PORTS, port, "a test")
+        look = f"from pdserve.doctor import gathering as g; g.PORTS[{port}] = ''; print(g.gather_taken())"
         seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
         assert str(port) not in seen
-        assert port in machine.gather_taken(), "its own, and not of what it runs under"
+        assert port in gathering.gather_taken(), "its own, and not of what it runs under"
 
 
 def test_no_cluster_is_fine_and_one_that_left_its_state_behind_is_not(
