@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pdserve.errors import CommandError
 
-GROUPS = Path("/sys/fs/cgroup")
+GROUPS, PROCESSES = Path("/sys/fs/cgroup"), Path("/proc")
 PERIOD_US = 10_000
 
 
@@ -23,21 +23,40 @@ def held(pids: Sequence[int], cores: float) -> Iterator[None]:
     else:
         parent, limits = GROUPS / "cpu", {"cpu.cfs_period_us": f"{PERIOD_US}", "cpu.cfs_quota_us": f"{quota_us}"}
     group = parent / f"pdserve-bench-{os.getpid()}-{pids[0]}"
-    try:
+    with _refused(group):
+        before = {pid: _group_of(pid, parent) for pid in pids}
         group.mkdir()
-        for name, limit in limits.items():
-            (group / name).write_text(limit)
-        _move(pids, group)
-    except OSError as error:
-        raise CommandError(f"cpu_share: {group}: {error.strerror}") from error
     try:
+        with _refused(group):
+            for name, limit in limits.items():
+                (group / name).write_text(limit)
+            for pid in pids:
+                _move(pid, group)
         yield
     finally:
-        with suppress(ProcessLookupError):  # they have ended
-            _move(pids, parent)
+        for pid, place in before.items():
+            with suppress(ProcessLookupError):  # it has ended
+                _move(pid, place)
         group.rmdir()
 
 
-def _move(pids: Sequence[int], group: Path) -> None:
-    for pid in pids:
-        (group / "cgroup.procs").write_text(f"{pid}")
+@contextmanager
+def _refused(group: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"cpu_share: {group}: {error.strerror}") from error
+
+
+def _group_of(pid: int, parent: Path) -> Path:
+    """Return the group that limits a process's processors; all groups' parent where that cannot be seen from here."""
+    for line in (PROCESSES / f"{pid}" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if (parent.name if parent != GROUPS else "") in controllers.split(","):
+            found = parent / path.lstrip("/")
+            return found if found.is_dir() else parent
+    return parent
+
+
+def _move(pid: int, group: Path) -> None:
+    (group / "cgroup.procs").write_text(f"{pid}")

@@ -8,17 +8,30 @@ from pdserve.errors import CommandError
 from pdserve.measure import cpu_share
 
 
-def test_processes_are_held_in_a_group_of_their_own_and_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_are_held_in_a_group_of_their_own_and_let_go_to_where_they_were(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    moves = []
+
+    def move(pid: int, to: Path) -> None:
+        moves.append((pid, to.name))
+        if to.name == "first":
+            raise ProcessLookupError  # it has ended
+
     (tmp_path / "cgroup.controllers").touch()
-    (tmp_path / "cgroup.procs").touch()
+    for pid, place in ((7, "first"), (8, "second")):
+        (tmp_path / place).mkdir()
+        (tmp_path / "proc" / str(pid)).mkdir(parents=True)
+        (tmp_path / "proc" / str(pid) / "cgroup").write_text(f"1:name=systemd:/\n0::/{place}\n")
     monkeypatch.setattr(cpu_share, "GROUPS", tmp_path)
+    monkeypatch.setattr(cpu_share, "PROCESSES", tmp_path / "proc")
+    monkeypatch.setattr(cpu_share, "_move", move)
     with cpu_share.held([7, 8], 0.24):
-        (group,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        (group,) = tmp_path.glob("pdserve-bench-*")
         assert (group / "cpu.max").read_text() == "2400 10000"
-        assert (group / "cgroup.procs").read_text() == "8"
-        for file in group.iterdir():  # those of a real group go with it
-            file.unlink()
-    assert (tmp_path / "cgroup.procs").read_text() == "8"
+        (group / "cpu.max").unlink()  # that of a real group goes with it
+    assert moves == [(7, group.name), (8, group.name), (7, "first"), (8, "second")]
+    assert not group.exists()
 
 
 def test_where_no_group_can_be_made_the_command_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
