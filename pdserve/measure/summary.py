@@ -34,7 +34,7 @@ def shown_all(values: Percentiles | None, factor: float = 1.0, digits: int = 0) 
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
-    """Return the usual percentiles; None of no values."""
+    """Return the usual percentiles, interpolated linearly between values; None of no values."""
     known = np.fromiter(values, dtype=np.float64)
     return Percentiles(*np.percentile(known, (50, 90, 99, 100)).tolist()) if len(known) else None
 

@@ -18,7 +18,7 @@ from pdserve.worker.admission import Draining, Roles
 from pdserve.worker.messages import Load, Parts, RouterRef
 from pdserve.worker.tasks import Task
 
-EVERY_S = 10.0
+AUDIT_EVERY_S = 10.0  # between two looks for leaked pages
 
 
 def leaked_pages(pool: PagePool, claims: Iterable[Claim]) -> tuple[PageId, ...]:
@@ -50,8 +50,10 @@ def adds_up(pool: PagePool, claims: Iterable[Claim]) -> bool:
 
 
 class Auditor:
-    """Looks for leaked pages every ten seconds, and whenever a worker has nothing to do but not all its pages.
+    """Looks for leaked pages every AUDIT_EVERY_S, and whenever a worker has nothing to do but not all its pages.
 
+    Invariant: each page that is not free belongs to something that is going on. A page that belongs to nothing is
+    leaked; one that something uses without holding it could be given out under it, which no worker may go on with.
     It looks at single pages only where their numbers do not add up.
     """
 
@@ -63,7 +65,7 @@ class Auditor:
     def look(self, claims: Iterable[Claim], now_s: float, *, idle: bool) -> None:
         """Count the leaked pages anew, if that is due."""
         if idle or now_s >= self._due_s:
-            self._due_s = now_s + EVERY_S
+            self._due_s = now_s + AUDIT_EVERY_S
             claims = tuple(claims)
             self.num_leaked = 0 if adds_up(self._pool, claims) else len(leaked_pages(self._pool, claims))
 

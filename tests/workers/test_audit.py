@@ -15,7 +15,7 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.reports import Failure
 from pdserve.roles import Role
 from pdserve.worker.admission import NUM_LOOKS, NUM_STILL_LOOKS, Draining
-from pdserve.worker.load import EVERY_S, Auditor, Claim, adds_up, leaked_pages
+from pdserve.worker.load import AUDIT_EVERY_S, Auditor, Claim, adds_up, leaked_pages
 from pdserve.worker.messages import Cancelled, Command, DrainAsked, Failed, Ticked
 
 P = Peer(WorkerId("p0"), Incarnation(11))
@@ -73,15 +73,15 @@ def test_the_auditor_looks_every_ten_seconds_and_at_once_when_idle() -> None:
     auditor = Auditor(pool)
     auditor.look([], 0.0, idle=False)
     pages = taken(pool.take(3))
-    auditor.look([], EVERY_S - 0.1, idle=False)
+    auditor.look([], AUDIT_EVERY_S - 0.1, idle=False)
     assert auditor.num_leaked == 0
-    auditor.look([], EVERY_S, idle=False)
+    auditor.look([], AUDIT_EVERY_S, idle=False)
     assert auditor.num_leaked == 3
     pool.release(pages[:1])
-    auditor.look([], EVERY_S + 0.5, idle=True)
+    auditor.look([], AUDIT_EVERY_S + 0.5, idle=True)
     assert auditor.num_leaked == 2
     pool.release(pages[1:])
-    auditor.look([], EVERY_S + 1.0, idle=True)
+    auditor.look([], AUDIT_EVERY_S + 1.0, idle=True)
     assert auditor.num_leaked == 0
 
 
