@@ -74,7 +74,7 @@ def run(config: ConfigFile = None, **flags: object) -> None:
     from pdserve.measure.warm_up import warm_up
 
     target = _target(settings.name, settings.routers, settings.secret_file, settings.identity_dir)
-    run_process("autoscaler", lambda settings: serve(settings, target, warm_up), settings)
+    run_process(lambda settings: serve(settings, target, warm_up), settings)
 
 
 def end(policy: PolicyFile, name: ClusterName = "default") -> None:

@@ -9,12 +9,11 @@ import typer
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, checked_rate, objective
 from pdserve.cli.results import JsonFile, PlotFile, report, show, writable
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
-    from pdserve.capacity.long_run import Question
-if TYPE_CHECKING:
     from pdserve.autoscaler.schema import Policy
+    from pdserve.capacity.long_run import Question
     from pdserve.capacity.scaling import Scene, Slow
     from pdserve.measure.workload import Workload
 
@@ -195,7 +194,6 @@ def sim(
     from pdserve.capacity.long_run import measure
     from pdserve.capacity.planner import highest_rate
     from pdserve.capacity.shape import Shape
-    from pdserve.errors import CommandError, ConfigError
     from pdserve.measure.tables import counted
     from pdserve.router.policies import POLICIES
 

@@ -17,9 +17,8 @@ from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
 
 if TYPE_CHECKING:
-    from pdserve.launch.plan import ClusterSpec
-if TYPE_CHECKING:
     from pdserve.autoscaler.process import PoolSizes
+    from pdserve.launch.plan import ClusterSpec
 
 
 class Platform(StrEnum):
@@ -180,7 +179,7 @@ def up(
     worker takes one of its own: the first one's port is as given, each further worker's is one higher; of a path, it
     ends in the worker's name.
     """
-    from pdserve.cli.processes import read_cluster
+    from pdserve.cli.cluster_file import read_cluster
     from pdserve.cli.running import Terminal, serve_until_signal
 
     given = _given(flags)
@@ -238,7 +237,6 @@ def status(
     who know the cluster's secret: --admin and --secret-file.
     """
     from pdserve.cli.status import show_status
-    from pdserve.errors import ConfigError
 
     if endpoint is not None:
         from pdserve.cli.status import show_public_status
@@ -278,7 +276,6 @@ def logs(
     """Show what the processes of a cluster of this machine logged. Logs outlive their cluster until its next start."""
     import os
 
-    from pdserve.errors import ConfigError
     from pdserve.launch.folder import runtime_dir
 
     files = sorted((runtime_dir(name) / "logs").glob(f"{process}.log"))

@@ -36,7 +36,6 @@ from pdserve.processor import read_cpu_info
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
-from pdserve.telemetry import configure_logging
 from pdserve.wire import ROLE_NUMBERS, layout_to_proto
 from pdserve.worker.admission import Rules
 from pdserve.worker.boot import Engine, build_engine, device_name, open_model
@@ -91,7 +90,6 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str 
     """
     check_addresses(config)
     check_network(config)
-    configure_logging(config.worker_id, config.log_level, config.log_format)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
     _name_process(config.termination_message_file, incarnation)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)

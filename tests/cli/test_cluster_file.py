@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import running
-from pdserve.cli.processes import read_cluster
+from pdserve.cli.cluster_file import read_cluster
 from pdserve.errors import ConfigError
 from pdserve.launch.plan import ClusterSpec, Wiring, WorkerPlans, plan
 
