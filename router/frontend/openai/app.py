@@ -76,6 +76,9 @@ class App:
                 await serve(scope, body, send)
         except (HttpError, DeniedError, OverLimitError, RequestError, ValueError) as error:
             await _end(error_of(error), scope, send)
+        finally:
+            for name in ("connection", "cycle"):  # which have this scope: nothing is left to Python's collector
+                scope["state"].pop(name, None)
 
 
 def _again(body: bytes) -> Receive:

@@ -96,10 +96,7 @@ class Generator:
                 await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"])
             await reply.run(send)
         except (HttpError, RequestError, DeniedError, OverLimitError) as error:
-            shown = error_of(error)
-            filters.rename(shown, constrained_by)
-            shown.headers = (*shown.headers, *reply.headers)
-            raise shown from None
+            raise _shown_error(error, constrained_by, reply.headers) from None  # in no variable: it has this frame
         finally:
             reply.close(self._intake)
 
@@ -162,6 +159,13 @@ def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
         prompt_logprobs=asked.prompt_logprobs is not None,
         answer=answer,
     )
+
+
+def _shown_error(error: Exception, constrained_by: str, headers: Iterable[Header]) -> HttpError:
+    shown = error_of(error)
+    filters.rename(shown, constrained_by)
+    shown.headers = (*shown.headers, *headers)
+    return shown
 
 
 def _num_choices(request: inference.GenerateRequest) -> int:

@@ -92,6 +92,7 @@ class Reply:
         for part in self.parts:
             if part.answer is not None:
                 intake.leave(part.answer)
+        self.parts = []  # which have this reply: nothing is left to Python's collector
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
         """Take what a part gained, and its end; return whether it may give more at once."""
@@ -186,10 +187,13 @@ class Stream(Reply):
     async def run(self, send: Send) -> None:
         """Let the response be written; HttpError where a part ended without its answer before anything was written."""
         del send
+        if self._is_lost:
+            return
         self._is_opened = True
         if self._unsent:
-            self._write(self._unsent)
-            self.resume()
+            data, self._unsent = self._unsent, b""
+            if self._write(data):
+                self.resume()
         elif self._begins_at_once and self.refusal is None:
             self._put(KEEP_ALIVE)
         await self._news.wait()

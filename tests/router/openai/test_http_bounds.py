@@ -1,8 +1,10 @@
 """Nothing that a client does, or leaves undone, holds more than its share: each test ends with an idle router."""
 
 import asyncio
+import gc
 import json
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +14,7 @@ from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
 
 from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai import connection, reply
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
@@ -203,6 +206,35 @@ async def test_what_comes_in_the_turn_of_a_lost_connection_is_dropped(
     await door.router.until_idle()
 
 
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_nothing_is_written_to_a_client_that_left_while_its_prompts_were_opened(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_open, is_lost = asyncio.Event(), asyncio.Event()
+    open_part, lose = reply.Stream.open, reply.Stream.lost
+
+    async def opened(stream: reply.Stream, *part: Any) -> None:  # noqa: ANN401
+        await open_part(stream, *part)
+        is_open.set()
+        await is_lost.wait()
+
+    def lost(stream: reply.Stream) -> None:
+        lose(stream)
+        is_lost.set()
+
+    monkeypatch.setattr(reply.Stream, "open", opened)
+    monkeypatch.setattr(reply.Stream, "lost", lost)
+    door = await start_http()
+    door.router.workers["p0"].is_paused = True
+    async with connected(door) as (_, writer):
+        asked = request(prompt=["hello", "abc"], stream=True)
+        writer.write(asked.replace(b"host: x\r\n", b"host: x\r\nx-begin: at-once\r\n"))
+        await is_open.wait()
+    await is_lost.wait()
+    await door.router.until_idle()
+    assert [each.message for each in caplog.records if each.name.startswith("uvicorn")] == []
+
+
 async def test_silence_is_broken_by_comments(start_http: StartHttp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reply, "KEEP_ALIVE_S", 0.05)
     door = await start_http()
@@ -242,6 +274,51 @@ async def test_requests_in_a_row_and_behind_each_other_share_a_connection(start_
             await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         writer.write(request(prompt="hello", max_tokens=2))
         assert b'"finish_reason":"length"' in await reader.readuntil(b'"pdserve"')
+
+
+async def test_a_client_that_leaves_during_its_second_stream_cancels_it(start_http: StartHttp) -> None:
+    door = await start_http()
+    decode = door.router.workers["d0"]
+    decode.max_step = 3
+    async with connected(door) as (reader, writer):
+        one = [request(prompt="hello", max_tokens=number, stream=True) for number in (2, 100)]
+        writer.write(b"".join(one))
+        await reader.readuntil(b"data: [DONE]\n\n")
+        await reader.readuntil(b'"text":"')
+        await decode.until(lambda: len(decode.decodes) == 2)
+    await decode.until(lambda: bool(decode.cancels))
+    await door.router.until_idle()
+
+
+async def test_a_stream_ends_a_connection_that_its_client_does_not_keep(start_http: StartHttp) -> None:
+    door = await start_http()
+    asked = request(prompt="hello", max_tokens=2, stream=True)
+    shown = await answer_to(door, asked.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n"))
+    assert b"\r\nconnection: close\r\n" in shown.partition(b"\r\n\r\n")[0]
+    assert shown.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("asked", [{"stream": True}, {"stream": False}, {"prompt": [999_999]}])
+async def test_what_served_a_request_is_gone_without_a_look_for_cycles(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, asked: dict[str, object]
+) -> None:
+    served: list[weakref.ref[object]] = []
+    close = reply.Reply.close
+
+    def closed(of: reply.Reply, intake: Intake) -> None:
+        close(of, intake)
+        served.extend(weakref.ref(each) for each in (of, of.connection, of.connection.cycle))
+
+    monkeypatch.setattr(reply.Reply, "close", closed)
+    door = await start_http()
+    gc.disable()
+    try:
+        one = request(**{"prompt": "hello", "max_tokens": 2, **asked})
+        await answer_to(door, one.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n"))
+        await door.router.until_idle()
+        assert [each() for each in served] == [None] * 3
+    finally:
+        gc.enable()
 
 
 async def test_a_ledger_begins_when_the_last_of_its_request_is_read(start_http: StartHttp) -> None:
