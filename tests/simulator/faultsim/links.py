@@ -110,9 +110,10 @@ class SimLinks:
         if message.HasField("welcome"):
             self._handle(attaching.Welcomed(router))
         else:
-            event = wire.event(message, router, self._owner.world.now)
-            if event is not None:
-                self._report(event)
+            for each in (message, *message.more):
+                event = wire.event(each, router, self._owner.world.now)
+                if event is not None:
+                    self._report(event)
 
     def _registration(self) -> link.AttachRequest:
         self._register.age_ms = round(1000 * (self._owner.world.now - self._owner.started_s))
