@@ -35,7 +35,11 @@ class Flow:
 
 
 async def until_read() -> None:
-    """Return when everything that this process's TCP sockets have received by now has been read."""
+    """Return when everything that this process's TCP sockets have received by now has been read.
+
+    A process that has ended writes no more. But over TCP, what it had written may still wait in a socket here: a page
+    is not safe before that has been read. (Seen: 4 MiB that landed up to 20 ms after a frozen receiver was thawed.)
+    """
     waiting = {number: each.received for number, each in _flows().items() if each.num_unread}
     while waiting:
         await asyncio.sleep(LOOK_AGAIN_S)

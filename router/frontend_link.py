@@ -16,7 +16,7 @@ from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
-from pdserve.router.frontend.backend import Ended, Standing
+from pdserve.router.frontend.backend import RequestEnd, Standing
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.hub import Hub
 from pdserve.token_ids import ALL_IDS
@@ -114,7 +114,7 @@ class FrontendLink:
 
     def _count(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: list[int]) -> None:
         slo_s = event.ttft_slo_s, event.tpot_slo_s
-        self._hub.outcomes.end(Ended(event.request_id, event.priority, slo_s, outcome, finish_reasons))
+        self._hub.outcomes.end(RequestEnd(event.request_id, event.priority, slo_s, outcome, finish_reasons))
 
     def _take_use(
         self, message: messages.Begin | messages.Spend | messages.Done | messages.Keep | messages.Deny

@@ -11,7 +11,7 @@ from pdserve.roles import Role
 from pdserve.router.because import Cause
 from pdserve.router.commands import Finished
 from pdserve.router.core import RouterCore
-from pdserve.router.frontend.backend import Ended
+from pdserve.router.frontend.backend import RequestEnd
 from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.placements import DONE
@@ -52,7 +52,7 @@ class Ends:
     def reject(self, status: Status) -> None:
         self._invalid[status] += 1
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: RequestEnd) -> None:
         """Count a request that is valid."""
         outcome, priority, slo_s = ended.outcome, ended.priority, ended.slo_s
         if isinstance(outcome, Finished):

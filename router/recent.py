@@ -16,6 +16,12 @@ from pdserve.router.request import Request
 from pdserve.router.timeline import Ledger, Timeline, Usage
 from pdserve.values import value
 
+MAX_ENDED = 256
+MAX_HAPPENINGS = 256
+MAX_SECONDS = 300
+MAX_TEXT = 1000  # characters of a happening
+_TOGETHER_S = 5.0  # in which a happening that repeats itself is one with a count
+
 
 @value
 class Verdict:
@@ -42,7 +48,11 @@ def judge(slo_s: tuple[float | None, float | None], outcome: Finished | Refused)
 
 
 class DemandCounts:
-    """Demand since the router's start."""
+    """Demand since the router's start.
+
+    Invariant: each request is counted once when it arrives, once in `prompts` when it is first placed or ends unplaced,
+    and once when it ends.
+    """
 
     def __init__(self) -> None:
         self._sums = Counter[str]()  # by the fields of Demand
@@ -74,13 +84,6 @@ class DemandCounts:
 
     def counted(self) -> Demand:
         return Demand(prompts=tuple(self._prompts), answers=tuple(self._answers), **self._sums)
-
-
-MAX_ENDED = 256
-MAX_HAPPENINGS = 256
-MAX_SECONDS = 300
-MAX_TEXT = 1000  # characters of a happening
-_TOGETHER_S = 5.0  # in which a happening that repeats itself is one with a count
 
 
 class Kind(StrEnum):

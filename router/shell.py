@@ -24,7 +24,7 @@ from pdserve.rpc import DISMISSED_STATUS, abort
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096  # messages to one worker
-TOGETHER_BYTES = 262_144  # from which on no more messages are written together
+TOGETHER_BYTES = 262_144  # from which on no more messages are written together; not tuned
 REGISTER_TIMEOUT_S = 10.0
 MAX_PAIRS = 4096  # shown of one worker
 STREAM_ENDED = "its stream ended"

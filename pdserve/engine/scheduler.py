@@ -135,7 +135,7 @@ class Scheduler:
         """Return the next step, or None if there is nothing to compute.
 
         While a step runs, also None where the next one needs its tokens, or pages that only preemption frees. A brief
-        step computes one page of prompts at most, which takes less than twice as long as its decoding.
+        step computes one page of prompts at most, whatever it decodes.
         """
         if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")

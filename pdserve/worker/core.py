@@ -28,7 +28,8 @@ from pdserve.worker.messages import Command, Event, Failed, Reported
 from pdserve.worker.moves import Moves
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
-CUT_OVER_S = 0.5  # from the offer of its pages to its coming a move takes less, but for many pages or a slow pair
+# From the offer of its pages to its coming a move takes less, but for many pages or a slow pair. Not tuned.
+CUT_OVER_S = 0.5
 
 
 class WorkerCore:

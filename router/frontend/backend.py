@@ -59,7 +59,7 @@ class Tenants(Protocol):
 
 
 @value
-class Ended:
+class RequestEnd:
     """A valid request that has ended, and why each of its continuations finished."""
 
     request_id: RequestId
@@ -75,7 +75,7 @@ class Outcomes(Protocol):
     def reject(self, status: Status) -> None:
         """Count a request that is not valid."""
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: RequestEnd) -> None:
         """Count a request that is valid."""
 
 

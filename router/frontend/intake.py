@@ -12,7 +12,7 @@ from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Client
-from pdserve.router.frontend.backend import Backend, Ended
+from pdserve.router.frontend.backend import Backend, RequestEnd
 from pdserve.router.frontend.clients import Clients, OverLimitError, Visit
 from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
@@ -148,7 +148,7 @@ class Intake:
         if outcome is not None:
             terms = answer.terms
             slo_s = terms.ttft_slo_s, terms.tpot_slo_s
-            ended = Ended(answer.request_id, terms.priority, slo_s, outcome, answer.finish_reasons)
+            ended = RequestEnd(answer.request_id, terms.priority, slo_s, outcome, answer.finish_reasons)
             self.backend.outcomes.end(ended)
 
     def max_model_len(self) -> int:

@@ -18,7 +18,7 @@ from pdserve.router.desk import Answer
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
-from pdserve.router.frontend.backend import Abort, Ended, EngineState, Standing
+from pdserve.router.frontend.backend import Abort, EngineState, RequestEnd, Standing
 from pdserve.router.frontend.channel import Channel
 from pdserve.token_ids import pack
 
@@ -205,7 +205,7 @@ class _Outcomes:
     def reject(self, status: Status) -> None:
         self._channel.post(messages.Rejected(status))
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: RequestEnd) -> None:
         outcome = ended.outcome
         refused = outcome if isinstance(outcome, Refused) else None
         num_tokens = outcome.usage.completion_tokens if isinstance(outcome, Finished) else 0

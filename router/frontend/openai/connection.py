@@ -16,6 +16,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pdserve.router.frontend.openai.errors import Header, HttpError
 from pdserve.rpc import MAX_CONNECTIONS
 
+MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that may be told so
+MAX_HEAD_BYTES = 65_536
+HEAD_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 60.0
+LOOK_S = 15.0  # between two looks at the peer
+IDLE_TIMEOUT_S = 75  # between requests
 STALLED_S = 300.0  # in which a peer has to take something of what waits for it
 GONE_S = 30.0  # since a peer's last word, where it answers neither data nor probes
 MAX_UNANSWERED = 2  # of either: a first one may be on its way
@@ -25,7 +31,12 @@ INFO = struct.Struct("=2xBB52xI60xQ16xI")
 
 
 class Peer:
-    """One connection's."""
+    """Whether the other end of a connection still reads, by what TCP knows of it.
+
+    What waits in this process says little: kernels hold megabytes, and a receiver whose window was full opens it again
+    only once tens of kilobytes were read, which takes minutes where a few hundred bytes a second are. Linux alone is
+    asked; elsewhere each peer counts as one that reads.
+    """
 
     def __init__(self, tcp: socket.socket | None, now_s: float) -> None:
         self._tcp = tcp if TCP_INFO is not None else None
@@ -51,14 +62,6 @@ class Peer:
             self._num_taken, self._taken_s = num_taken, now_s
         is_gone = max(num_sent_again, num_probes) >= MAX_UNANSWERED and silent_ms >= GONE_S * 1e3
         return not is_gone and now_s - self._taken_s < STALLED_S
-
-
-MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that may be told so
-MAX_HEAD_BYTES = 65_536
-HEAD_TIMEOUT_S = 10.0
-BODY_TIMEOUT_S = 60.0
-LOOK_S = 15.0  # between two looks at the peer
-IDLE_TIMEOUT_S = 75  # between requests
 
 
 class Reply(Protocol):

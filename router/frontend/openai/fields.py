@@ -1,4 +1,4 @@
-"""The fields of requests over HTTP: OpenAI's, and those that vLLM's clients send besides.
+"""The fields of requests over HTTP: OpenAI's, and those that vLLM's clients send besides; and both in /openapi.json.
 
 A null is as good as a field that is left out. Unknown fields are accepted; `ignored` names them for a header.
 """

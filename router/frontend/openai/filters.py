@@ -1,5 +1,6 @@
-"""Where an answer's text becomes something else than content: tool calls, reasoning.
+"""What requests ask of an answer's form, and where its text becomes something else than content: tool calls, reasoning.
 
+`plan` checks a request's tools and constraints, writes what the answer is to match, and says how its text is filtered.
 A filter belongs to one choice of one response. Deltas are as in OpenAI's chunks: `{"content": ...}`,
 `{"reasoning_content": ...}`, `{"tool_calls": [{"index": 0, ...}]}`.
 """

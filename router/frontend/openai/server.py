@@ -25,6 +25,7 @@ from pdserve.rpc import HANDSHAKE_TIMEOUT_S
 from pdserve.watched import Watched
 
 MAX_HANDSHAKES = 512  # with one more the oldest ends: an honest client's takes milliseconds
+BACKLOG = 1024
 SHUTDOWN_TIMEOUT_S = 3600.0  # to flush, and to end TLS: whoever takes nothing is cut off by `Connection`
 
 
@@ -122,9 +123,6 @@ class RotatingContext:
         if pair is not self._pair:
             self._pair, self.shown = pair, self._made()
         connection.context = self.shown
-
-
-BACKLOG = 1024
 
 
 @asynccontextmanager
