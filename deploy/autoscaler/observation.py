@@ -31,6 +31,14 @@ class Replica:
     kv_tokens: int = 0  # of the sequences that it runs
 
 
+def sequences_of(role: Role, num_running: int, num_waiting: int) -> int:
+    """Return how many sequences of a replica count as its own, so that all replicas count each one once.
+
+    What waits for pages in decode is also in the load of the worker that computes its prompt, or that moves it.
+    """
+    return num_running + (0 if role is Role.DECODE else num_waiting)
+
+
 @value
 class Capacity:
     """What one replica of a role holds at most."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pdserve.autoscaler.actuator import Held
-from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
+from pdserve.autoscaler.observation import Capacity, Observation, Replica, State, sequences_of
 from pdserve.demand import Demand
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -55,11 +55,9 @@ class Observer:
         return replicas
 
     def _replica(self, at_s: float, held: Held, worker: admin.WorkerStatus | None) -> Replica:
-        state, role, load, num_sequences = held.state, held.role, link.Heartbeat(), 0
+        state, role, load = held.state, held.role, link.Heartbeat()
         if worker is not None:
             role, load = ROLES.get(worker.registration.role, role), worker.load
-            # What waits for pages in decode is also in the load of the worker that computes its prompt, or moves it.
-            num_sequences = load.num_running + (0 if role is Role.DECODE else load.num_waiting)
             if load.draining:
                 state = State.DRAINING
             elif state is State.STARTING and worker.registration.ready:
@@ -69,7 +67,7 @@ class Observer:
             role=role,
             state=state,
             since_s=self._since_s.get((held.name, state), at_s),
-            num_sequences=num_sequences,
+            num_sequences=sequences_of(role, load.num_running, load.num_waiting),
             waiting_tokens=load.waiting_tokens,
             kv_tokens=load.kv_tokens,
         )

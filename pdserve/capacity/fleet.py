@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.autoscaler.actuator import ActuatorError
 from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
-from pdserve.autoscaler.observation import Replica, State
+from pdserve.autoscaler.observation import Replica, State, sequences_of
 from pdserve.capacity.cluster import SimCluster
 from pdserve.capacity.worker import Builder, SimWorker
 from pdserve.errors import CommandError
@@ -214,7 +214,8 @@ def _replica(member: _Member, load: Load | None) -> Replica:
     known = member.name, member.role, member.state, member.since_s
     if load is None:
         return Replica(*known)
-    return Replica(*known, load.num_running + load.num_waiting, load.waiting_tokens, load.kv_tokens)
+    num_sequences = sequences_of(member.role, load.num_running, load.num_waiting)
+    return Replica(*known, num_sequences, load.waiting_tokens, load.kv_tokens)
 
 
 def replica_seconds(history: Sequence[Sizes], until_s: float) -> Mapping[Role, float]:
