@@ -188,7 +188,8 @@ async def test_a_line_is_logged_for_each_request_that_is_not_admitted(
     for _ in range(2):
         request = inference.GenerateRequest(text="", request_label="mine", traceparent=CLIENT.traceparent)
         await error_of(router.inference.Generate(request, metadata=metadata))
-    written = [json.loads(JsonFormatter("router").format(record)) for record in caplog.records]
+    records = [record for record in caplog.records if record.name == "pdserve.router.frontend.records"]
+    written = [json.loads(JsonFormatter("router").format(record)) for record in records]
     same = {"tenant": "acme", "label": "mine", "trace_id": CLIENT.trace_id}
     assert written[0].items() >= {**same, "status": "INVALID_ARGUMENT"}.items()
     assert "text: it is empty" in written[0]["message"]
