@@ -15,6 +15,9 @@ class Role(StrEnum):
         return self is pool or self is Role.MIXED
 
 
+POOLS = (Role.PREFILL, Role.DECODE)
+
+
 def lacks_pages(role: Role, num_pages: int, num_longest: int) -> str:
     """Return why a worker cannot take a role with a pool of `num_pages`, or nothing.
 

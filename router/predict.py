@@ -31,8 +31,8 @@ _MOST_MEDIAN = 2.0
 # Of a sequence: its last one is half full, and one is kept for it to grow into. And the share of all that may be used:
 # answers are longer than their mean, too. With 1 page and all of them, pools that grow under load attain up to 6 points
 # less.
-_PAGES_BESIDE = 1.5
-_USABLE_SHARE = 0.95
+PAGES_BESIDE = 1.5
+USABLE_SHARE = 0.95
 
 
 @value
@@ -303,9 +303,9 @@ class Predictor:
             return None if prompt.num_tokens + width <= worker.kv_capacity else Cause.PAGES
         if present + width > worker.registration.max_num_seqs:
             return Cause.ROWS
-        answer_tokens = self.lengths.mean_tokens * (present / 2 + width) + _PAGES_BESIDE * page_size * (present + width)
+        answer_tokens = self.lengths.mean_tokens * (present / 2 + width) + PAGES_BESIDE * page_size * (present + width)
         missing = prompt.num_tokens - prompt.cached.get(worker.link, 0)
-        is_full = worker.kv_tokens + prompt.num_tokens + answer_tokens > _USABLE_SHARE * worker.kv_capacity
+        is_full = worker.kv_tokens + prompt.num_tokens + answer_tokens > USABLE_SHARE * worker.kv_capacity
         return Cause.PAGES if is_full or -(-missing // page_size) + width > worker.num_free_pages else None
 
 

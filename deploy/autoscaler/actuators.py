@@ -53,11 +53,8 @@ class RayActuator(_Ordering):
 
 
 class ScaleTarget(Section):
-    """A workload of Kubernetes whose scale is set."""
+    """A Deployment of Kubernetes whose scale is set; of no other workload can the pod be chosen that is removed."""
 
-    kind: Literal["Deployment"] = Field(
-        default="Deployment", description="Its kind; only of a Deployment can the pod be chosen that is removed."
-    )
     name: Name = Field(description="Its name.")
 
 
@@ -68,8 +65,8 @@ class KubernetesActuator(_Ordering):
         default="kubernetes", description="Pods of two deployments of Kubernetes, whose scale is set."
     )
     namespace: Name = Field(default="default", description="Namespace of both workloads.")
-    prefill: ScaleTarget = Field(description="Workload of the prefill pool.")
-    decode: ScaleTarget = Field(description="Workload of the decode pool.")
+    prefill: ScaleTarget = Field(description="Deployment of the prefill pool.")
+    decode: ScaleTarget = Field(description="Deployment of the decode pool.")
     lease: Name = Field(
         default="pdserve-autoscaler",
         description="Name of the Lease whose holder decides, where several autoscalers run.",

@@ -41,17 +41,6 @@ class Flip:
 Action = Add | Drain | Flip
 
 
-def effects(action: Action, pool: Role) -> dict[Role, int]:
-    """Return by how much an order of a pool's changes the size of each pool."""
-    match action:
-        case Add(_, role):
-            return {role: 1}
-        case Drain():
-            return {pool: -1}
-        case Flip(_, role):
-            return {role: 1, other(role): -1}
-
-
 def other(pool: Role) -> Role:
     """Return the pool beside a pool."""
     return Role.DECODE if pool is Role.PREFILL else Role.PREFILL

@@ -130,8 +130,8 @@ def _acting(actuator: Actuator, *, advisory: bool) -> str:
             return f"Replicas are actors of Ray's namespace {namespace}{_of_ray(actuator)}."
         case KubernetesActuator(namespace=namespace, prefill=prefill, decode=decode):
             return (
-                f"Replicas are pods of {prefill.kind} {prefill.name} and {decode.kind} {decode.name} in namespace "
-                f"{namespace}, whose scale is set."
+                f"Replicas are pods of the Deployments {prefill.name} and {decode.name} in namespace {namespace}, "
+                "whose scale is set."
             )
         case PublishActuator():
             return "Nothing is carried out: the sizes are published on /metrics, for HPA or KEDA to act on."

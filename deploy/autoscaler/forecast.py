@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from itertools import product
 from math import sqrt
 from statistics import NormalDist
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from pdserve.autoscaler.schema import ForecasterKind
 from pdserve.values import value
 
-Kind = Literal["last", "holt-winters", "kalman"]
 _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _KEPT = 0.95  # weight of an error, for each one after it
@@ -46,8 +46,8 @@ class Forecaster(Protocol):
         """Return the rate so many intervals after the last one. None is negative."""
 
 
-def new_forecaster(kind: Kind, quantile: float, season: int = 0) -> Forecaster:
-    """Return a forecaster; `season`: intervals after which demand recurs, 0 for never."""
+def new_forecaster(kind: ForecasterKind, quantile: float, season: int) -> Forecaster:
+    """Return a forecaster; `season`: intervals after which demand recurs, which holt-winters needs."""
     z = NormalDist().inv_cdf(quantile)
     if kind == "last":
         return Last(z)
@@ -153,7 +153,7 @@ class HoltWinters:
         self._alpha, self._beta, self._gamma = smoothing[:, 0], smoothing[:, 1], smoothing[:, 2]
         size = len(smoothing)
         self._level, self._slope = np.zeros(size), np.zeros(size)
-        self._season = np.zeros((max(1, season), size))
+        self._season = np.zeros((season, size))
         self._first: list[float] = []  # season
         self._likeliest = _Likeliest(size)
         self._num_observed = 0
@@ -161,19 +161,19 @@ class HoltWinters:
     def observe(self, rate: float) -> None:
         if not self._num_observed:
             self._level += rate
-        place = self._num_observed % max(1, self._length)
+        place = self._num_observed % self._length
         error = rate - (self._level + self._slope + self._season[place])
         if self._num_observed:
             self._likeliest.observe(error, np.ones(len(error)), rate)
         self._level = self._level + self._slope + self._alpha * error
         self._slope = self._slope + self._alpha * self._beta * error
         self._num_observed += 1
-        if self._num_observed > self._length and self._length:
+        if self._num_observed > self._length:
             self._season[place] += self._gamma * (1 - self._alpha) * error
-        elif self._length:
+        else:
             self._first.append(rate)
-            if self._num_observed == self._length:
-                self._begin_season(self._first)
+        if self._num_observed == self._length:
+            self._begin_season(self._first)
 
     def _begin_season(self, first: Sequence[float]) -> None:
         """Take the first season for what recurs, about its mean."""
@@ -186,13 +186,13 @@ class HoltWinters:
     def forecast(self, steps: float) -> Forecast:
         place, noise = self._likeliest.best(float(self._level[0]))
         ahead = max(1, round(steps))
-        season = self._season[(self._num_observed + ahead - 1) % max(1, self._length)][place]
+        season = self._season[(self._num_observed + ahead - 1) % self._length][place]
         mean = self._level[place] + steps * self._slope[place] + season
         alpha, beta, gamma = (float(each[place]) for each in (self._alpha, self._beta, self._gamma))
         growth = 1.0
         for step in range(1, ahead):
             part = alpha * (1 + beta * step)
-            if self._length and step % self._length == 0:
+            if step % self._length == 0:
                 part += gamma * (1 - alpha)
             growth += part**2
         return _bounded(float(mean), noise * growth, self._z)

@@ -46,7 +46,6 @@ class Capacity:
     kv_tokens: int
     max_num_seqs: int
     step_tokens: int  # that a step computes
-    num_devices: int = 1
     page_tokens: int = 1
 
 

@@ -60,7 +60,7 @@ class Orders:
     """Orders of both pools."""
 
     def __init__(self) -> None:
-        self._in_flight: dict[Role, _Order] = {}  # a flip under both pools
+        self._in_flight: dict[Role, _Order] = {}  # what changes both pools under both
         self._owed: dict[tuple[Role, int], _Order] = {}  # by pool and direction, 1 or -1
         self._troubles: dict[tuple[Role, int], _Trouble] = {}
         self._outcomes: list[Outcome] = []
@@ -88,7 +88,7 @@ class Orders:
         """Compare what was ordered with what is there."""
         for pool, order in list(self._in_flight.items()):
             if self._in_flight.get(pool) is not order:
-                continue  # a flip, that has just ended
+                continue  # of both pools, and has just ended
             result = _seen(order.action, replicas)
             if result is None and at_s - order.at_s > late_s[pool]:
                 result = Result.LATE

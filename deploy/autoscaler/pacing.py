@@ -10,7 +10,7 @@ waits twice as long before the next one, so that noise about a limit between two
 from collections import deque
 from math import ceil
 
-from pdserve.autoscaler.pools import Behavior, ScalingRules
+from pdserve.autoscaler.pools import MAX_REPLICAS, Behavior, ScalingRules
 from pdserve.values import value
 
 _MOST_PATIENCE = 8  # times the window of scaleDown
@@ -92,7 +92,7 @@ class Pacing:
     def needed(self, at_s: float) -> int:
         """Return how many replicas a pool needs at this moment, with its margin, and those that it has to keep."""
         floor = max((limit for until_s, limit in self._floors if until_s > at_s), default=0)
-        return max(floor, self._wanted[-1][1].shrink_above) if self._wanted else _MOST_CHANGES
+        return max(floor, self._wanted[-1][1].shrink_above) if self._wanted else MAX_REPLICAS
 
     def shrunk(self, size: int, at_s: float) -> tuple[int, str]:
         """Return the size that a pool may shrink to, its own if it is not to, and what keeps it from less."""

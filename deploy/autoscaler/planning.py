@@ -10,15 +10,15 @@ from dataclasses import replace
 
 from pdserve.autoscaler import urgent
 from pdserve.autoscaler.decisions import Binds
-from pdserve.autoscaler.forecast import Forecaster, new_forecaster
+from pdserve.autoscaler.forecast import new_forecaster
 from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.pacing import Wanted
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.sizing import POOLS, Bounds, Sized, Sizer
+from pdserve.autoscaler.sizing import Bounds, Sized, Sizer
 from pdserve.autoscaler.traffic import Fading, Traffic, mean
 from pdserve.autoscaler.urgent import Misses
 from pdserve.demand import Demand
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.values import value
 
 _LEAST_MIXTURE_S = 60.0  # over which lengths are counted at least
@@ -57,8 +57,9 @@ class Planner:
         self._interval = Fading(1e9)  # counts alone
         self._refused = dict.fromkeys(POOLS, 0.0)  # of late, by the pool that lacked something
         self._serving = dict.fromkeys(POOLS, 0.0)  # replicas, for each request of late
-        self._tokens = dict.fromkeys(POOLS, (0.0, 0.0))  # a second, forecast: the mean and the quantile
         self._misses = Misses()
+        guesses_s = {pool: policy.pools.of(pool).startup_s for pool in POOLS}
+        self._tokens = self._forecast(guesses_s)  # a second; none where nothing is known of earlier
 
     def _take_in(self, computed: float, answered: float) -> None:
         self._forecasters[Role.PREFILL].observe(computed)
@@ -82,14 +83,15 @@ class Planner:
         answer = 0.0 if mixture is None else mean(mixture.answers)
         self._take_in(self._interval.computed_tokens / self._interval.seconds, self._interval.rate * answer)
         self._is_warm, self._interval = True, Fading(1e9)
-        for pool in POOLS:
-            self._tokens[pool] = self._forecast(self._forecasters[pool], startup_s[pool])
+        self._tokens = self._forecast(startup_s)
 
-    def _forecast(self, forecaster: Forecaster, startup_s: float) -> tuple[float, float]:
-        """Return the greatest rate up to the horizon: what is ordered at its end has to be there before."""
-        horizon_s = self.policy.forecaster.horizon_s or startup_s + self._interval_s
-        nearest, furthest = forecaster.forecast(1.0), forecaster.forecast(max(1.0, horizon_s / self._interval_s))
-        return max(nearest.mean, furthest.mean), max(nearest.upper, furthest.upper)
+    def _forecast(self, startup_s: Mapping[Role, float]) -> Mapping[Role, float]:
+        """Return the greatest rate up to each horizon: what is ordered at its end has to be there before."""
+        ahead_s = {pool: self.policy.forecaster.horizon_s or startup_s[pool] + self._interval_s for pool in POOLS}
+        return {
+            pool: max(known.forecast(steps).upper for steps in (1.0, max(1.0, ahead_s[pool] / self._interval_s)))
+            for pool, known in self._forecasters.items()
+        }
 
     def plan(
         self,
@@ -119,7 +121,7 @@ class Planner:
         missed = self._missed(sizes, best.replicas, bounds)
         for pool in POOLS:
             size = best.replicas[pool]
-            pressing = 0 if is_split else self._pressing(pool, seen, expected, startup_s[pool])
+            pressing = 0 if is_split else self._pressing(pool, seen, expected, startup_s[pool], ups[pool])
             kept = max(upper.replicas[pool], size, pressing, self._signalled(pool, seen, downs[pool]))
             if pressing > size:
                 binds[pool] = Binds.WAITING
@@ -162,8 +164,8 @@ class Planner:
         """Return a sizer for what is forecast, times a margin, or for what surely comes now if that is more."""
         prompts, answers = self._present.sure_rates(mixture)
         forecast = {
-            Role.PREFILL: self._tokens[Role.PREFILL][1] / max(1.0, mean(mixture.prompts)),
-            Role.DECODE: self._tokens[Role.DECODE][1] / max(1.0, mean(mixture.answers)),
+            Role.PREFILL: self._tokens[Role.PREFILL] / max(1.0, mean(mixture.prompts)),
+            Role.DECODE: self._tokens[Role.DECODE] / max(1.0, mean(mixture.answers)),
         }
         traffic = replace(
             mixture,
@@ -172,7 +174,9 @@ class Planner:
         )
         return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities, self._misses.odds), traffic
 
-    def _pressing(self, pool: Role, seen: Observation, expected: tuple[Sizer, Traffic], startup_s: float) -> int:
+    def _pressing(
+        self, pool: Role, seen: Observation, expected: tuple[Sizer, Traffic], startup_s: float, margin: float
+    ) -> int:
         """Return the size that what waits, runs, was lost and is signalled asks for at this moment."""
         sizer, mixture = expected
         objectives = self.policy.objectives
@@ -190,14 +194,11 @@ class Planner:
             if pool is Role.DECODE:
                 coming = [each for each in seen.replicas if not each.role.is_in(pool)]
                 waits = urgent.for_batches(replicas, coming, sizer.decode.most, seen.capacities[pool])
-        return max(waits, lost, self._signalled(pool, seen, 1 / (1 + self._up_tolerance(pool))))
-
-    def _up_tolerance(self, pool: Role) -> float:
-        return self.policy.pools.of(pool).behavior.scale_up.tolerance
+        return max(waits, lost, self._signalled(pool, seen, margin))
 
     def _signalled(self, pool: Role, seen: Observation, margin: float) -> int:
         signals = self.policy.pools.of(pool).signals
-        return urgent.for_signals(signals, urgent.ready(seen.replicas, pool), seen, pool, margin) if signals else 0
+        return urgent.for_signals(signals, urgent.ready(seen.replicas, pool), seen, pool, margin)
 
     def _seen_text(self, seen: Observation) -> str:
         present = self._present.traffic()
@@ -218,7 +219,7 @@ def settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mappin
     if free != 0 or not is_allowed or sizer.joint(sizes) < best.attainment - _WORTH:
         return best
     attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
-    return Sized(dict(sizes), attainments, best.binds, best.is_met)
+    return Sized(dict(sizes), attainments, best.binds)
 
 
 def _has_work(replica: Replica) -> bool:

@@ -3,22 +3,23 @@
 Invariant: no order leads out of a pool's limits or beyond the budget, no pool has two orders in flight, and without
 fresh figures no pool shrinks.
 
-A mixed worker counts in both pools, as it serves both; it is drained as a last resort, and never changes its role.
+A mixed worker counts in both pools, as it serves both. It is drained as a last resort, where both are to shrink, and
+never changes its role.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip, effects, other
+from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip, other
 from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.orders import Orders, Outcome, Result
 from pdserve.autoscaler.pacing import Pacing
 from pdserve.autoscaler.planning import Plan, Planner
 from pdserve.autoscaler.pools import bounds
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.sizing import POOLS, Bounds
+from pdserve.autoscaler.sizing import Bounds
 from pdserve.autoscaler.supply import Lives, Supply
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 
 _LATE = 2.0  # times its start-up: when what was ordered counts as late
 _LEAST_LATE_S = 30.0
@@ -56,8 +57,7 @@ class Autoscaler:
         self._lives.guess({pool: policy.pools.of(pool).startup_s for pool in POOLS})
         self._pacing: dict[Role, Pacing] = {}
         self._outcomes: list[Outcome] = []
-        self._num_stale = 0
-        self._stale_s: float | None = None
+        self._num_stale = 0  # reactions in a row without fresh figures
 
     def follow(self, policy: Policy, warm_up: Sequence[tuple[float, float]] = ()) -> None:
         """Follow another policy. Orders and what was learnt stay, but not demand if it is to be forecast otherwise."""
@@ -89,7 +89,7 @@ class Autoscaler:
                 self._grow(pool, goals, supply, limits, at_s)
         for pool in POOLS:
             if goals[pool].target < goals[pool].size and not goals[pool].is_given:
-                self._shrink(pool, goals[pool], supply, at_s)
+                self._shrink(pool, goals, supply, at_s)
         return tuple(self._decision(pool, goals[pool], supply, plan, at_s) for pool in POOLS)
 
     def ordered(self, action: Action, at_s: float) -> None:
@@ -139,10 +139,9 @@ class Autoscaler:
 
     def _plan(self, seen: Observation, supply: Supply, limits: dict[Role, Bounds]) -> Plan | str:
         if seen.demand is None:
-            if self._stale_s is None or seen.at_s - self._stale_s >= self._policy.interval.react_s * 0.999:
-                self._num_stale, self._stale_s = self._num_stale + 1, seen.at_s
+            self._num_stale += 1
             return f"no router has reported, {self._num_stale} times in a row"
-        self._num_stale, self._stale_s = 0, None
+        self._num_stale = 0
         startup_s = {pool: self._lives.startup_s(pool) for pool in POOLS}
         self._planner.observe(seen.demand, seen, startup_s)
         return self._planner.plan(seen, supply.sizes, limits, startup_s)
@@ -188,7 +187,7 @@ class Autoscaler:
         owed = self._orders.owed(pool, 1)
         flip = None if isinstance(owed, Add) else self._flip(pool, goals, supply, limits, at_s)
         if flip is not None:
-            self._order(pool, flip, goals, at_s)
+            self._order(pool, flip, {pool: 1, other(pool): -1}, goals, at_s)
             return
         used = supply.devices(besides=owed)
         if used + devices > self._policy.budget.max_devices:
@@ -196,7 +195,7 @@ class Autoscaler:
             return
         add = owed if isinstance(owed, Add) and owed.name not in supply.names else Add(supply.free_name(pool), pool)
         supply.expect(add)
-        self._order(pool, add, goals, at_s)
+        self._order(pool, add, {pool: 1}, goals, at_s)
 
     def _flip(
         self, pool: Role, goals: dict[Role, _Goal], supply: Supply, limits: dict[Role, Bounds], at_s: float
@@ -204,7 +203,7 @@ class Autoscaler:
         """Return a replica's change of roles that leaves the other pool what it needs, if there is one."""
         giver = other(pool)
         switch, theirs, goal = self._policy.role_switch, goals[giver], goals[pool]
-        if not switch.enabled or self._num_stale or limits[pool].devices != limits[giver].devices:
+        if not switch.enabled or self._num_stale:
             return None
         needed = max(limits[giver].least, self._pacing[giver].needed(at_s))
         serving = [replica for replica in supply.of(giver) if replica.state is State.READY]
@@ -223,26 +222,36 @@ class Autoscaler:
             return owed
         return Flip(min(able, key=_cost_of_drain).name, pool)
 
-    def _shrink(self, pool: Role, goal: _Goal, supply: Supply, at_s: float) -> None:
+    def _shrink(self, pool: Role, goals: dict[Role, _Goal], supply: Supply, at_s: float) -> None:
+        goal = goals[pool]
         why = self._orders.blocked(pool, -1, at_s)
         if not why and supply.num_draining(pool) and goal.size <= _FAR_TOO_MANY * goal.target:
             why = "another replica drains"
-        here = supply.of(pool)
-        owed = self._orders.owed(pool, -1)
-        candidates = [replica for replica in here if replica.role is pool] or here
-        if sum(r.state is State.READY for r in here) <= goal.target and not goal.is_forced:
-            candidates = [replica for replica in candidates if replica.state is State.STARTING]
-        if isinstance(owed, Drain):
-            candidates = [replica for replica in here if replica.name == owed.name] or candidates
+        candidates = self._drainable(pool, goals, supply.of(pool))
         if why or not candidates:
-            goal.refused.append(why or "replicas that start would have to serve first")
+            goal.refused.append(why or "replicas that start would have to serve first, and mixed ones serve both pools")
             return
-        drain = Drain(min(candidates, key=_cost_of_drain).name)
-        self._order(pool, drain, {pool: goal}, at_s)
+        replica = min(candidates, key=_cost_of_drain)
+        changes = {each: -1 for each in POOLS if replica.role.is_in(each)}
+        self._order(pool, Drain(replica.name), changes, goals, at_s)
 
-    def _order(self, pool: Role, action: Action, goals: dict[Role, _Goal], at_s: float) -> None:
-        """Give an order; one that is not to be carried out changes nothing."""
-        changes = effects(action, pool)
+    def _drainable(self, pool: Role, goals: dict[Role, _Goal], here: Sequence[Replica]) -> Sequence[Replica]:
+        goal, theirs = goals[pool], goals[other(pool)]
+        able = [replica for replica in here if replica.role is pool]
+        both_shrink = theirs.target < theirs.size and not theirs.is_given and not self._orders.in_flight(other(pool))
+        if not able and both_shrink:
+            able = list(here)
+        owed = self._orders.owed(pool, -1)
+        if isinstance(owed, Drain) and (again := [replica for replica in able if replica.name == owed.name]):
+            return again
+        if sum(replica.state is State.READY for replica in here) <= goal.target and not goal.is_forced:
+            return [replica for replica in able if replica.state is State.STARTING]
+        return able
+
+    def _order(
+        self, pool: Role, action: Action, changes: dict[Role, int], goals: dict[Role, _Goal], at_s: float
+    ) -> None:
+        """Give an order that changes the sizes of pools; one that is not to be carried out changes nothing."""
         goals[pool].action = action
         for each in changes:
             goals[each].is_given = True

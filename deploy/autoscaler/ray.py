@@ -186,10 +186,6 @@ class ActorActuator:
         finally:
             await asyncio.to_thread(ray.shutdown)
 
-    def last(self, name: str) -> OwnedWorker | None:
-        """Return a worker as its actor last reported it; None where it has not."""
-        return self._seen.get(name)
-
     async def observe(self) -> Sequence[Held]:
         """Return all workers that have an actor. One whose actor does not answer is taken to be as it was."""
         await self._call("list the workers", self._look)

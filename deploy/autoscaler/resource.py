@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pdserve.autoscaler.decisions import Decision
+from pdserve.autoscaler.definition import GROUP, KIND, PLURAL, VERSION
 from pdserve.autoscaler.loop import Loop
 from pdserve.errors import ConfigError
 from pdserve.files import write_atomically
@@ -41,7 +42,7 @@ class PolicyResource:
         namespace, _, name = reference.partition("/")
         self.file = folder / f"{name}.json"
         self._client = client
-        self._path = f"/apis/pdserve.dev/v1alpha1/namespaces/{namespace}/autoscalingpolicies/{name}"
+        self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
         self._generation = 0
         self._shown: dict[str, Any] = {}
         self._since: dict[str, str] = {}  # when the condition became what it is, by its status
@@ -62,7 +63,7 @@ class PolicyResource:
     async def _fetch(self) -> None:
         async with asyncio.timeout(CALL_S):
             found = await self._client.get(self._path, _Resource)
-        document = {"apiVersion": "pdserve/v1alpha1", "kind": "AutoscalingPolicy", **found.spec}
+        document = {"apiVersion": "pdserve/v1alpha1", "kind": KIND, **found.spec}
         self._generation = found.metadata.generation
         text = json.dumps(document, indent=1) + "\n"
         if not self.file.exists() or self.file.read_text(encoding="utf-8") != text:

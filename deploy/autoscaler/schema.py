@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from pdserve.autoscaler.actuators import Actuator, ProcessActuator
 from pdserve.autoscaler.pools import Devices, Pool, Pools, bounds, changes_of, holds
-from pdserve.autoscaler.section import DURATION, Section
+from pdserve.autoscaler.section import DURATION, Section, key_of
 from pdserve.yaml_models import FieldError
 
 Milliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
@@ -64,10 +64,13 @@ class Interval(Section):
     )
 
 
+ForecasterKind = Literal["last", "holt-winters", "kalman"]
+
+
 class Forecaster(Section):
     """How demand is forecast."""
 
-    kind: Literal["last", "holt-winters", "kalman"] = Field(
+    kind: ForecasterKind = Field(
         default="kalman",
         description="last: demand stays as it is. holt-winters: level and trend, and what recurs each season. "
         "kalman: level and trend, weighed by how noisy demand is.",
@@ -184,7 +187,7 @@ def check_schedules(name: str, pool: Pool) -> None:
                 if count != asking[0][1]:
                     raise FieldError(
                         ("pools", name, "schedules", index),
-                        f"asks for {count} as {_KEYS[field]}, and schedules.{asking[0][0]} for {asking[0][1]} at the "
+                        f"asks for {count} as {key_of(field)}, and schedules.{asking[0][0]} for {asking[0][1]} at the "
                         f"same time{_hour(at_s, pool)}",
                     )
         least, most = bounds(pool, at_s)
@@ -193,9 +196,6 @@ def check_schedules(name: str, pool: Pool) -> None:
             raise FieldError(
                 ("pools", name, *place), f"minReplicas, {least}, is above maxReplicas, {most},{_hour(at_s, pool)}"
             )
-
-
-_KEYS = {"min_replicas": "minReplicas", "max_replicas": "maxReplicas"}
 
 
 def check_role_switch(switch: RoleSwitch, pools: Pools) -> None:

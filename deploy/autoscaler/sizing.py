@@ -20,13 +20,13 @@ from pdserve.autoscaler.prefill_queue import PrefillPool
 from pdserve.autoscaler.schema import Budget, Objectives
 from pdserve.autoscaler.traffic import Traffic, mean
 from pdserve.perfmodel.curve import StepCosts
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
+from pdserve.router.predict import PAGES_BESIDE, USABLE_SHARE
 from pdserve.values import value
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _LEAST_STEP_S = 1e-6
-_USABLE, _PAGES_BESIDE = 0.95, 1.5  # of the KV tokens, and pages of a sequence, as in `router.predict`
 _ROUNDS = 8  # of finding how many of the sequences decode
 
 
@@ -59,8 +59,8 @@ class DecodePool:
         alone_s = np.array([_step_s(costs, batch, kv_each) for batch in range(1, capacity.max_num_seqs + 1)])
         steps_s = self._in_company(alone_s)
         reserved = kv_each + mean(traffic.answers) / 2  # the router keeps room for the rest of each answer
-        reserved += _PAGES_BESIDE * capacity.page_tokens
-        in_pages = max(1, int(_USABLE * capacity.kv_tokens / max(1.0, reserved)))
+        reserved += PAGES_BESIDE * capacity.page_tokens
+        in_pages = max(1, int(USABLE_SHARE * capacity.kv_tokens / max(1.0, reserved)))
         in_time = int(np.searchsorted(steps_s, tpot_s, side="right"))
         limits = {Binds.BATCH: capacity.max_num_seqs, Binds.PAGES: in_pages, Binds.STEP_TIME: in_time}
         self.binds = min(limits, key=lambda bound: limits[bound])
@@ -116,7 +116,6 @@ def _kv_of_a_sequence(traffic: Traffic) -> float:
     return mean(traffic.prompts) + traffic.cached_tokens + squares / (2 * tokens) if tokens else 0.0
 
 
-POOLS = (Role.PREFILL, Role.DECODE)
 _PROMPTS_BEFORE = 6.0  # that are computed before one where they come in bursts, itself included
 _MAX_SPLITS = 64  # of a budget that are compared
 
@@ -141,7 +140,6 @@ class Sized:
     replicas: Mapping[Role, int]
     attainments: Mapping[Role, float]
     binds: Mapping[Role, Binds]
-    is_met: bool  # whether the objective is
 
     @property
     def attainment(self) -> float:
@@ -261,7 +259,7 @@ class Sizer:
         return best, _rest(best)
 
     def _sized(self, sizes: tuple[int, int], bounds: Mapping[Role, Bounds], limit: Binds) -> Sized:
-        replicas = dict(zip((Role.PREFILL, Role.DECODE), sizes, strict=True))
+        replicas = dict(zip(POOLS, sizes, strict=True))
         is_met = self.joint(replicas) >= self._goal
         natural = {Role.PREFILL: Binds.PREFILL_QUEUE, Role.DECODE: self.decode.binds}
         binds = {}
@@ -269,7 +267,7 @@ class Sizer:
             could_shrink = size == bounds[pool].least and (size == 1 or self.attainment(pool, size - 1) >= self._goal)
             is_full = not is_met and (limit is Binds.BUDGET or size == bounds[pool].most)
             binds[pool] = Binds.MIN if could_shrink else limit if is_full else natural[pool]
-        return Sized(replicas, {pool: self.attainment(pool, size) for pool, size in replicas.items()}, binds, is_met)
+        return Sized(replicas, {pool: self.attainment(pool, size) for pool, size in replicas.items()}, binds)
 
 
 def _devices(bounds: Mapping[Role, Bounds], prefill: int, decode: int) -> int:

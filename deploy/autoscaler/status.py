@@ -9,7 +9,7 @@ from pdserve.demand import Demand
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.wire import ENOUGH_STEPS, ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve
 
 
@@ -116,7 +116,7 @@ def _costs(learnt: Sequence[admin.LearntCosts]) -> dict[Role, StepCosts]:
 def _capacities(workers: Sequence[link.Register]) -> dict[Role, Capacity]:
     """Return what the smallest worker of each pool holds; mixed ones are in both."""
     found = {}
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in POOLS:
         here = [w for w in workers if w.ready and w.role in ROLES and ROLES[w.role].is_in(role)]
         if here:
             found[role] = Capacity(

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pdserve.autoscaler.decisions import Action, Add
 from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.sizing import POOLS
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 
 _NEWER = 0.3  # weight of the latest start
 

@@ -9,7 +9,7 @@ from pdserve.values import value
 Lengths = tuple[tuple[float, float], ...]  # tokens, and the share of requests that have so many; rising
 
 _MIDDLES = tuple(middle_of(band) for band in range(NUM_BANDS))
-_SURE = 1.645  # of the normal distribution: a rate is above its lower bound with 95 %
+SURE = 1.645  # of the normal distribution: what is counted is above its lower bound with 95 %
 
 
 @value
@@ -41,7 +41,7 @@ class Fading:
     def __init__(self, seconds: float) -> None:
         self.fades_s = seconds
         self._elapsed_s = 0.0  # faded as the counts are
-        self._requests = self._prompt_tokens = self._cached_tokens = 0.0
+        self._requests = self._cached_tokens = 0.0
         self._prompts, self._answers = [0.0] * NUM_BANDS, [0.0] * NUM_BANDS
 
     def add(self, demand: Demand, seconds: float) -> None:
@@ -49,7 +49,6 @@ class Fading:
         kept = self.kept(seconds)
         self._elapsed_s = self._elapsed_s * kept + seconds
         self._requests = self._requests * kept + demand.num_requests
-        self._prompt_tokens = self._prompt_tokens * kept + demand.prompt_tokens
         self._cached_tokens = self._cached_tokens * kept + demand.cached_tokens
         self._prompts = [before * kept + count for before, count in zip(self._prompts, demand.prompts, strict=True)]
         self._answers = [before * kept + count for before, count in zip(self._answers, demand.answers, strict=True)]
@@ -92,8 +91,8 @@ class Fading:
         if not self._requests or not self._elapsed_s:
             return 0.0, 0.0
         squares = sum(count * tokens**2 for count, tokens in zip(self._prompts, _MIDDLES, strict=True))
-        tokens = max(0.0, self.computed_tokens - _SURE * sqrt(squares))
-        requests = max(0.0, self._requests - _SURE * sqrt(self._requests))
+        tokens = max(0.0, self.computed_tokens - SURE * sqrt(squares))
+        requests = max(0.0, self._requests - SURE * sqrt(self._requests))
         each = mean(mixture.prompts)
         return tokens / each / self._elapsed_s if each else 0.0, requests / self._elapsed_s
 

@@ -11,13 +11,13 @@ from math import ceil, exp, sqrt
 
 from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
 from pdserve.autoscaler.pools import Signal
+from pdserve.autoscaler.traffic import SURE
 from pdserve.demand import Demand
 from pdserve.roles import Role
 from pdserve.router.because import Cause
+from pdserve.router.predict import USABLE_SHARE
 
-_SURE = 1.645  # of the normal distribution: 95 %
-_FEW = 8  # requests lost, which say little
-_USABLE = 0.95  # of a worker's KV tokens
+_FEW = 8  # misses, which say little
 CAUSES: Mapping[Role, frozenset[str]] = {
     Role.PREFILL: frozenset({Cause.QUEUE, Cause.PREFILL, Cause.NO_PREFILL, Cause.RESERVED}),
     Role.DECODE: frozenset({Cause.BATCH, Cause.PROMPTS, Cause.PAGES, Cause.ROWS, Cause.NO_DECODE}),
@@ -47,7 +47,7 @@ def for_batches(replicas: Sequence[Replica], coming: Sequence[Replica], most: in
     sequences = sum(replica.num_sequences for replica in (*replicas, *coming))
     kv_tokens = sum(replica.kv_tokens for replica in replicas)
     kv_tokens += sum(replica.kv_tokens + replica.waiting_tokens for replica in coming)  # computed, and missing
-    return max(ceil(sequences / max(1, most)), ceil(kv_tokens / (_USABLE * capacity.kv_tokens)))
+    return max(ceil(sequences / max(1, most)), ceil(kv_tokens / (USABLE_SHARE * capacity.kv_tokens)))
 
 
 def for_losses(num_lost: float, num_requests: float, num_serving: float, attainment: float) -> int:
@@ -58,7 +58,7 @@ def for_losses(num_lost: float, num_requests: float, num_serving: float, attainm
     if num_lost < _FEW or num_requests <= 0:
         return 0
     share = min(1.0, num_lost / num_requests)
-    sure = share - _SURE * sqrt(share * (1 - share) / num_requests)
+    sure = share - SURE * sqrt(share * (1 - share) / num_requests)
     if sure <= 1 - attainment:
         return 0
     return ceil(num_serving / max(0.5, 1 - sure))  # twice as many at once, at most
@@ -87,7 +87,6 @@ def for_signals(
 _FADES_S = 900.0  # misses of so long ago weigh a third
 _PRIOR = 10.0  # misses, both seen and predicted, that are taken for granted
 _LEAST, _MOST = 0.25, 20.0  # times that the odds are corrected by: what went well says little of smaller pools
-_FEW_MISSES = 8.0  # misses, which say little
 
 
 class Misses:
@@ -117,7 +116,7 @@ class Misses:
 
     def are_too_many(self, pool: Role, attainment: float) -> bool:
         """Return whether a pool has missed more of late than half of what an objective allows both."""
-        return self._seen[pool] > max(_FEW_MISSES, (1 - attainment) / 2 * self._judged)
+        return self._seen[pool] > max(_FEW, (1 - attainment) / 2 * self._judged)
 
     @property
     def odds(self) -> Mapping[Role, float]:

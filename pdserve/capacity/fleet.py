@@ -14,14 +14,12 @@ from pdserve.capacity.worker import Builder, SimWorker
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
 from pdserve.measure.outcomes import Outcome
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.router import events as router_events
 from pdserve.router.core import RouterCore
 from pdserve.values import value
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.messages import Load
-
-POOLS = Role.PREFILL, Role.DECODE
 
 
 @value

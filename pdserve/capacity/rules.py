@@ -71,9 +71,9 @@ def num_refused(observation: Observation, role: Role) -> int:
     return sum(observation.refused.get(cause, 0) for cause in CAUSES[role])
 
 
-def devices_left(observation: Observation, max_devices: int) -> int:
+def devices_left(observation: Observation, limits: Mapping[Role, Bounds], max_devices: int) -> int:
     """Return how many devices no replica holds."""
-    return max_devices - sum(observation.capacities[each.role].num_devices for each in observation.replicas)
+    return max_devices - sum(limits[each.role].devices for each in observation.replicas)
 
 
 class Rules:
@@ -92,9 +92,9 @@ class Orders:
     def __init__(self, prefix: str) -> None:
         self._names = (f"{prefix}-{number}" for number in count(1))
 
-    def towards(self, observation: Observation, role: Role, wanted: Wanted, num_devices: int) -> Sequence[Decision]:
-        """Return the orders that bring a pool to its wanted size, or as near as so many devices allow."""
-        pool, most = pool_of(observation, role), max(0, num_devices) // observation.capacities[role].num_devices
+    def towards(self, observation: Observation, role: Role, wanted: Wanted, most: int) -> Sequence[Decision]:
+        """Return the orders that bring a pool to its wanted size, `most` of them for one replica more."""
+        pool = pool_of(observation, role)
         num_lacking, num_spare = wanted.num_replicas - len(pool), len(pool) - wanted.num_replicas
         actions: list[Action] = [Add(next(self._names), role) for _ in range(min(most, num_lacking))]
         cheapest = sorted(pool, key=lambda replica: (replica.state is not State.STARTING, replica.num_sequences))
@@ -116,11 +116,11 @@ class QueueAndKvUsage(Rules):
 
     def decide(self, observation: Observation) -> Sequence[Decision]:
         """Return orders for both pools, as far as the devices go round."""
-        left, decisions = devices_left(observation, self._max_devices), list[Decision]()
-        for role in self._limits:
+        left, decisions = devices_left(observation, self._limits, self._max_devices), list[Decision]()
+        for role, limits in self._limits.items():
             wanted = self._wanted(observation, role)
-            orders = self._orders.towards(observation, role, wanted, left)
-            left -= sum(order.verb == "add" for order in orders) * observation.capacities[role].num_devices
+            orders = self._orders.towards(observation, role, wanted, left // limits.devices)
+            left -= sum(order.verb == "add" for order in orders) * limits.devices
             decisions += orders
         return decisions
 
@@ -181,18 +181,18 @@ class PlannerRules(Rules):
         if self._demand.num_requests:
             self._prompt_tokens = self._demand.prompt_tokens / self._demand.num_requests
         if self._seconds >= _THROUGHPUT_S:
-            self._floors = self._affordable(observation, self._throughput(observation))
+            self._floors = self._affordable(self._throughput(observation))
             self._demand, self._seconds = Demand(), 0.0
         if not self._floors:
             self._floors = {role: len(pool_of(observation, role)) for role in self._limits}
-        left, decisions = devices_left(observation, self._max_devices), list[Decision]()
+        left, decisions = devices_left(observation, self._limits, self._max_devices), list[Decision]()
         for role, limits in self._limits.items():
             if any(each.role is role and each.state is not State.READY for each in observation.replicas):
                 continue
             size = limits.within(max(self._floors[role], self._by_load(observation, role)))
             wanted = Wanted(size, Binds.STEP_TIME, f"floor {self._floors[role]}")
-            orders = self._orders.towards(observation, role, wanted, left)
-            left -= sum(order.verb == "add" for order in orders) * observation.capacities[role].num_devices
+            orders = self._orders.towards(observation, role, wanted, left // limits.devices)
+            left -= sum(order.verb == "add" for order in orders) * limits.devices
             decisions += orders
         return decisions
 
@@ -229,8 +229,8 @@ class PlannerRules(Rules):
                 high = middle - 1
         return low, _step_s(costs, low, low * context)
 
-    def _affordable(self, observation: Observation, sizes: dict[Role, int]) -> dict[Role, int]:
-        devices = sum(size * observation.capacities[role].num_devices for role, size in sizes.items())
+    def _affordable(self, sizes: dict[Role, int]) -> dict[Role, int]:
+        devices = sum(size * self._limits[role].devices for role, size in sizes.items())
         share = min(1.0, self._max_devices / devices)
         return {role: max(self._limits[role].least, int(size * share)) for role, size in sizes.items()}
 

@@ -12,13 +12,13 @@ from typing import Protocol
 from pdserve.autoscaler.actuator import ActuatorError
 from pdserve.autoscaler.decisions import Action, Decision
 from pdserve.autoscaler.observation import Capacity, Observation
-from pdserve.capacity.fleet import POOLS, ElasticCluster, Fleet, Sizes, replica_seconds
+from pdserve.capacity.fleet import ElasticCluster, Fleet, Sizes, replica_seconds
 from pdserve.capacity.shape import Shape
 from pdserve.demand import Demand
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.values import value
 
 
@@ -153,7 +153,6 @@ class Scaling:
                 builder.num_pages(role) * builder.page_size,
                 shape.max_num_seqs,
                 builder.step_tokens[role],
-                shape.tp_of(role),
                 builder.page_size,
             )
             for role in POOLS

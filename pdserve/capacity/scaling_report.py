@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import Policy
-from pdserve.capacity.fleet import POOLS, Sizes
+from pdserve.capacity.fleet import Sizes
 from pdserve.capacity.scaling import Scaled
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.summary import percentiles, shown_all
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Workload
+from pdserve.roles import POOLS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

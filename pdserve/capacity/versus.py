@@ -13,12 +13,11 @@ from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import Bounds
-from pdserve.capacity.fleet import POOLS
 from pdserve.capacity.rules import HPA_PERIOD_S, PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage, Rules
 from pdserve.capacity.scaling import Scaled, Scaling, Scene
 from pdserve.errors import ConfigError
 from pdserve.measure.warm_up import warm_up
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 
 RIVALS = "static", "hpa", "planner"
 _LOOK_S = 20.0  # between looks at whether a run can still attain enough
@@ -45,7 +44,10 @@ def simulate_all(scene: Scene, policy: Policy, rivals: Sequence[str], on_tried: 
 
 
 def _rival(rival: str, scene: Scene, policy: Policy, attained: float, on_tried: Tried) -> list[Scaled]:
-    limits = {role: Bounds(policy.pools.of(role).min_replicas, policy.pools.of(role).max_replicas) for role in POOLS}
+    pools = {role: policy.pools.of(role) for role in POOLS}
+    limits = {
+        role: Bounds(pool.min_replicas, pool.max_replicas, pool.devices_per_replica) for role, pool in pools.items()
+    }
     max_devices = policy.budget.max_devices
     match rival:
         case "static":

@@ -19,7 +19,7 @@ from pdserve.measure.workload import Workload
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefix_hash import PrefixHasher
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.router.events import LinkId, Registration
 from pdserve.token_ids import ALL_IDS
 from pdserve.values import value
@@ -221,7 +221,7 @@ class Builder:
         self.page_size = min(workload.block_tokens, _MOST_PAGE_TOKENS) if workload.block_tokens else _MOST_PAGE_TOKENS
         self.page_bytes = self.page_size * profile.kv_bytes_per_token
         self.hasher = PrefixHasher(b"simulated", MODEL, self.page_size)
-        self.costs = {role: profile.configuration(shape.tp_of(role)).costs() for role in (Role.PREFILL, Role.DECODE)}
+        self.costs = {role: profile.configuration(shape.tp_of(role)).costs() for role in POOLS}
         self._cache_hasher = self.hasher if workload.block_tokens else None
 
     def num_pages(self, role: Role) -> int:

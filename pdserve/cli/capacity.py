@@ -90,11 +90,11 @@ def _scene(
     replicas: tuple[int | None, int | None],
 ) -> "Scene":
     """Return what is simulated, without slow stretches. `replicas`: of each pool at the start, by default the least."""
-    from pdserve.capacity.fleet import POOLS
     from pdserve.capacity.scaling import Scene
     from pdserve.capacity.shape import Shape
     from pdserve.measure.outcomes import Objective
     from pdserve.perfmodel.profile import read_profile, shipped_profile
+    from pdserve.roles import POOLS
 
     pools = policy.pools
     startup_s = None if startup is None else _seconds("--startup", startup)

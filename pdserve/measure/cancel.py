@@ -19,13 +19,12 @@ from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.wire import ROLE_NUMBERS
 
 PATIENCE_S = 30.0
 LONGEST_PAUSE_S = 0.3  # between the status that shows a request where it is wanted, and its cancel
 
-POOLS = (Role.PREFILL, Role.DECODE)
 _COLUMNS = (
     Column("moment", is_text=True),
     Column("pool", is_text=True),

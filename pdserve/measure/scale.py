@@ -21,7 +21,7 @@ from pdserve.measure.outcomes import OK, Objective, Outcome
 from pdserve.measure.tables import Column, Sheet
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.wire import ROLES
 
 LOOK_EVERY_S = 1.0
@@ -159,10 +159,7 @@ def scale_table(found: ScaleFindings) -> Sheet:
             (
                 phase.name,
                 f"{len(outcomes) / found.plan.seconds:.2f}",
-                *(
-                    f"{sum(m.ready[role] for m in here) / max(1, len(here)):.1f}"
-                    for role in (Role.PREFILL, Role.DECODE)
-                ),
+                *(f"{sum(m.ready[role] for m in here) / max(1, len(here)):.1f}" for role in POOLS),
                 f"{100 * refused / count:.1f}",
                 f"{100 * sum(each.meets(found.plan.objective) for each in outcomes) / count:.1f}",
                 f"{sum(each.status != OK for each in outcomes) - refused}",
@@ -180,7 +177,7 @@ def plot(found: ScaleFindings, path: Path) -> None:
     figure = Figure(figsize=(8, 4.6))
     above, below = figure.subplots(2, 1, sharex=True)
     at_s = [each.at_s for each in found.moments]
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in POOLS:
         above.step(at_s, [each.ready[role] for each in found.moments], where="post", label=f"{role} replicas")
     below.plot(at_s, [each.num_active + each.num_held for each in found.moments], label="requests under way")
     for number, phase in enumerate(found.plan.phases):

@@ -8,10 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scaled_world import BOTH, World, policy
 
 from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
-from pdserve.autoscaler.forecast import Kind
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
+from pdserve.autoscaler.schema import ForecasterKind
 from pdserve.roles import Role
 
 MAX_DEVICES, LEAST, MOST = 7, {Role.PREFILL: 1, Role.DECODE: 2}, {Role.PREFILL: 4, Role.DECODE: 6}
@@ -160,7 +160,9 @@ TestAnyOrder.settings = settings(
     kind=st.sampled_from(["last", "kalman"]),
     up=st.sampled_from([0, 0.1]),
 )
-def test_constant_demand_with_noise_hardly_moves_a_pool(rate: float, seed: int, kind: Kind, up: float) -> None:
+def test_constant_demand_with_noise_hardly_moves_a_pool(
+    rate: float, seed: int, kind: ForecasterKind, up: float
+) -> None:
     pool = {"behavior": {"scale_up": {"tolerance": up}}}
     world = World(policy(forecaster={"kind": kind}, prefill=pool, decode=pool), noise=Random(seed)).start(1, 1)
     world.rate = rate

@@ -6,10 +6,11 @@ from random import Random
 
 import pytest
 
-from pdserve.autoscaler.forecast import Kind, new_forecaster
+from pdserve.autoscaler.forecast import new_forecaster
+from pdserve.autoscaler.schema import ForecasterKind
 
-KINDS: tuple[Kind, ...] = ("last", "kalman", "holt-winters")
-SEASON = 24
+KINDS: tuple[ForecasterKind, ...] = ("last", "kalman", "holt-winters")
+SEASON, NONE_YET = 24, 1000  # intervals of a season; with so many, level and trend are all that is known
 
 
 def constant(rng: Random, _: int) -> float:
@@ -25,7 +26,7 @@ def season(rng: Random, place: int) -> float:
 
 
 def judged(
-    kind: Kind, rates: Callable[[Random, int], float], ahead: int, period: int = 0
+    kind: ForecasterKind, rates: Callable[[Random, int], float], ahead: int, period: int = NONE_YET
 ) -> tuple[float, float, float]:
     """Return the share below the upper quantile, the mean error, and how far the quantile is above, on average."""
     rng = Random(7)
@@ -44,14 +45,16 @@ def judged(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rates", [constant, ramp])
-def test_nine_in_ten_come_out_below_the_upper_quantile(kind: Kind, rates: Callable[[Random, int], float]) -> None:
+def test_nine_in_ten_come_out_below_the_upper_quantile(
+    kind: ForecasterKind, rates: Callable[[Random, int], float]
+) -> None:
     below, _, above = judged(kind, rates, 3)
     assert below > 0.85
     assert above < 35
 
 
 @pytest.mark.parametrize(("kind", "error"), [("last", 8.0), ("kalman", 5.5), ("holt-winters", 6.0)])
-def test_a_trend_is_followed(kind: Kind, error: float) -> None:
+def test_a_trend_is_followed(kind: ForecasterKind, error: float) -> None:
     assert judged(kind, ramp, 3)[1] < error
 
 
@@ -64,8 +67,8 @@ def test_a_season_is_known_beforehand() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_jump_is_soon_believed_and_its_error_forgotten(kind: Kind) -> None:
-    forecaster = new_forecaster(kind, 0.9)
+def test_a_jump_is_soon_believed_and_its_error_forgotten(kind: ForecasterKind) -> None:
+    forecaster = new_forecaster(kind, 0.9, NONE_YET)
     for rate in [40.0] * 20 + [5.0] * 20:
         forecaster.observe(rate)
     found = forecaster.forecast(2)
@@ -74,8 +77,8 @@ def test_a_jump_is_soon_believed_and_its_error_forgotten(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_forecast_below_zero(kind: Kind) -> None:
-    forecaster = new_forecaster(kind, 0.9)
+def test_nothing_is_forecast_below_zero(kind: ForecasterKind) -> None:
+    forecaster = new_forecaster(kind, 0.9, NONE_YET)
     for rate in (100.0, 80.0, 60.0, 40.0, 20.0, 0.0):
         forecaster.observe(rate)
     found = forecaster.forecast(10)
@@ -83,5 +86,5 @@ def test_nothing_is_forecast_below_zero(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_before_anything_was_seen_nothing_is_forecast(kind: Kind) -> None:
-    assert new_forecaster(kind, 0.9).forecast(1).mean == 0
+def test_before_anything_was_seen_nothing_is_forecast(kind: ForecasterKind) -> None:
+    assert new_forecaster(kind, 0.9, NONE_YET).forecast(1).mean == 0

@@ -5,7 +5,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from scaled_world import World, policy
+from scaled_world import ANSWER, PROMPT, World, policy
 
 from pdserve.autoscaler.decisions import Add, Binds, Drain, Flip
 from pdserve.autoscaler.observation import Observation, Replica, State
@@ -282,6 +282,16 @@ def test_the_replica_with_the_least_to_finish_is_drained() -> None:
     assert next(action for _, action in world.orders) == Drain("decode-2")
 
 
+def test_a_mixed_replica_is_drained_only_where_both_pools_are_to_shrink() -> None:
+    mixed = {f"mixed-{number}": Replica(f"mixed-{number}", Role.MIXED, State.READY, 0.0) for number in range(3)}
+    for least, left in ((1, 1), (3, 3)):
+        world = World(policy(decode={"min_replicas": least}), rate=0.0)
+        world.replicas = dict(mixed)
+        world.go_on(300)
+        assert len(world.replicas) == left
+        assert len(world.orders) == len(mixed) - left
+
+
 def test_a_pool_above_its_schedule_shrinks_and_below_it_grows() -> None:
     night = {"start": "00:00", "end": "06:00", "min_replicas": 4, "max_replicas": 5}
     world = World(policy(prefill={"schedules": [night]}), rate=1.0).start(1, 1).go_on(60)
@@ -293,6 +303,19 @@ def test_nothing_is_ordered_without_figures_but_what_the_limits_ask() -> None:
     prefill, decode = Autoscaler(policy()).decide(Observation(0.0, 0.0, replicas, None))
     assert prefill.action == Add("prefill-0", Role.PREFILL)
     assert decode.action is None
+
+
+def test_an_autoscaler_that_learnt_from_a_trace_begins_with_its_forecast() -> None:
+    pool = {"behavior": {"scale_down": {"stabilization_window_seconds": 0.0}}}
+    known = policy(prefill=pool, decode=pool, interval={"forecast_s": 120.0, "react_s": 5.0})
+    sizes = []
+    for earlier in ([], [(60.0 * PROMPT, 60.0 * ANSWER)] * 5):
+        world = World(known, rate=4.0).start(1, 1)
+        world.scaler = Autoscaler(known, earlier)
+        world.go_on(110)  # less than an interval
+        sizes.append(world.sizes)
+    assert max(sizes[0]) <= 2
+    assert min(sizes[1]) >= 5
 
 
 def test_an_idle_cluster_shrinks_before_any_request_has_come() -> None:

@@ -177,7 +177,7 @@ def bounds(most: int = 20, least: int = 1, decode_devices: int = 1) -> dict[Role
 @pytest.mark.parametrize("rate", [0.5, 5.0, 20.0, 50.0])
 def test_no_fewer_devices_would_meet_the_objective(rate: float) -> None:
     found = sizer(rate).fewest(bounds(decode_devices=2), Budget(max_devices=100))
-    assert found.is_met
+    assert found.attainment >= 0.95
     prefill, decode = found.replicas[Role.PREFILL], found.replicas[Role.DECODE]
     for fewer in range(1, 21):
         for other in range(1, 21):
@@ -187,7 +187,7 @@ def test_no_fewer_devices_would_meet_the_objective(rate: float) -> None:
 
 def test_a_budget_that_is_too_small_is_split_so_that_the_most_are_served() -> None:
     found = sizer(50.0).fewest(bounds(), Budget(max_devices=10))
-    assert not found.is_met
+    assert found.attainment < 0.95
     assert set(found.binds.values()) == {Binds.BUDGET}
     splits = [{Role.PREFILL: size, Role.DECODE: 10 - size} for size in range(1, 10)]
     assert found.attainment == pytest.approx(max(sizer(50.0).joint(split) for split in splits))

@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.autoscaler.observation import Capacity
 from pdserve.autoscaler.schema import Objectives
-from pdserve.autoscaler.sizing import POOLS, Sizer
+from pdserve.autoscaler.sizing import Sizer
 from pdserve.autoscaler.traffic import Fading
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.shape import Shape
@@ -12,7 +12,7 @@ from pdserve.demand import NUM_BANDS, Demand, band_of
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 
 NUM_REQUESTS = 500
 OBJECTIVE = Objective(0.6, 0.06)

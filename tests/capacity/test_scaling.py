@@ -8,7 +8,6 @@ import pytest
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip
 from pdserve.autoscaler.observation import Observation, State
 from pdserve.autoscaler.sizing import Bounds
-from pdserve.capacity.fleet import POOLS
 from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage, Rules
 from pdserve.capacity.scaling import Scaling, Scene, Slow
 from pdserve.capacity.shape import Shape
@@ -16,7 +15,7 @@ from pdserve.capacity.versus import StaticPools
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 
 PROFILE = read_profile(shipped_profile())
 OBJECTIVE = Objective(1.0, 0.1)
