@@ -10,7 +10,7 @@ import multiprocessing
 import random
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
 from pdserve.measure.client import Door
-from pdserve.measure.cpu_share import held
+from pdserve.measure.cpu_share import cpu_s, held
 from pdserve.measure.live import Report, router_process
 from pdserve.measure.replayed import replay
 from pdserve.measure.summary import percentiles, shown
@@ -76,7 +76,7 @@ class FrontendCost:
     """What a load took."""
 
     load: Load
-    cpu_s: float  # of the router's processes, a request
+    cpu_s: tuple[float, ...]  # of the router's processes, a request; of each time that it was measured
     busiest_s: float  # of that one of them which took most, a request
     messages: float  # a request
     requests_per_s: float
@@ -180,14 +180,13 @@ class _Router:
 
     def cpu_s(self) -> Counter[int]:
         """Return the CPU time of the router's processes so far, by their ids."""
-        return Counter({each.pid: sum(each.cpu_times()[:2]) for each in self.processes()})
+        return Counter({each.pid: cpu_s(each.pid) for each in self.processes()})
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
     def stream(self, door: Door) -> Stream:
-        address = self.doors[door]
-        return GrpcStream(address) if door is Door.GRPC else HttpStream(address)
+        return (GrpcStream if door is Door.GRPC else HttpStream)(self.doors[door])
 
 
 async def measure_frontend(
@@ -223,7 +222,7 @@ async def measure_frontend(
 def _median(runs: Sequence[FrontendCost]) -> FrontendCost:
     return FrontendCost(
         runs[0].load,
-        cpu_s=median(run.cpu_s for run in runs),
+        cpu_s=tuple(cpu_s for run in runs for cpu_s in run.cpu_s),
         busiest_s=median(run.busiest_s for run in runs),
         messages=median(run.messages for run in runs),
         requests_per_s=median(run.requests_per_s for run in runs),
@@ -273,15 +272,14 @@ async def _measure(router: _Router, load: Load) -> FrontendCost:
     streams = [router.stream(load.door) for _ in range(load.num_streams)]
     try:
         await _rounds(streams, load, 1, rng)
-        began_s, cpu_s = clock.now_s(), router.cpu_s()
+        began_s, before_s = clock.now_s(), router.cpu_s()
         seen = await _rounds(streams, load, load.rounds, rng)
-        spent_s, lasted_s = router.cpu_s(), clock.now_s() - began_s
+        spent_s, lasted_s = router.cpu_s() - before_s, clock.now_s() - began_s
     finally:
         for stream in streams:
             await stream.close()
-    num, spent_s = seen.num_requests, spent_s - cpu_s
-    each_s, busiest_s = spent_s.total() / num, max(spent_s.values()) / num
-    return FrontendCost(load, each_s, busiest_s, seen.num_messages / num, num / lasted_s, seen.ttft_s)
+    num, all_s, busiest_s = seen.num_requests, spent_s.total(), max(spent_s.values())
+    return FrontendCost(load, (all_s / num,), busiest_s / num, seen.num_messages / num, num / lasted_s, seen.ttft_s)
 
 
 async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: random.Random) -> Seen:
@@ -321,7 +319,7 @@ def frontend_table(found: Sequence[FrontendCost], title: str) -> Sheet:
             f"{1e3 * each.load.step_s:g}",
             str(each.load.num_streams),
             str(each.load.output_tokens),
-            f"{1e3 * each.cpu_s:.2f}",
+            _spread([1e3 * cpu_s for cpu_s in each.cpu_s]),
             f"{1e3 * each.busiest_s:.2f}",
             f"{each.messages:.1f}",
             f"{each.requests_per_s:.0f}",
@@ -332,19 +330,21 @@ def frontend_table(found: Sequence[FrontendCost], title: str) -> Sheet:
     return Sheet(title, _COLUMNS, rows)
 
 
-def gains(found: Sequence[FrontendCost]) -> list[str]:
-    """Say how much more than with the fewest frontends is served with more of them."""
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
+
+
+def gains(found: Sequence[FrontendCost]) -> Iterator[str]:
+    """Yield in words how much more than with the fewest frontends is served with more of them."""
     by_load = {each.load: each for each in found}
     least = min((load.num_frontends for load in by_load), default=1)
-    texts = []
     for load, each in by_load.items():
         base = by_load.get(replace(load, num_frontends=least))
         if base is None or base is each:
             continue
         served, could = each.requests_per_s / base.requests_per_s, base.busiest_s / each.busiest_s
         what = f"{load.door}, {1e3 * load.step_s:g} ms, {load.num_streams} streams, {load.output_tokens} tokens"
-        texts.append(
+        yield (
             f"{what}: {load.num_frontends} frontends serve {served:.2f} x the requests of {least}; "
             f"by the CPU time of the busiest process {could:.2f} x"
         )
-    return texts

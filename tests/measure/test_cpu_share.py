@@ -1,11 +1,18 @@
-"""Processes that are held to a share of a core."""
+"""What processes take of the processors, and processes that are held to a share of a core."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from pdserve.errors import CommandError
 from pdserve.measure import cpu_share
+
+
+def test_the_cpu_time_of_a_process_is_what_it_sees_itself() -> None:
+    least_s, found_s, most_s = time.process_time(), cpu_share.cpu_s(os.getpid()), time.process_time()
+    assert least_s < found_s < most_s  # which no clock of hundredths of a second would tell apart
 
 
 def test_processes_are_held_in_a_group_of_their_own_and_let_go_to_where_they_were(
