@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
-from pdserve.kernels.cpu.library import DTYPES, Pointer, Size, answer
+from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
 
 SPLIT = 256  # keys of an item, as in src/attention_pass.h
 TOKENS = 32  # queries of a block, as in src/blocks.c
@@ -148,15 +148,10 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
     return head_dim % LANES == 0 and 0 < head_dim <= MAX_HEAD_DIM and dtype in DTYPES
 
 
-def serves_chunks(loaded: ctypes.CDLL, head_dim: int, group: int, dtype: torch.dtype) -> bool:
+def serves_chunks(head_dim: int, group: int, dtype: torch.dtype) -> bool:
     """Say whether the library is the fastest for chunks of several tokens, too: torch's attention uses matrix units."""
-    fits = (
-        head_dim % 32 == 0
-        and head_dim * group <= MAX_GROUP_DIM
-        and dtype == torch.bfloat16
-        and not torch.cpu._is_amx_tile_supported()
-    )
-    return fits and answer(loaded, "pdserve_attends_in_blocks")
+    fits = head_dim % 32 == 0 and head_dim * group <= MAX_GROUP_DIM and dtype == torch.bfloat16
+    return fits and not torch.cpu._is_amx_tile_supported()
 
 
 def _blocks(chunks: Chunks) -> Ints:

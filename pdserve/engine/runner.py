@@ -146,7 +146,7 @@ def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAtten
     if isinstance(loaded, Missing) or not serves(model.config.head_dim, kv.dtype):
         return TorchAttention(model.config, kv, model.rope), None
     group = model.config.num_heads // model.config.num_kv_heads
-    with_chunks = serves_chunks(loaded, model.config.head_dim, group, kv.dtype)
+    with_chunks = serves_chunks(model.config.head_dim, group, kv.dtype)
     attention = CompiledAttention(Immediate(loaded), model.config, kv, model.rope, with_chunks=with_chunks)
     return attention, DecodePrograms(model, attention, loaded) if is_compiled(model) else None
 

@@ -67,7 +67,7 @@ class CpuOps(TorchOps):
         super().__init__(eps)
         self._compiled = CompiledOps(eps, Immediate(loaded))
         self._multiplies_bytes = multiplies_bytes(loaded)
-        self._multiplies_bfloat16 = multiplies_bfloat16(loaded) and not _has_matrix_units()
+        self._multiplies_bfloat16 = multiplies_bfloat16(loaded) or _has_matrix_units()
         self._noted = False  # that products are slow
 
     def held(self, weight: Matrix) -> Linear:
@@ -114,7 +114,7 @@ class CpuOps(TorchOps):
         if isinstance(weight, Quantized):
             there, kind, instructions = self._multiplies_bytes, "bytes", "AVX-512 VNNI"
         else:
-            there = weight.data.dtype != torch.bfloat16 or self._multiplies_bfloat16 or _has_matrix_units()
+            there = weight.data.dtype != torch.bfloat16 or self._multiplies_bfloat16
             kind, instructions = "bfloat16", "AVX-512 BF16"
         if not there and not self._noted:
             self._noted = True
@@ -124,7 +124,7 @@ class CpuOps(TorchOps):
 
     def _fits(self, weight: Dense) -> bool:
         """Say whether a matrix is multiplied in tiles."""
-        return self._multiplies_bfloat16 and weight.data.dtype == torch.bfloat16 and weight.data.shape[1] % 2 == 0
+        return weight.data.dtype == torch.bfloat16 and weight.data.shape[1] % 2 == 0 and not _has_matrix_units()
 
 
 def _is_tiled(weight: Linear | GateUp) -> bool:

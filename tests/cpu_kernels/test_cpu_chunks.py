@@ -22,12 +22,6 @@ CLOSE = 2**-7
 SPANS = [(0, 2), (0, 31), (0, 32), (0, 33), (0, 64), (0, 200), (1, 3), (17, 50), (63, 65), (64, 128), (100, 230)]
 
 
-@pytest.fixture(autouse=True)
-def _served(loaded: ctypes.CDLL) -> None:
-    if not serves_chunks(loaded, 64, 3, torch.bfloat16):
-        pytest.skip("this processor has no dot products of bfloat16")
-
-
 class Prompts:
     """Sequences, and a pool whose other slots hold NaN."""
 
@@ -90,6 +84,11 @@ def test_each_token_is_the_formula_over_what_it_sees(
     checked(loaded, Prompts(head_dim, heads, page_size, SPANS))
 
 
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (9, 3)), (96, (6, 2)), (256, (2, 1))])
+def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, head_dim: int, heads: tuple[int, int]) -> None:
+    checked(narrow, Prompts(head_dim, heads, 16, SPANS), 50)
+
+
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 100])
 def test_a_token_sees_no_more_than_its_window(loaded: ctypes.CDLL, window: int) -> None:
     checked(loaded, Prompts(64, (6, 2), 16, SPANS), window)
@@ -118,8 +117,8 @@ def test_chunks_that_do_not_fit_are_refused_by_name(loaded: ctypes.CDLL) -> None
             paged.plan(torch.ones(40, 64), targets, rows, chunks)
 
 
-def test_heads_that_share_more_than_a_stack_holds_are_not_served(loaded: ctypes.CDLL) -> None:
-    assert serves_chunks(loaded, 256, 16, torch.bfloat16)
-    assert not serves_chunks(loaded, 256, 17, torch.bfloat16)
-    assert not serves_chunks(loaded, 80, 1, torch.bfloat16)
-    assert not serves_chunks(loaded, 64, 1, torch.float32)
+def test_heads_that_share_more_than_a_stack_holds_are_not_served() -> None:
+    assert serves_chunks(256, 16, torch.bfloat16)
+    assert not serves_chunks(256, 17, torch.bfloat16)
+    assert not serves_chunks(80, 1, torch.bfloat16)
+    assert not serves_chunks(64, 1, torch.float32)

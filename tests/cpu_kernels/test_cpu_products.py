@@ -15,11 +15,6 @@ SHAPES = [(1, 2), (31, 6), (33, 64), (100, 192), (192, 576)]
 NUM_ROWS = [0, 1, 4, 5, 12, 13, 40, 500]
 CLOSE = {"rtol": 2**-8, "atol": 2**-6}
 
-pytestmark = pytest.mark.skipif(
-    not (isinstance(loaded := library(), ctypes.CDLL) and multiplies_bfloat16(loaded)),
-    reason="this processor has no products of bfloat16",
-)
-
 
 class Products:
     """Products that leave the residual as it is."""
@@ -54,6 +49,13 @@ def test_products_are_the_formulas(products: Products, shape: tuple[int, int], n
     torch.testing.assert_close(added.double(), biased + residual.double(), **CLOSE)
     both = products.product(x, tiled_gate_up(weight, up, (bias, bias)))
     torch.testing.assert_close(both.double(), gated, **CLOSE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 500])
+def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, num_rows: int) -> None:
+    weight, bias, x = normal(1, 100, 576), normal(2, 100), normal(3, num_rows, 576)
+    expected = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(Products(narrow).product(x, tiled(weight, bias)).double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

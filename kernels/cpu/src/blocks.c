@@ -6,17 +6,24 @@
  * does not see change none of these. So a query's result depends on its own sequence alone, not on how that came in
  * chunks. */
 
+#define OWN_WIDTH
+
 #include "attention.h"
 
 #define TOKENS 32
 #define KEYS 64
 #define ROWS 4 /* queries that one stream of keys or values serves at once */
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define VECTORS 4 /* of each query that are summed at once: ROWS * VECTORS of 32 registers */
+#else
+#define VECTORS 2 /* of 16 registers */
+#endif
 
 typedef struct {
     float peaks[TOKENS], totals[TOKENS];
 } state;
+
+#if defined(__AVX512BW__)
 
 /* The pairs of 16 keys as columns: to[pair * KEYS + key]. */
 INLINE void transpose_pairs(uint32_t *to, const char *const *keys, int64_t offset) {
@@ -59,42 +66,62 @@ INLINE void interleave_values(uint32_t *to, const char *const *keys, int64_t off
         }
 }
 
-/* Adds to sums[row][vector] the products of `pairs` pairs of each row with columns: [pairs][stride]. */
+#else
+
+INLINE void transpose_pairs(uint32_t *to, const char *const *keys, int64_t offset) {
+    for (int key = 0; key < 16; key++)
+        for (int pair = 0; pair < 16; pair++)
+            memcpy(to + pair * KEYS + key, keys[key] + offset + 4 * pair, 4);
+}
+
+INLINE void interleave_values(uint32_t *to, const char *const *keys, int64_t offset, int64_t dim) {
+    for (int64_t pair = 0; pair < KEYS / 2; pair++) {
+        const uint16_t *x = (const uint16_t *)(keys[2 * pair] + offset), *y = (const uint16_t *)(keys[2 * pair + 1] + offset);
+        for (int64_t d = 0; d < dim; d++)
+            to[pair * dim + d] = x[d] | (uint32_t)y[d] << 16;
+    }
+}
+
+#endif
+
+/* Adds to sums[row][vector] the products of `count` pairs of each row with columns: [count][stride]. */
 INLINE void multiply_pairs(
-    __m512 sums[ROWS][4], const char *const *rows, const uint32_t *columns, int64_t stride, int64_t pairs, int vectors
+    floats sums[ROWS][VECTORS], const element *const *rows, const uint32_t *columns, int64_t stride, int64_t count,
+    int vectors
 ) {
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        __m512bh column[4];
+    for (int64_t pair = 0; pair < count; pair++) {
+        pairs column[VECTORS];
         for (int v = 0; v < vectors; v++)
-            column[v] = (__m512bh)_mm512_loadu_si512(columns + pair * stride + 16 * v);
+            column[v] = load_pairs(columns + pair * stride + LANES * v);
         for (int r = 0; r < ROWS; r++) {
-            int32_t both;
-            memcpy(&both, rows[r] + 4 * pair, sizeof both);
+            pairs both = splat_pair(rows[r] + 2 * pair);
             for (int v = 0; v < vectors; v++)
-                sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)_mm512_set1_epi32(both), column[v]);
+                sums[r][v] = add_products(sums[r][v], column[v], both);
         }
     }
 }
 
-/* Turns scores of one query into weights in bfloat16, with zeros for keys before `begin` and from `end` on. Returns
- * what its sums so far are to be multiplied with. */
+/* Turns scores of one query into weights that bfloat16 holds, with zeros for keys before `begin` and from `end` on.
+ * Returns what its sums so far are to be multiplied with. */
 INLINE float weigh_keys(
-    uint16_t *weights, const __m512 *scores, float scale, int64_t begin, int64_t end, float *peak, float *total
+    element *weights, const floats *scores, float scale, int64_t begin, int64_t end, float *peak, float *total
 ) {
-    const ints count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    floats scaled[KEYS / 16], most = splat(-INFINITY), sum = {0};
-    for (int v = 0; v < KEYS / 16; v++) {
-        ints key = count + 16 * v, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
-        scaled[v] = choose(seen, (floats)scores[v] * scale, splat(-INFINITY));
+    floats scaled[KEYS / LANES], most = splat(-INFINITY), sum = splat(0.0f);
+    ints count;
+    for (int lane = 0; lane < LANES; lane++)
+        count[lane] = lane;
+    for (int v = 0; v < KEYS / LANES; v++) {
+        ints key = count + LANES * v, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
+        scaled[v] = choose(seen, scores[v] * scale, splat(-INFINITY));
         most = larger(most, scaled[v]);
     }
-    float block = _mm512_reduce_max_ps((__m512)most), before = *peak;
+    float block = max_of(most), before = *peak;
     if (block > before)
         *peak = block;
     float highest = *peak == -INFINITY ? 0.0f : *peak;
-    for (int v = 0; v < KEYS / 16; v++) {
+    for (int v = 0; v < KEYS / LANES; v++) {
         floats weight = rounded_to(exp_of(scaled[v] - highest), BFLOAT16);
-        store_bfloat16(weights + 16 * v, weight);
+        store(weights, v * LANES, weight, ELEMENT);
         sum += weight;
     }
     float factor = before == *peak ? 1.0f : expf(before - highest);
@@ -109,39 +136,45 @@ struct block {
 
 /* Scores and weights of one head's queries for one block of keys, and the values summed by them. */
 INLINE void attend_keys(
-    float *sums, state *so_far, const struct block *block, const char *const *queries, const uint32_t *keys,
+    float *sums, state *so_far, const struct block *block, const element *const *queries, const uint32_t *keys,
     const uint32_t *values, int64_t key_begin, int64_t first_position, int64_t dim
 ) {
     const float scale = 1.0f / sqrtf((float)dim);
     const int64_t window = block->step->window;
     for (int64_t row = 0; row < block->count; row += ROWS) {
-        __m512 scores[ROWS][4];
-        uint16_t weights[ROWS][KEYS];
-        const char *weight_rows[ROWS];
+        floats scores[ROWS][KEYS / LANES];
+        element weights[ROWS][KEYS];
+        const element *weight_rows[ROWS];
         float factors[ROWS];
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < 4; v++)
-                scores[r][v] = _mm512_setzero_ps();
-        multiply_pairs(scores, queries + row, keys, KEYS, dim / 2, 4);
+        for (int first = 0; first < KEYS / LANES; first += VECTORS) {
+            floats parts[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    parts[r][v] = splat(0.0f);
+            multiply_pairs(parts, queries + row, keys + first * LANES, KEYS, dim / 2, VECTORS);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    scores[r][first + v] = parts[r][v];
+        }
         for (int r = 0; r < ROWS; r++) {
             int64_t end = first_position + row + r + 1 - key_begin, begin = window ? end - window : 0;
             factors[r] = weigh_keys(weights[r], scores[r], scale, begin, end < KEYS ? end : KEYS,
                                     &so_far->peaks[row + r], &so_far->totals[row + r]);
-            weight_rows[r] = (const char *)weights[r];
+            weight_rows[r] = weights[r];
         }
-        for (int64_t d = 0; d < dim; d += 64) {
-            const int vectors = dim - d >= 64 ? 4 : 2;
-            __m512 parts[ROWS][4];
+        for (int64_t d = 0; d < dim; d += VECTORS * LANES) {
+            const int vectors = dim - d >= VECTORS * LANES ? VECTORS : 2;
+            floats parts[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < vectors; v++)
-                    parts[r][v] = _mm512_loadu_ps(sums + (row + r) * dim + d + 16 * v) * factors[r];
-            if (vectors == 4)
-                multiply_pairs(parts, weight_rows, values + d, dim, KEYS / 2, 4);
+                    parts[r][v] = load_float32(sums + (row + r) * dim + d + LANES * v) * factors[r];
+            if (vectors == VECTORS)
+                multiply_pairs(parts, weight_rows, values + d, dim, KEYS / 2, VECTORS);
             else
                 multiply_pairs(parts, weight_rows, values + d, dim, KEYS / 2, 2);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < vectors; v++)
-                    _mm512_storeu_ps(sums + (row + r) * dim + d + 16 * v, parts[r][v]);
+                    store_float32(sums + (row + r) * dim + d + LANES * v, parts[r][v]);
         }
     }
 }
@@ -179,22 +212,22 @@ INLINE void attend_block(const struct block *block, int64_t layer, const char *q
                 transpose_pairs(keys + pair * KEYS + key, at + key, 4 * pair);
         interleave_values(values, at, values_offset, dim);
         for (int64_t head = 0; head < group; head++) {
-            const char *queries[TOKENS];
+            element room[TOKENS][WIDENED(dim)];
+            const element *queries[TOKENS];
             for (int64_t row = 0; row < TOKENS; row++) {
                 int64_t of = token + (row < block->count ? row : block->count - 1);
-                queries[row] = qkv + (of * width + block->kv_head * group + head) * dim * 2;
+                const char *query = qkv + (of * width + block->kv_head * group + head) * dim * 2;
+                queries[row] = widened(room[row], (const uint16_t *)query, dim);
             }
             attend_keys(sums + head * TOKENS * dim, &so_far[head], block, queries, keys, values, begin, position, dim);
         }
     }
     for (int64_t head = 0; head < group; head++)
         for (int64_t row = 0; row < block->count; row++)
-            for (int64_t d = 0; d < dim; d += 16)
+            for (int64_t d = 0; d < dim; d += LANES)
                 store(out, ((token + row) * step->num_heads + block->kv_head * group + head) * dim + d,
                       load_float32(sums + (head * TOKENS + row) * dim + d) / so_far[head].totals[row], BFLOAT16);
 }
-
-int64_t pdserve_attends_in_blocks(void) { return 1; }
 
 void pdserve_blocks(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const struct step *step = call->step;
@@ -210,16 +243,6 @@ void pdserve_blocks(const struct call *call, int64_t rows, int64_t begin, int64_
         }
     }
 }
-
-#else
-
-int64_t pdserve_attends_in_blocks(void) { return 0; }
-
-void pdserve_blocks(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
-    (void)call, (void)rows, (void)begin, (void)end;
-}
-
-#endif
 
 int64_t pdserve_units_blocks(const struct call *call, int64_t rows) {
     return (void)rows, call->step->num_blocks * call->step->num_kv_heads;

@@ -1,4 +1,4 @@
-/* Products with bfloat16 weights, by the processor's dot products of pairs.
+/* Products with bfloat16 weights, by dot products of pairs.
  *
  * A tile holds, for each pair of inputs, the pairs of 32 outputs: [tiles][inputs / 2][32][2]. One stream of weights
  * serves up to 12 rows at once.
@@ -6,10 +6,8 @@
 
 #include "products.h"
 
-#define MOST_ROWS 12
+#define MOST_ROWS 4
 #define STREAMED_ROWS 4 /* up to here memory is the limit, and the next tile is asked for early */
-
-#if defined(HAS_PAIRS)
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(const struct call *to, int64_t row, int64_t tile, const floats *sums) {
@@ -18,11 +16,11 @@ static __attribute__((noinline)) void finish_row(const struct call *to, int64_t 
 
 /* Sums of `parts` vectors of a tile from `first` on: out [rows]. */
 INLINE void sum_parts(
-    floats out[][PARTS], const struct call *call, int64_t row, int64_t tile, int first, const int rows, const int parts
+    floats out[][PARTS], const struct call *call, const element *x, int64_t x_stride, int64_t tile, int first,
+    const int rows, const int parts
 ) {
-    const int64_t inputs = call->inputs, x_stride = call->x_stride;
+    const int64_t inputs = call->inputs;
     const uint16_t *weights = (const uint16_t *)call->weights + tile * TILE * inputs + first * 2 * LANES;
-    const uint16_t *x = (const uint16_t *)call->x + row * x_stride;
     floats sums[SUM_REGISTERS];
 #pragma GCC unroll 24
     for (int i = 0; i < rows * parts; i++)
@@ -53,9 +51,15 @@ INLINE void sum_parts(
 
 INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const int rows) {
     const int parts = parts_at_once(rows);
+    const int64_t inputs = call->inputs;
+    const uint16_t *from = (const uint16_t *)call->x + row * call->x_stride;
+    element room[rows][WIDENED(inputs)];
+    const element *x = widened(room[0], from, inputs);
+    for (int r = 1; r < rows; r++)
+        widened(room[r], from + r * call->x_stride, inputs);
     floats sums[MOST_ROWS][PARTS];
     for (int first = 0; first < PARTS; first += parts)
-        sum_parts(sums, call, row, tile, first, rows, parts);
+        sum_parts(sums, call, x, x == room[0] ? inputs : call->x_stride, tile, first, rows, parts);
     for (int r = 0; r < rows; r++)
         finish_row(call, row + r, tile, sums[r]);
 }
@@ -67,11 +71,17 @@ INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const i
 
 static void multiply_some(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(1) CASE(2) CASE(3) CASE(4)
     }
 }
 
-int64_t pdserve_multiplies_bfloat16(void) { return 1; }
+int64_t pdserve_multiplies_bfloat16(void) {
+#if defined(HAS_PAIRS)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return units_of(call, rows, MOST_ROWS); }
 
@@ -86,18 +96,6 @@ void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t beg
         }
     }
 }
-
-#else
-
-int64_t pdserve_multiplies_bfloat16(void) { return 0; }
-
-int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return (void)call, (void)rows, 0; }
-
-void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
-    (void)call, (void)rows, (void)begin, (void)end;
-}
-
-#endif
 
 /* Copies rows of the matrix that a call's x names. */
 void pdserve_lookup_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {

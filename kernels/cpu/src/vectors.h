@@ -164,7 +164,8 @@ INLINE floats exp_of(floats given) {
     return choose(given != given, given, result);
 }
 
-/* Vectors of pairs of bfloat16, as many as floats, where the processor adds the products of both to a float. */
+/* Vectors of pairs of bfloat16, as many as floats. `add_products` adds the products of both elements to a float:
+ * HAS_PAIRS where the processor has an instruction for it. */
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS
 typedef __m512bh pairs;
@@ -205,6 +206,48 @@ INLINE void zip(pairs *first, pairs *last, pairs a, pairs b) {
     *last = vreinterpretq_bf16_u16(vzip2q_u16(x, y));
 }
 
+#else
+typedef struct {
+    floats even, odd;
+} pairs;
+
+INLINE pairs pairs_of(words both) { return (pairs){(floats)(both << 16), (floats)(both & 0xffff0000)}; }
+
+INLINE pairs load_pairs(const void *from) {
+    words both;
+    memcpy(&both, from, sizeof both);
+    return pairs_of(both);
+}
+
+INLINE pairs splat_pair(const float *from) { return (pairs){splat(from[0]), splat(from[1])}; }
+
+INLINE floats add_products(floats sums, pairs a, pairs b) { return sums + a.even * b.even + a.odd * b.odd; }
+
+#endif
+
+/* Rows whose pairs are splat are held as `element`s. Without an instruction for pairs that is float: widening each
+ * pair where it is splat would take as long as its products. */
+#if defined(HAS_PAIRS)
+typedef uint16_t element;
+#define ELEMENT BFLOAT16
+#define WIDENED(count) 1
+
+INLINE const element *widened(element *room, const uint16_t *from, int64_t count) {
+    return (void)room, (void)count, from;
+}
+#else
+typedef float element;
+#define ELEMENT FLOAT32
+#define WIDENED(count) (count)
+
+INLINE const element *widened(element *room, const uint16_t *from, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store_float32(room + i, load_bfloat16(from + i));
+    for (; i < count; i++)
+        room[i] = load_one(from, i, BFLOAT16);
+    return room;
+}
 #endif
 
 #endif
