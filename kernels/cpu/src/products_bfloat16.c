@@ -1,12 +1,12 @@
 /* Products with bfloat16 weights, by dot products of pairs.
  *
  * A tile holds, for each pair of inputs, the pairs of 32 outputs: [tiles][inputs / 2][32][2]. One stream of weights
- * serves up to 12 rows at once.
+ * serves up to MOST_ROWS rows at once.
  */
 
 #include "products.h"
 
-#define MOST_ROWS 4
+#define MOST_ROWS (SUM_REGISTERS / 2)
 #define STREAMED_ROWS 4 /* up to here memory is the limit, and the next tile is asked for early */
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
@@ -72,6 +72,9 @@ INLINE void multiply(const struct call *call, int64_t row, int64_t tile, const i
 static void multiply_some(const struct call *call, int64_t row, int64_t tile, int64_t rows) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4)
+#if MOST_ROWS > 4
+        CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
     }
 }
 

@@ -11,6 +11,8 @@
 #define BLOCK 32
 #if defined(__AVX512VNNI__) || defined(__aarch64__)
 #define MOST_ROWS 6
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define MOST_ROWS 4
 #else
 #define MOST_ROWS 2 /* there are fewer registers */
 #endif
@@ -62,12 +64,6 @@ INLINE ints dot(ints sums, bytes weights, int32_t inputs) {
     const __m512i high = _mm512_set1_epi32(((int8_t)(inputs >> 8) & 0xffff) | ((inputs >> 24) << 16));
     __m512i even = (__m512i)weights & _mm512_set1_epi16(255), odd = _mm512_srli_epi16((__m512i)weights, 8);
     return sums + (ints)_mm512_add_epi32(_mm512_madd_epi16(even, low), _mm512_madd_epi16(odd, high));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i low = _mm256_set1_epi32(((int8_t)inputs & 0xffff) | ((int32_t)(int8_t)(inputs >> 16) << 16));
-    const __m256i high = _mm256_set1_epi32(((int8_t)(inputs >> 8) & 0xffff) | ((inputs >> 24) << 16));
-    __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
-    __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
-    return sums + (ints)_mm256_add_epi32(_mm256_madd_epi16(even, low), _mm256_madd_epi16(odd, high));
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(inputs)));
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -160,6 +156,51 @@ INLINE ints begin_block(const int8_t *x, int bits) {
     return (ints){0} + 128 * sum;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+/* Adds to each half of a lane the products of 2 codes of 4 bits and 2 inputs: 8 times without an overflow. */
+INLINE ints dot_halves(ints sums, bytes weights, ints inputs) {
+    return (ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs));
+}
+
+INLINE ints join_halves(ints sums, int16_t times) {
+    return (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(times));
+}
+
+/* Adds to sums [rows][parts] the products of one block, for vectors of outputs from `first` on. Codes of 8 bits are
+ * taken as two of 4. */
+INLINE void multiply_block(
+    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits
+) {
+    const int steps = bits; /* of 64 bytes: 4 inputs of 16 outputs, or with 4 bits 8 */
+#pragma GCC unroll 8
+    for (int part = 0; part < parts; part++) {
+        const int output = (first + part) * LANES;
+        ints lows[MOST_ROWS], highs[MOST_ROWS];
+        for (int r = 0; r < rows; r++)
+            lows[r] = highs[r] = (ints){0};
+#pragma GCC unroll 8
+        for (int step = 0; step < steps; step++) {
+            words both;
+            memcpy(&both, weights + (output / HALF_TILE * steps + step) * 64 + output % HALF_TILE * 4, sizeof both);
+            bytes low = (bytes)(both & 0x0f0f0f0f), high = (bytes)(both >> 4 & 0x0f0f0f0f);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                int32_t inputs[2];
+                memcpy(&inputs[0], x + r * x_stride + 4 * step, 4);
+                memcpy(&inputs[1], x + r * x_stride + (bits == 4 ? BLOCK / 2 : 0) + 4 * step, 4);
+                lows[r] = dot_halves(lows[r], low, inputs[0] - (ints){0});
+                ints *other = bits == 4 ? &lows[r] : &highs[r];
+                *other = dot_halves(*other, high, inputs[1] - (ints){0});
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            sums[r * parts + part] += join_halves(lows[r], 1) + (bits == 4 ? (ints){0} : join_halves(highs[r], 16));
+    }
+}
+
+#else
+
 /* Adds to sums [rows][parts] the products of one block, for vectors of outputs from `first` on. */
 INLINE void multiply_block(
     ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits
@@ -187,6 +228,8 @@ INLINE void multiply_block(
         }
     }
 }
+
+#endif
 
 struct tile {
     const uint8_t *weights;
@@ -260,7 +303,10 @@ INLINE void multiply_some(const struct coded *coded, int64_t row, int64_t tile, 
     switch (rows) {
         CASE(1) CASE(2)
 #if MOST_ROWS > 2
-        CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(3) CASE(4)
+#endif
+#if MOST_ROWS > 4
+        CASE(5) CASE(6)
 #endif
     }
 }
