@@ -171,7 +171,7 @@ class WorkerConfig(ClientsConfig):
     dtype: Dtype = Field(
         "auto",
         description="Type of weights and KV, the same for all workers. auto: bfloat16, or float32 on a processor that "
-        "does not multiply that.",
+        "multiplies that slowly.",
     )
     quantization: Quantization = Field(
         "auto",

@@ -108,7 +108,7 @@ def _packages(versions: Mapping[str, str]) -> Finding:
 
 def _processor(machine: Machine) -> Iterator[Finding]:
     features = cpu_features(machine.cpu_info)
-    dtype, because = choose_dtype("auto", "cpu", machine.cpu_info)
+    dtype, because = choose_dtype("auto", "cpu", machine.cpu_info, compiled=not machine.kernels_problem)
     has = " ".join(name for name in SHOWN_FEATURES if name in features) or "no vector extensions that are known"
     yield ok("processor", f"{cpu_name(machine.cpu_info)}: {has}; CPU workers compute in {dtype}: {because}")
     if machine.kernels_problem:

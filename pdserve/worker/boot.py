@@ -17,6 +17,8 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.errors import ConfigError
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
 from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model
@@ -57,7 +59,9 @@ def build_engine(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
     model_config = checkpoint.config
-    dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info())
+    dtype, because = choose_dtype(
+        config.dtype, config.device, read_cpu_info(), compiled=not isinstance(library(), Missing)
+    )
     if config.load_format == "dummy":
         checkpoint = replace(checkpoint, weights=partial(dummy_weights, model_config, config.seed), coded_weights=None)
     quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)

@@ -23,7 +23,8 @@ TINY = {
 ZEN_5 = "processor\t: 0\nflags\t\t: fpu sse2 avx512f avx512_bf16 svm\n\nprocessor\t: 1\nflags\t\t: fpu avx512_bf16\n"
 SAPPHIRE_RAPIDS = "flags\t\t: fpu avx512f amx_bf16 avx512_bf16 amx_tile amx_int8\n"
 GRAVITON_3 = "processor\t: 0\nFeatures\t: fp asimd sve i8mm bf16 dgh\nCPU implementer\t: 0x41\n"
-ICE_LAKE = "flags\t\t: fpu avx512f avx512_vnni\nbugs\t\t: bf16 amx_bf16\nvmx flags\t: avx512_bf16\n"
+ZEN_3 = "flags\t\t: fpu avx avx2\nbugs\t\t: bf16 amx_bf16\nvmx flags\t: avx512_bf16\n"
+SANDY_BRIDGE = "flags\t\t: fpu avx\n"
 GRAVITON_2 = "Features\t: fp asimd dcpop asimddp\n"
 ONE_OF_TWO = "flags\t\t: fpu avx512_bf16\n\nflags\t\t: fpu\n"
 
@@ -34,30 +35,37 @@ ONE_OF_TWO = "flags\t\t: fpu avx512_bf16\n\nflags\t\t: fpu\n"
         (ZEN_5, "bfloat16", "this processor has avx512_bf16"),
         (SAPPHIRE_RAPIDS, "bfloat16", "this processor has amx_bf16"),
         (GRAVITON_3, "bfloat16", "this processor has bf16"),
-        (ICE_LAKE, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16"),
-        (GRAVITON_2, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16"),
-        (ONE_OF_TWO, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16"),
-        ("", "float32", "/proc/cpuinfo does not say what this processor has (none of amx_bf16, avx512_bf16, bf16)"),
+        (ZEN_3, "bfloat16", "this processor has avx2"),
+        (SANDY_BRIDGE, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
+        (GRAVITON_2, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
+        (ONE_OF_TWO, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
+        ("", "float32", "/proc/cpuinfo does not say what this processor has (none of amx_bf16, avx512_bf16, bf16, avx2)"),
     ],
 )
 def test_a_cpu_decides_by_what_all_its_processors_multiply(cpu_info: str, dtype: str, because: str) -> None:
-    assert choose_dtype("auto", "cpu", cpu_info) == (dtype, because)
-    assert choose_dtype("auto", "auto", cpu_info) == (dtype, because)
+    assert choose_dtype("auto", "cpu", cpu_info, compiled=True) == (dtype, because)
+    assert choose_dtype("auto", "auto", cpu_info, compiled=True) == (dtype, because)
+
+
+def test_avx2_alone_is_not_enough_without_compiled_kernels() -> None:
+    float32 = ("float32", "this processor has none of amx_bf16, avx512_bf16, bf16")
+    assert choose_dtype("auto", "cpu", ZEN_3, compiled=False) == float32
+    assert choose_dtype("auto", "cpu", ZEN_5, compiled=False)[0] == "bfloat16"
 
 
 @pytest.mark.parametrize("device", ["cuda", "interpreter"])
 def test_a_gpus_engine_stays_with_bfloat16(device: Device) -> None:
-    assert choose_dtype("auto", device, ICE_LAKE)[0] == "bfloat16"
+    assert choose_dtype("auto", device, SANDY_BRIDGE, compiled=False)[0] == "bfloat16"
 
 
 @pytest.mark.parametrize("asked", ["bfloat16", "float16", "float32"])
 def test_what_is_asked_for_is_taken(asked: Dtype) -> None:
-    for cpu_info in (ZEN_5, ICE_LAKE):
-        assert choose_dtype(asked, "cpu", cpu_info) == (asked, "it was asked for")
+    for cpu_info in (ZEN_5, SANDY_BRIDGE):
+        assert choose_dtype(asked, "cpu", cpu_info, compiled=True) == (asked, "it was asked for")
 
 
 def test_this_machines_own_words_can_be_read() -> None:
-    dtype, because = choose_dtype("auto", "cpu", read_cpu_info())
+    dtype, because = choose_dtype("auto", "cpu", read_cpu_info(), compiled=True)
     assert dtype in ("bfloat16", "float32")
     assert because
 
@@ -68,7 +76,7 @@ def worker(folder: Path, **settings: str) -> WorkerConfig:
     return WorkerConfig.model_validate(given | secret | settings)
 
 
-@pytest.mark.parametrize(("cpu_info", "expected"), [(ZEN_5, "bfloat16"), (ICE_LAKE, "float32")])
+@pytest.mark.parametrize(("cpu_info", "expected"), [(ZEN_5, "bfloat16"), (SANDY_BRIDGE, "float32")])
 def test_the_engine_is_built_so_and_the_log_says_why(
     cpu_info: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
