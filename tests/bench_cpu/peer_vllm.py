@@ -1,6 +1,7 @@
 """Serves a benchmark's workloads with vLLM: a JSON object a line comes in, one with the seconds it took goes out.
 
-Runs in vLLM's own virtual environment, without pdserve. Usage: peer_vllm.py MODEL_DIR
+Runs in vLLM's own virtual environment, without pdserve, in the type of weights that PEER_DTYPE names (bfloat16).
+Usage: peer_vllm.py MODEL_DIR
 """
 
 import json
@@ -28,7 +29,7 @@ def main() -> None:
     os.dup2(2, 1)  # what vLLM prints is no answer
     llm = LLM(
         model=sys.argv[1],
-        dtype="bfloat16",
+        dtype=os.environ.get("PEER_DTYPE", "bfloat16"),
         max_model_len=4096,
         max_num_seqs=64,
         enable_prefix_caching=False,
