@@ -39,7 +39,11 @@ ONE_OF_TWO = "flags\t\t: fpu avx512_bf16\n\nflags\t\t: fpu\n"
         (SANDY_BRIDGE, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
         (GRAVITON_2, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
         (ONE_OF_TWO, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
-        ("", "float32", "/proc/cpuinfo does not say what this processor has (none of amx_bf16, avx512_bf16, bf16, avx2)"),
+        (
+            "",
+            "float32",
+            "/proc/cpuinfo does not say what this processor has (none of amx_bf16, avx512_bf16, bf16, avx2)",
+        ),
     ],
 )
 def test_a_cpu_decides_by_what_all_its_processors_multiply(cpu_info: str, dtype: str, because: str) -> None:
