@@ -16,8 +16,7 @@ from cryptography import x509
 from pdserve.errors import ConfigError
 from pdserve.files import read_file, read_private
 
-CERTIFICATE = "tls.crt"
-IDENTITY_FILES = (CERTIFICATE, "tls.key", "ca.crt")
+IDENTITY_FILES = ("tls.crt", "tls.key", "ca.crt")
 PUBLIC = "public"  # folder of the certificate for clients, beside those of the parts
 
 
@@ -85,11 +84,6 @@ def read_pair(certificate: Path, key: Path, settings: tuple[str, str]) -> KeyPai
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"{settings[1]}: {key} is not the key of {certificate}: {error}") from error
     return KeyPair(chain, private, first.not_valid_after_utc)
-
-
-def end_of(certificate: Path, setting: str) -> datetime:
-    """Return when a certificate's file ends to be valid; ConfigError names the setting where it is none."""
-    return _certificates(read_file(certificate, setting), certificate, setting)[0].not_valid_after_utc
 
 
 def public_files(folder: Path) -> tuple[Path, Path]:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pdserve.certificates import CERTIFICATE
 from pdserve.prefix_hash import BLOCK_TOKENS
 from pdserve.roles import Role
 from pdserve.yaml_models import read_model
@@ -58,11 +57,6 @@ class ProcessConfig(BaseModel):
         "are mutual TLS. By default none is: they are plain gRPC.",
     )
 
-    @property
-    def certificates(self) -> dict[str, Path]:
-        """Files of the certificates that the process shows, by what shows them."""
-        return {} if self.identity_dir is None else {"identity": self.identity_dir / CERTIFICATE}
-
 
 TRACES_HELP = (
     "Where spans of requests are sent with OTLP over gRPC, such as http://collector:4317; https:// takes TLS. "
@@ -83,11 +77,6 @@ class ClientsConfig(ProcessConfig):
         description="YAML file with tenants, the hashes of their API keys and their limits, read again when it "
         "changes. Clients without one of these keys are denied; by default no key is asked for.",
     )
-
-    @property
-    def certificates(self) -> dict[str, Path]:
-        public = {} if self.ssl_certfile is None else {"public": self.ssl_certfile}
-        return super().certificates | public
 
 
 class WorkerConfig(ClientsConfig):

@@ -5,9 +5,11 @@ change are read again: listeners take them for the next connection, and each dia
 stand go on as they are.
 """
 
+import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -26,7 +28,7 @@ PEER_KEY = "peer_spiffe_id"  # where gRPC puts the one URI of a caller's certifi
 
 _Content = TypeVar("_Content")
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
-_Serve = Callable[[object, _Context], Awaitable[object]]
+_Serve = Callable[[object, _Context], Awaitable[object] | AsyncIterator[object]]
 
 _HANDLERS: Mapping[str, Callable[..., Any]] = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
@@ -36,12 +38,40 @@ _HANDLERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+class Connections:
+    """Counts connections to a port with TLS: all of them, and those that made a call.
+
+    gRPC shows Python no handshake that fails. It does ask for certificates before each handshake, and a call comes
+    after one that succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.num_opened = 0
+        self.num_called = 0
+        self._callers: OrderedDict[str, None] = OrderedDict()  # the last to call comes last
+
+    def note_opened(self) -> None:
+        """Note that a handshake begins. gRPC's threads call it, one at a time."""
+        self.num_opened += 1
+
+    def note_call(self, peer: str) -> None:
+        """Note a call. `peer` is the address and port of the connection's other end."""
+        if peer in self._callers:
+            self._callers.move_to_end(peer)
+            return
+        self.num_called += 1
+        self._callers[peer] = None
+        if len(self._callers) > rpc.MAX_CONNECTIONS:
+            self._callers.popitem(last=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """What a process shows of itself, and asks of others, inside its cluster."""
 
     secret: bytes
     identity: Watched[Identity] | None = None  # None: plain gRPC
+    connections: Connections = field(default_factory=Connections)  # to the internal port; none without TLS
 
     @classmethod
     def read(cls, secret_file: Path, identity_dir: Path | None, part: Part) -> Self:
@@ -68,6 +98,7 @@ class Credentials:
         """Return a server for an internal port; `on_denied` is called for each call that is denied."""
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if self.identity is not None:
+            interceptors.append(NoteCallers(self.connections))
             interceptors.append(RequirePart(self.identity, partial(on_denied, Refusal.PART)))
         interceptors.append(rpc.RequireSecret(self.secret, partial(on_denied, Refusal.SECRET)))
         return grpc.aio.server(interceptors=interceptors, options=rpc.server_options(rpc.INTERNAL_MESSAGE_BYTES))
@@ -76,8 +107,16 @@ class Credentials:
         """Bind an internal port (0: a free one) and return its address; ConfigError names `key` where it cannot be."""
         if self.identity is None:
             return rpc.listen(server, host, port, key)
-        both = _rotating(self.identity, lambda own: _configuration(own.pair, own.authority), asks_for_certificates=True)
+
+        def configure(own: Identity) -> grpc.ServerCertificateConfiguration:
+            return _configuration(own.pair, own.authority)
+
+        both = _rotating(self.identity, configure, self.connections, asks_for_certificates=True)
         return rpc.listen(server, host, port, key, both)
+
+    def ports(self, name: str) -> dict[str, Connections]:
+        """Return what counts connections to the internal port, under this name; nothing where it has no TLS."""
+        return {} if self.identity is None else {name: self.connections}
 
 
 @cache
@@ -86,15 +125,16 @@ def _warn(expired: datetime) -> None:
     logger.error("identity_dir: the certificate ended at %s; all that this process dials refuses it", expired)
 
 
-def public_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
-    """Return what a public port shows to clients, of which it asks for no certificate."""
+def public_credentials(certificate: Path, key: Path, connections: Connections) -> grpc.ServerCredentials:
+    """Return what a public port shows to clients, of which it asks for no certificate. `connections` counts theirs."""
     pair = Watched((certificate, key), lambda: read_pair(certificate, key, ("ssl_certfile", "ssl_keyfile")))
-    return _rotating(pair, _configuration, asks_for_certificates=False)
+    return _rotating(pair, _configuration, connections, asks_for_certificates=False)
 
 
 def _rotating(
     files: Watched[_Content],
     configure: Callable[[_Content], grpc.ServerCertificateConfiguration],
+    connections: Connections,
     *,
     asks_for_certificates: bool,
 ) -> grpc.ServerCredentials:
@@ -104,6 +144,7 @@ def _rotating(
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         """Return what has changed; gRPC asks in a thread of its own before it answers a connection."""
         nonlocal shown
+        connections.note_opened()
         content = files.look()
         if content is shown:
             return None
@@ -130,6 +171,41 @@ async def _serve_nothing(messages: object, context: rpc.AnyContext) -> None:
     await rpc.abort(context, grpc.StatusCode.UNIMPLEMENTED, "there is no such method here")
 
 
+def _preceded(handler: rpc.Handler, come_first: Callable[[_Context], Awaitable[None]]) -> rpc.Handler:
+    """Return a handler, of a method that nobody serves too, before which another function runs, or ends the call."""
+    if handler is None:
+        handler = grpc.stream_stream_rpc_method_handler(_serve_nothing)
+    kind = "_".join("stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming))
+    serve = cast("_Serve", getattr(handler, kind))
+
+    async def serve_after(request: object, context: _Context) -> object:
+        await come_first(context)
+        served = serve(request, context)
+        if inspect.isawaitable(served):
+            return await served
+        async for reply in served:
+            await context.write(reply)
+        return None
+
+    made: rpc.Handler = _HANDLERS[kind](serve_after, handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+class NoteCallers(grpc.aio.ServerInterceptor):
+    """Lets `Connections` know which of them make calls. It comes first, so that denied calls count too."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def intercept_service(
+        self, continuation: rpc.Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> rpc.Handler:
+        return _preceded(await continuation(handler_call_details), self._note)
+
+    async def _note(self, context: _Context) -> None:
+        self._connections.note_call(context.peer())
+
+
 class RequirePart(grpc.aio.ServerInterceptor):
     """Answers PERMISSION_DENIED to every call, known method or not, for which the caller has the wrong part."""
 
@@ -141,19 +217,7 @@ class RequirePart(grpc.aio.ServerInterceptor):
         self, continuation: rpc.Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> rpc.Handler:
         handler = await continuation(handler_call_details)
-        if handler is None:
-            handler = grpc.stream_stream_rpc_method_handler(_serve_nothing)
-        kind = "_".join(
-            "stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming)
-        )
-        serve = cast("_Serve", getattr(handler, kind))  # grpc.aio's kind; what it streams it writes to its context
-
-        async def check(request: object, context: _Context) -> object:
-            await self._check(handler_call_details.method, context)
-            return await serve(request, context)
-
-        made: rpc.Handler = _HANDLERS[kind](check, handler.request_deserializer, handler.response_serializer)
-        return made
+        return _preceded(handler, partial(self._check, handler_call_details.method))
 
     async def _check(self, method: str, context: _Context) -> None:
         uri = b"".join(context.auth_context().get(PEER_KEY, ())).decode(errors="replace")

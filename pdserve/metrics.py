@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from enum import StrEnum
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -201,9 +201,19 @@ UNPROVED_ENDS = _gauge(
     "pdserve_unproved_ends", "Processes of pods that were removed, whose end nothing proves: their nodes do not answer."
 )
 
+TLS_CONNECTIONS = _counter(
+    "pdserve_tls_connections_total",
+    "Connections to a gRPC port with TLS, each counted as its handshake begins.",
+    "port",
+)
+TLS_CONNECTIONS_CALLED = _counter(
+    "pdserve_tls_connections_called_total",
+    "Of these, those that made a call. The others asked for nothing or were refused, but for those in a handshake now.",
+    "port",
+)
 CERTIFICATE_END = _gauge(
     "pdserve_certificate_not_after_timestamp_seconds",
-    "Unix time at which the file of a certificate that the process shows ends to be valid.",
+    "Unix time at which a certificate that the process shows ends to be valid: of changed files, once they are taken.",
     "certificate",
 )
 
@@ -221,7 +231,7 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
     ),
     "autoscaler": (DESIRED, REPLICAS, DECISIONS, LEADS),
     "watcher": (REPORTED_ENDS, UNPROVED_ENDS),  # an autoscaler on Kubernetes has one
-    "any": (CERTIFICATE_END,),  # that has certificates
+    "any": (TLS_CONNECTIONS, TLS_CONNECTIONS_CALLED, CERTIFICATE_END),  # that has certificates
 }
 """What each kind of process shows."""
 
@@ -256,6 +266,19 @@ class Sample:
 def span_samples(counts: Mapping[str, int]) -> Iterator[Sample]:
     """Yield what has become of the spans of a process; it makes none where `counts` is empty."""
     return (Sample(SPANS, counts.get(result, 0), (result,)) for result in SPAN_RESULTS)
+
+
+class Counted(Protocol):
+    """Connections to a port."""
+
+    num_opened: int
+    num_called: int
+
+
+def connection_samples(ports: Mapping[str, Counted]) -> Iterator[Sample]:
+    """Yield how many connections came to each port with TLS, by its name, and how many of them made a call."""
+    yield from (Sample(TLS_CONNECTIONS, counted.num_opened, (port,)) for port, counted in ports.items())
+    yield from (Sample(TLS_CONNECTIONS_CALLED, counted.num_called, (port,)) for port, counted in ports.items())
 
 
 def families(samples: Iterable[Sample]) -> Iterator[Family]:

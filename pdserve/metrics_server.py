@@ -6,19 +6,22 @@ Answers are made on the process's event loop, so that they show one moment; the 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from pdserve.certificates import end_of
-from pdserve.config import ProcessConfig
+from pdserve.certificates import IDENTITY_FILES, KeyPair, read_identity, read_pair
+from pdserve.config import ClientsConfig, ProcessConfig
 from pdserve.errors import ConfigError
 from pdserve.metrics import CERTIFICATE_END, Sample, families
 from pdserve.rpc import join_address
+from pdserve.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +37,13 @@ Collect = Callable[[], Iterable[Sample]]
 async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]:
     """Show what `collect` returns for the length of the block, unless that is turned off.
 
-    Yields host:port, empty where nothing is shown. ConfigError where the port cannot be had.
+    Yields host:port, empty where nothing is shown. ConfigError where the port or a certificate cannot be had.
     """
     if not config.metrics:
         yield ""
         return
-    scrapes, host = _Scrapes(lambda: (*collect(), *certificate_ends(config))), config.metrics_host
+    host, certificates = config.metrics_host, _certificates(config)
+    scrapes = _Scrapes(lambda: (*collect(), *_certificate_ends(certificates)))
     try:
         server = await asyncio.start_server(scrapes.answer, host, config.metrics_port, limit=MAX_REQUEST_BYTES)
     except OSError as error:
@@ -54,11 +58,27 @@ async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]
         await scrapes.close()
 
 
-def certificate_ends(config: ProcessConfig) -> Iterator[Sample]:
-    """Yield when each certificate of a process expires, from its file at this moment."""
-    for name, file in config.certificates.items():
-        with suppress(ConfigError):  # the process goes on with what it read before
-            yield Sample(CERTIFICATE_END, end_of(file, name).timestamp(), (name,))
+def _certificates(config: ProcessConfig) -> dict[str, Watched[KeyPair]]:
+    """Return what a process shows, by what shows it. Files that its listeners refuse are refused here, too."""
+    found: dict[str, Watched[KeyPair]] = {}
+    if config.identity_dir is not None:
+        paths = tuple(config.identity_dir / name for name in IDENTITY_FILES)
+        found["identity"] = Watched(paths, partial(_pair_of, config.identity_dir))
+    if isinstance(config, ClientsConfig):
+        match config.ssl_certfile, config.ssl_keyfile:
+            case Path() as certificate, Path() as key:
+                read = partial(read_pair, certificate, key, ("ssl_certfile", "ssl_keyfile"))
+                found["public"] = Watched((certificate, key), read)
+    return found
+
+
+def _pair_of(identity_dir: Path) -> KeyPair:
+    return read_identity(identity_dir).pair
+
+
+def _certificate_ends(certificates: Mapping[str, Watched[KeyPair]]) -> Iterator[Sample]:
+    for name, files in certificates.items():
+        yield Sample(CERTIFICATE_END, files.look().expires.timestamp(), (name,))
 
 
 class _Scrapes:

@@ -1,6 +1,7 @@
 """Files that are read again when they have changed."""
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -26,21 +27,28 @@ class Watched(Generic[_Content]):
         self._read = read
         self._stamp = self._now()
         self._content = read()
+        self._reading = threading.Lock()  # else a slow reader could put back what another has replaced
         self.num_refused = 0  # how often files that had changed were refused
 
     def look(self) -> _Content:
         """Return the files' present content; from any thread."""
-        stamp = self._now()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            try:
-                self._content = self._read()
-            except ConfigError as error:
-                self.num_refused += 1
-                logger.error("%s; what was read before stays in force", error)
-            else:
-                logger.info("%s has changed and was read again", self._paths[0])
+        if self._now() != self._stamp:
+            with self._reading:
+                self._read_again()
         return self._content
+
+    def _read_again(self) -> None:
+        stamp = self._now()
+        if stamp == self._stamp:
+            return  # another thread has read it
+        self._stamp = stamp
+        try:
+            self._content = self._read()
+        except ConfigError as error:
+            self.num_refused += 1
+            logger.error("%s; what was read before stays in force", error)
+        else:
+            logger.info("%s has changed and was read again", self._paths[0])
 
     def _now(self) -> _Stamp:
         return tuple(_stamp_of(path) for path in self._paths)

@@ -30,8 +30,8 @@ class FieldError(ValueError):
 def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] | None = None) -> Model:
     """Read a model by its fields' aliases. Flags, by the same names, override what the file has.
 
-    ConfigError names the flag, or the file and the line, and field and limit of each fault. With flags the file may be
-    empty, or there may be none.
+    ConfigError names the flag, or the file and the line, and field and limit of each fault, and what was given unless
+    the model's configuration has `hide_input_in_errors`. With flags the file may be empty, or there may be none.
     """
     node, content = (None, None) if path is None else _parse(path)
     if flags is not None and (content is None or isinstance(content, dict)):
@@ -127,11 +127,10 @@ def _problem(cls: type[BaseModel], fault: ErrorDetails) -> str:
         case _:
             if isinstance(context.get("error"), FieldError):
                 return str(context["error"].problem)
-            return (
-                message
-                if isinstance(given, Collection) and not isinstance(given, str)
-                else f"{echo(repr(given))} is refused: {message}"
-            )
+            is_hidden = cls.model_config.get("hide_input_in_errors", False)
+            if is_hidden or (isinstance(given, Collection) and not isinstance(given, str)):
+                return message
+            return f"{echo(repr(given))} is refused: {message}"
 
 
 def _dotted(place: Place) -> str:

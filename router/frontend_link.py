@@ -71,8 +71,10 @@ class FrontendLink:
                 task.add_done_callback(self._replies.discard)
             case messages.Abort():
                 self._abort(message)
-            case messages.Spans(counts):
-                hub.num_spans.update(counts)
+            case messages.Counts(spans, num_opened, num_called):
+                hub.num_spans.update(spans)
+                hub.connections.num_opened += num_opened
+                hub.connections.num_called += num_called
             case messages.Ready():
                 self.ready.set_result(None)
             case messages.Pong():

@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from math import inf
 
 from pdserve.clock import Clock
+from pdserve.credentials import Connections
 from pdserve.ids import RequestId
-from pdserve.metrics import FRONTENDS, FRONTENDS_LOST, Sample
+from pdserve.metrics import FRONTENDS, FRONTENDS_LOST, Sample, connection_samples
 from pdserve.metrics_server import metrics_text
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
@@ -49,6 +50,8 @@ class Hub:
         self.outcomes = Ends(model)
         self.clients = Clients(config.api_keys_file, self.tenants)
         self.admin = AdminEndpoint(shell, config.router_id, model)
+        self.connections = Connections()  # to the public port
+        self.ports = {} if config.ssl_certfile is None else {"public": self.connections}  # with TLS, by name
         self.num_frontends = 1  # processes that serve clients now
         self.num_frontends_lost = 0
         self.num_spans: Counter[str] = Counter()  # of frontends in other processes, by what became of them
@@ -101,6 +104,7 @@ class Hub:
         """Yield all that the router shows."""
         yield Sample(FRONTENDS, self.num_frontends)
         yield Sample(FRONTENDS_LOST, self.num_frontends_lost)
+        yield from connection_samples(self.ports)
         counts = self._span_counts()
         yield from router_samples(self._shell, self.outcomes, self.clients, self.tenants, counts, self._model)
 

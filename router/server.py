@@ -81,6 +81,7 @@ async def run(
     core = RouterCore(model.name, config, POLICIES[config.placement](predictor), predictor)
     shell = Shell(core, MonotonicClock())
     hub = Hub(shell, config, model.name, stop.is_set)
+    hub.ports |= credentials.ports("internal")
     async with showing(config, hub.samples) as metrics, answering(config) as answers:
         hub.admin.metrics_address = metrics
         server = _internal_server(config, credentials, shell, hub.admin)

@@ -3,7 +3,7 @@
 import os
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -22,6 +22,32 @@ def test_a_file_that_was_refused_for_its_mode_is_read_once_the_mode_is_mended(tm
     assert (watched.look(), watched.num_refused) == (b"one", 1)
     path.chmod(0o600)
     assert (watched.look(), watched.num_refused) == (b"two", 1)
+
+
+def test_who_reads_slowly_does_not_put_back_what_another_thread_has_read_since(tmp_path: Path) -> None:
+    path, begun, go_on = tmp_path / "file", Event(), Event()
+    path.write_bytes(b"one")
+
+    def read() -> bytes:
+        content = path.read_bytes()
+        if content == b"second":
+            begun.set()
+            assert go_on.wait(10)
+        return content
+
+    watched = Watched((path,), read)
+    path.write_bytes(b"second")
+    readers = [Thread(target=watched.look)]
+    readers[0].start()
+    assert begun.wait(10)
+    path.write_bytes(b"the third")
+    readers.append(Thread(target=watched.look))
+    readers[1].start()
+    readers[1].join(0.1)  # it waits, or has read the third already
+    go_on.set()
+    for reader in readers:
+        reader.join()
+    assert watched._content == b"the third"
 
 
 @pytest.mark.parametrize(("mode", "successors"), [(0o600, None), (0o600, 0o644), (0o644, 0o600)])

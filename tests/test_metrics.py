@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pdserve import metrics
 from pdserve.certificates import public_files
 from pdserve.config import ProcessConfig
 from pdserve.errors import ConfigError
-from pdserve.launch.authority import write_certificates
+from pdserve.launch.authority import Authority, write_certificates
 from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families, span_samples
 from pdserve.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
@@ -115,26 +116,29 @@ async def test_connections_that_ask_nothing_are_bounded_and_keep_nobody_out_for_
             writer.close()
 
 
-async def test_the_end_of_each_certificate_is_shown_as_its_file_says(tmp_path: Path) -> None:
+async def test_the_end_of_each_certificate_is_that_of_the_last_one_that_was_taken(tmp_path: Path) -> None:
     write_certificates(tmp_path, ("localhost",), 7)
     certificate, key = public_files(tmp_path)
     config = RouterConfig(
         model="m", secret_file=tmp_path, identity_dir=tmp_path / "router", ssl_certfile=certificate, ssl_keyfile=key
     )
+    async with showing(config, one) as address:
 
-    async def ends() -> dict[str, float]:
-        async with showing(config, one) as address:
+        async def ends() -> dict[str, float]:
             text = (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")).decode()
-        found = re.findall(r'^pdserve_certificate_not_after_\w+{certificate="(\w+)"} (\S+)$', text, re.MULTILINE)
-        return {name: float(at) for name, at in found}
+            found = re.findall(r'^pdserve_certificate_not_after_\w+{certificate="(\w+)"} (\S+)$', text, re.MULTILINE)
+            return {name: float(at) for name, at in found}
 
-    before = await ends()
-    assert before.keys() == {"identity", "public"}
-    assert all(abs(at - time.time() - 7 * 86_400) < 86_400 for at in before.values())
-    write_certificates(tmp_path, ("localhost",), 30)
-    assert all(at > before[name] + 20 * 86_400 for name, at in (await ends()).items())
-    certificate.write_text("nothing")
-    assert (await ends()).keys() == {"identity"}
+        before = await ends()
+        assert before.keys() == {"identity", "public"}
+        assert all(abs(at - time.time() - 7 * 86_400) < 86_400 for at in before.values())
+        write_certificates(tmp_path, ("localhost",), 30)
+        renewed = await ends()
+        assert all(at > before[name] + 20 * 86_400 for name, at in renewed.items())
+        Authority.new().write_public(tmp_path / "other", ("localhost",), timedelta(days=90))
+        certificate.write_bytes((tmp_path / "other" / "tls.crt").read_bytes())  # without its key
+        (tmp_path / "router" / "ca.crt").unlink()
+        assert await ends() == renewed
 
 
 async def test_a_port_that_is_taken_is_refused_by_name_and_metrics_can_be_turned_off() -> None:

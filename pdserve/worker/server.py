@@ -29,7 +29,7 @@ from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
 from pdserve.kvtransfer.session import DigestPolicy, Peer
-from pdserve.metrics import Sample, span_samples
+from pdserve.metrics import Sample, connection_samples, span_samples
 from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.processor import read_cpu_info
@@ -69,6 +69,7 @@ class Identity:
 @dataclass(frozen=True, slots=True)
 class Worker:
     core: WorkerCore
+    identity: Identity
     outbox: Outbox
     reporter: Reporter
     handoff_address: str
@@ -80,6 +81,7 @@ class Worker:
         yield from handoff_samples(self.core)
         yield from refusal_samples(self.reporter.refused)
         yield from span_samples(self.outbox.spans.counts if self.outbox.spans else {})
+        yield from connection_samples(self.identity.credentials.ports("handoff"))
 
 
 async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str = "", closing_s: float = 0.0) -> None:
@@ -174,7 +176,8 @@ async def assemble(
             probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
             client = HandoffClient(me, mover, identity.credentials, listener, tasks, reporter.refused)
             carriers = Carriers(client, servicer, mover, probes)
-            yield Worker(core, Outbox(carriers, reporter, listener, tasks, MonotonicClock(), spans), reporter, address)
+            outbox = Outbox(carriers, reporter, listener, tasks, MonotonicClock(), spans)
+            yield Worker(core, identity, outbox, reporter, address)
             await carriers.close()
     finally:
         await asyncio.to_thread(mover.close)

@@ -35,7 +35,7 @@ TenantName = Annotated[str, StringConstraints(min_length=1, max_length=64, patte
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # it may be a key
 
 
 class KeyHash(_Model):

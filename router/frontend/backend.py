@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pdserve.clock import Clock
+from pdserve.credentials import Connections
 from pdserve.errors import Status
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -88,6 +89,10 @@ class Backend(Protocol):
     def tenants(self) -> Tenants: ...
     @property
     def outcomes(self) -> Outcomes: ...
+    @property
+    def connections(self) -> Connections:
+        """What counts connections to the public port where it has TLS; shown for all frontends together."""
+
     def standing(self) -> Standing: ...
 
     def admit(self, event: RequestArrived, answer: Answer) -> None:

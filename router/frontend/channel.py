@@ -164,10 +164,12 @@ class Abort(_Message, tag=29):
     names: Sequence[str]
 
 
-class Spans(_Message, tag=30):
-    """What became of spans since this was sent last."""
+class Counts(_Message, tag=30):
+    """What was counted since this was sent last: what became of spans, and connections as `Connections` has them."""
 
-    counts: dict[str, int]
+    spans: dict[str, int]
+    num_opened: int
+    num_called: int
 
 
 class Pong(_Message, tag=31):
@@ -177,7 +179,7 @@ class Pong(_Message, tag=31):
 FromCore = Hello | Stands | Tokens | Ended | Reply | Aborted | Stop | Ping
 FromFrontend = (
     Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected
-    | Begin | Spend | Done | Keep | Deny | Ask | Abort | Spans | Pong
+    | Begin | Spend | Done | Keep | Deny | Ask | Abort | Counts | Pong
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

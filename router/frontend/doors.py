@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.credentials import public_credentials
+from pdserve.credentials import Connections, NoteCallers, public_credentials
 from pdserve.errors import ConfigError
 from pdserve.health import HealthMethods
 from pdserve.router.config import RouterConfig
@@ -49,7 +49,7 @@ def check_doors(config: RouterConfig) -> None:
     check_bind(config.host, has_identity=has_identity, remedy=remedy.format("host"))
     if config.http_port is not None:
         check_bind(config.http_host, has_identity=has_identity, key="http_host", remedy=remedy.format("http_host"))
-    _credentials(config)
+    _credentials(config, Connections())
 
 
 def http_url(config: RouterConfig, port: int) -> str:
@@ -76,7 +76,7 @@ async def open_doors(
     shown = HealthMethods({"": lambda: backend.standing().is_live, **serves})
     try:
         async with (
-            _listening(config, _server(config, intake, shown), port_key) as public,
+            _listening(config, _server(config, intake, shown), backend.connections, port_key) as public,
             _listening_http(config, intake) as http,
         ):
             logger.info("serving %s on %s", model.name, public)
@@ -98,8 +98,11 @@ def _span_export(config: RouterConfig) -> "SpanExport | None":
 
 
 def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
+    interceptors: list[grpc.aio.ServerInterceptor] = [RequireKey(intake.clients), LimitSizes()]
+    if config.ssl_certfile is not None:
+        interceptors.insert(0, NoteCallers(intake.backend.connections))
     server = grpc.aio.server(
-        interceptors=[RequireKey(intake.clients), LimitSizes()],
+        interceptors=interceptors,
         options=server_options(HARD_LIMIT_BYTES, shares_port=config.num_frontends > 1),
     )
     InferenceEndpoint(intake).add_to(server)
@@ -111,9 +114,11 @@ def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.
 
 
 @asynccontextmanager
-async def _listening(config: RouterConfig, server: grpc.aio.Server, key: str) -> AsyncIterator[str]:
+async def _listening(
+    config: RouterConfig, server: grpc.aio.Server, connections: Connections, key: str
+) -> AsyncIterator[str]:
     """Run a server for the length of the block; yield its address."""
-    address = listen(server, config.host, config.port, key, _credentials(config))
+    address = listen(server, config.host, config.port, key, _credentials(config, connections))
     await server.start()
     try:
         yield address
@@ -121,10 +126,10 @@ async def _listening(config: RouterConfig, server: grpc.aio.Server, key: str) ->
         await server.stop(LAST_WORDS_S)
 
 
-def _credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
+def _credentials(config: RouterConfig, connections: Connections) -> grpc.ServerCredentials | None:
     match config.ssl_certfile, config.ssl_keyfile:
         case Path() as certificate, Path() as key:
-            return public_credentials(certificate, key)
+            return public_credentials(certificate, key, connections)
         case None, None:
             return None
         case _:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from pdserve.clock import MonotonicClock
+from pdserve.credentials import Connections
 from pdserve.errors import ProtocolError, Status
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -22,7 +23,7 @@ from pdserve.router.frontend.backend import Abort, EngineState, RequestEnd, Stan
 from pdserve.router.frontend.channel import Channel
 from pdserve.token_ids import pack
 
-SPANS_PERIOD_S = 1.0
+COUNTS_PERIOD_S = 1.0
 _LIMITS = set(TenantLimits.model_fields)
 
 
@@ -35,12 +36,15 @@ class Remote:
         self.asking = _Asking(self.channel)
         self.tenants = _Tenants(self.channel, self.asking)
         self.outcomes = _Outcomes(self.channel)
+        self.connections = Connections()
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: the core wants it
         self.changed: Callable[[], None] = lambda: None  # called when the standing has changed
         self._shows_metrics = shows_metrics
         self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
         self._answers: dict[RequestId, Answer] = {}
         self._aborts: list[Abort] = []
+        self._span_counts: Callable[[], Mapping[str, int]] = dict
+        self._sent = (Counter[str](), 0, 0)  # of the counts: spans, connections opened and called
 
     def standing(self) -> Standing:
         return self._standing
@@ -60,6 +64,7 @@ class Remote:
     async def connect(self, ours: socket.socket) -> None:
         """Begin to use the channel."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=ours)
+        self._send_counts()
 
     async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
         return admin.GetLiveResponse.FromString(await self.asking.ask("live", asked.SerializeToString()))
@@ -81,16 +86,17 @@ class Remote:
         self._aborts.append(abort)
 
     def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        sent = Counter[str]()
+        self._span_counts = counts
 
-        def show() -> None:
-            found = Counter(counts())
-            if news := found - sent:
-                self.channel.post(messages.Spans(dict(news)))
-                sent.update(news)
-            asyncio.get_running_loop().call_later(SPANS_PERIOD_S, show)
-
-        show()
+    def _send_counts(self) -> None:
+        """Send what was counted since this was done last; again each COUNTS_PERIOD_S."""
+        spans, counted = Counter(self._span_counts()), self.connections
+        counts = (spans, counted.num_opened, counted.num_called)
+        if counts != self._sent:
+            sent_spans, num_opened, num_called = self._sent
+            self.channel.post(messages.Counts(dict(spans - sent_spans), counts[1] - num_opened, counts[2] - num_called))
+            self._sent = counts
+        asyncio.get_running_loop().call_later(COUNTS_PERIOD_S, self._send_counts)
 
     def take(self, message: messages.FromCore) -> None:  # noqa: C901 - one match
         """Carry out a message of the core's."""

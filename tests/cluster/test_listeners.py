@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster
 from scraping import Scraped, scrape
-from sockets import assert_listens_where_it_says
+from sockets import LISTENERS, assert_listens_where_it_says
 
 FLAGS = ("--dtype", "float32", "--num-pages", "100", "--prefill", "2", "--decode", "2")
 NUM_REQUESTS, NUM_TOKENS = 8, 5
+OPERATE = Path(__file__).parents[2] / "docs" / "operate.md"
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,17 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         cluster.generate_all(asked)
         cluster.wait_for(is_idle, 20)
         yield cluster
+
+
+def test_the_table_of_ports_for_operators_is_what_processes_are_held_to() -> None:
+    _, _, table = OPERATE.read_text().partition("| port | of | set by | default |")
+    found: dict[str, set[str]] = {process: set() for process in LISTENERS}
+    for line in table.partition("\n\n")[0].splitlines()[2:]:
+        port, of, _, default, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        processes = {"each": ("router", "worker"), "`pdserve up`": ("launcher",)}.get(of, (of,))
+        for process in processes if default not in ("off", "none") else ():
+            found[process].add(port.lower().replace("-", ""))
+    assert found == LISTENERS
 
 
 def test_every_process_of_a_local_cluster_listens_where_it_says(cluster: LiveCluster) -> None:

@@ -4,18 +4,21 @@ while it serves.
 
 import ssl
 from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 from live_cluster import greedy, live_cluster
 from proofs import operators_proof
+from scraping import scrape
 from sockets import assert_listens_where_it_says
 from tls_cluster import TlsCluster
 
 from pdserve.certificates import Part, public_files
 from pdserve.launch.admin import LauncherClient
-from pdserve.launch.authority import write_certificates
+from pdserve.launch.authority import Authority, write_certificates
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.rpc import split_address
 
@@ -53,6 +56,58 @@ def test_a_workers_certificate_and_the_secret_make_no_operator(cluster: TlsClust
     assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert refused.value.details() == "workers may not call /pdserve.v1.AdminService/GetStatus"
     assert cluster.status().refused["part"] == 1
+
+
+PORTS = [("public", "router", None), ("internal", "router", Part.ROUTER), ("handoff", "d0", Part.WORKER)]
+
+
+@pytest.mark.parametrize(("port", "process", "part"), PORTS)
+def test_each_refused_connection_is_counted_and_no_other(
+    cluster: TlsCluster, tmp_path: Path, port: str, process: str, part: Part | None
+) -> None:
+    state = cluster.state
+    handoffs = {each.registration.worker_id: each.registration.handoff_address for each in cluster.status().workers}
+    address = {"public": state.endpoint, "internal": state.admin}.get(port) or handoffs[process]
+    (metrics_address,) = (each.metrics_address for each in state.processes if each.name == process)
+
+    def num_without_call() -> float:
+        found = scrape(metrics_address)
+        opened = found.value("pdserve_tls_connections_total", port=port)
+        return opened - found.value("pdserve_tls_connections_called_total", port=port)
+
+    dials = [lambda: grpc.insecure_channel(address)]
+    for shown in strangers(cluster, tmp_path, part):
+        options = [] if part is None else [("grpc.ssl_target_name_override", part.host)]
+        dials.append(partial(grpc.secure_channel, address, shown, options))
+    for dial in dials:
+        num_refused = num_without_call()
+        for _ in range(2):
+            served = status_of_hello(cluster.dial(address, part and Part.WORKER, part or Part.ROUTER))
+            assert served is (grpc.StatusCode.UNIMPLEMENTED if part is None else grpc.StatusCode.UNAUTHENTICATED)
+        assert num_without_call() == num_refused
+        assert status_of_hello(dial()) is grpc.StatusCode.UNAVAILABLE
+        assert num_without_call() > num_refused
+
+
+def strangers(cluster: TlsCluster, folder: Path, part: Part | None) -> list[grpc.ChannelCredentials]:
+    """Return what a listener with that part refuses: no certificate, an expired one, and another authority's."""
+    if part is None:  # a client that takes the listener for a stranger
+        return [grpc.ssl_channel_credentials(Authority.new().pem)]
+    believed = Authority.read(cluster.certificates)
+    believed.write_identity(folder / "expired", Part.WORKER, "pdserve", timedelta(days=-1))
+    Authority.new().write_identity(folder / "foreign", Part.WORKER, "pdserve", timedelta(days=1))
+    pairs = [
+        [(folder / name / file).read_bytes() for file in ("tls.key", "tls.crt")] for name in ("expired", "foreign")
+    ]
+    return [grpc.ssl_channel_credentials(believed.pem, *shown) for shown in ([], *pairs)]
+
+
+def status_of_hello(channel: grpc.Channel) -> grpc.StatusCode:
+    """Return how a call ends that nobody serves."""
+    with channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/pdserve.v1.Identity/Hello")(b"", timeout=10)
+    code: grpc.StatusCode = refused.value.code()
+    return code
 
 
 async def test_certificates_change_while_it_serves(cluster: TlsCluster) -> None:

@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx2
+import pytest
 from admin_stub import Router, serving
-from kube_cluster import KubeCluster
+from kube_api import Fault
+from kube_cluster import REAL, KubeCluster
 from kube_stage import NAMES
 
 from pdserve.autoscaler.config import AutoscalerConfig
@@ -102,3 +104,33 @@ async def test_one_of_two_autoscalers_decides_and_says_why_on_the_workload(
     ours = [event for event in events if event.get("reportingController") == "pdserve.dev/autoscaler"]
     assert {(event["reason"], event["regarding"]["name"]) for event in ours} >= {("ScalingUp", "chat-decode")}
     assert "binds: minReplicas" in ours[0]["note"]
+
+
+@pytest.mark.skipif(bool(REAL), reason="a fault")
+async def test_while_the_api_is_gone_no_size_changes_and_then_the_policy_is_followed_as_it_is_by_then(
+    kube: KubeCluster, tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.kubernetes.client.MAX_WAIT_S", 0.2)
+    monkeypatch.setattr("pdserve.kubernetes.election.RENEW_WITHIN_S", 0.5)
+    monkeypatch.setattr("pdserve.kubernetes.election.RETRY_S", 0.05)
+    assert kube.double is not None
+    secret, policy = write_secret(tmp_path), tmp_path / "policy.yaml"
+    policy.write_text(POLICY.format(namespace=kube.namespace))
+    for name in NAMES.values():
+        await kube.make_deployment(name, replicas=2)
+    async with serving(Router(), secret) as address:
+        target = Target((address,), secret)
+        async with autoscaler(policy, target, tmp_path, unused_tcp_port) as running, asyncio.timeout(60):
+            while not await leads(unused_tcp_port):
+                assert not running.done(), running
+            gone = Fault("ANY", "/", lose="request")
+            kube.double.faults.append(gone)
+            policy.write_text(policy.read_text().replace("decode: {minReplicas: 2", "decode: {minReplicas: 3"))
+            num_left = gone.times - 20  # requests that are tried meanwhile
+            while await leads(unused_tcp_port) or gone.times > num_left:
+                assert not running.done(), running
+            workloads = [item for (kind, *_), item in kube.double.objects.items() if kind == "deployments"]
+            assert [item["spec"]["replicas"] for item in workloads] == [2, 2]
+            kube.double.faults.clear()
+            while await kube.size("chat-decode") < 3:
+                assert not running.done(), running

@@ -18,6 +18,7 @@ from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientEvent, ClientTooSlow, RequestArrived, StepReported, StopStringFound
 from pdserve.router.frontend import channel as messages
+from pdserve.router.frontend import remote as remote_module
 from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.backend import RequestEnd
 from pdserve.router.frontend.channel import Channel, core_decoder, frame
@@ -70,16 +71,24 @@ class Core:
 
     async def link(self, ours: Channel) -> FrontendLink:
         """Connect a frontend's end of a channel."""
-        link = FrontendLink(self.hub, lambda _abort: None)
-        self._channels += link.channel, ours
-        loop, (left, right) = asyncio.get_running_loop(), socket.socketpair()
-        await loop.create_unix_connection(lambda: link.channel, sock=left)
-        await loop.create_unix_connection(lambda: ours, sock=right)
+        link, theirs = await self._open()
+        self._channels.append(ours)
+        await asyncio.get_running_loop().create_unix_connection(lambda: ours, sock=theirs)
         return link
 
     async def remote(self) -> tuple[Remote, FrontendLink]:
         remote = Remote(shows_metrics=False)
-        return remote, await self.link(remote.channel)
+        link, theirs = await self._open()
+        self._channels.append(remote.channel)
+        await remote.connect(theirs)
+        return remote, link
+
+    async def _open(self) -> tuple[FrontendLink, socket.socket]:
+        """Open a channel; return the core's end of it, and the socket of the other end."""
+        link, (ours, theirs) = FrontendLink(self.hub, lambda _abort: None), socket.socketpair()
+        self._channels.append(link.channel)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=ours)
+        return link, theirs
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -367,3 +376,15 @@ async def test_a_frontend_that_cannot_be_started_is_tried_again_until_the_router
 
 async def none_left(*_command: str, **_options: object) -> None:
     raise OSError(11, "no processes are left")
+
+
+async def test_connections_to_all_frontends_are_counted_together(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "COUNTS_PERIOD_S", 0.0)
+    remotes = [(await core.remote())[0] for _ in range(2)]
+    for number in range(1, 4):
+        for remote in remotes:
+            remote.connections.note_opened()
+            remote.connections.note_opened()
+            remote.connections.note_call(f"ipv4:192.0.2.1:{number}")
+            await settle(remote)
+        assert (core.hub.connections.num_opened, core.hub.connections.num_called) == (4 * number, 2 * number)

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from pdserve.certificates import CALLERS, Part, may_call, read_identity
-from pdserve.credentials import Credentials
+from pdserve.credentials import Connections, Credentials
 from pdserve.errors import ConfigError, Refusal
 from pdserve.launch.authority import Authority
-from pdserve.rpc import identify
+from pdserve.rpc import MAX_CONNECTIONS, identify
 
 DAY = timedelta(days=1)
 TRUST_DOMAIN = "c.example"
@@ -138,6 +138,56 @@ async def test_expired_foreign_and_missing_certificates_reach_no_method(
         assert caplog.text.count("identity_dir: the certificate ended at") == 1
         assert await call(cluster.credentials(Part.WORKER), address, ATTACH) is grpc.StatusCode.OK
     assert not denied
+
+
+async def say_hello(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    """Return how a call ends that the listener denies to whoever gets so far."""
+    async with channel:
+        return await channel.unary_unary("/pdserve.v1.Identity/Hello")(b"", timeout=10).code()
+
+
+async def test_connections_that_fail_their_handshake_are_those_counted_as_without_a_call(cluster: Cluster) -> None:
+    router, worker = cluster.credentials(Part.ROUTER), cluster.credentials(Part.WORKER)
+    expired = cluster.credentials(Part.WORKER, lifetime=-DAY)
+    foreign = cluster.credentials(Part.WORKER, authority=Authority.new())
+    nameless = grpc.ssl_channel_credentials(cluster.authority.pem)
+    renamed = [("grpc.ssl_target_name_override", Part.ROUTER.host)]
+    counted = router.connections
+    async with listening(router) as (address, denied):
+        strangers = [
+            lambda: expired.channel(address, Part.ROUTER),
+            lambda: foreign.channel(address, Part.ROUTER),
+            lambda: grpc.aio.secure_channel(address, nameless, options=renamed),
+            lambda: grpc.aio.insecure_channel(address),
+        ]
+        for number, dial in enumerate(strangers):
+            num_failed = counted.num_opened - counted.num_called
+            assert await say_hello(dial()) is UNAVAILABLE
+            assert counted.num_opened - counted.num_called > num_failed >= number
+            num_failed = counted.num_opened - counted.num_called
+            assert await call(worker, address, ATTACH) is grpc.StatusCode.OK
+            assert await say_hello(worker.channel(address, Part.ROUTER)) is grpc.StatusCode.UNAUTHENTICATED
+            assert await call(worker, address, STATUS) is DENIED
+            assert counted.num_opened - counted.num_called == num_failed
+            assert counted.num_called == 3 * (number + 1)
+    assert denied == {Refusal.SECRET: 4, Refusal.PART: 4}
+
+
+async def test_a_connection_counts_once_however_many_calls_it_makes(cluster: Cluster) -> None:
+    router, worker = cluster.credentials(Part.ROUTER), cluster.credentials(Part.WORKER)
+    async with listening(router) as (address, _), worker.channel(address, Part.ROUTER) as channel:
+        for _ in range(3):
+            await identify(channel, cluster.secret, ATTACH)
+    assert (router.connections.num_opened, router.connections.num_called) == (1, 1)
+
+
+def test_no_more_callers_are_remembered_than_there_may_be_connections() -> None:
+    counted = Connections()
+    for number in range(2 * MAX_CONNECTIONS):
+        counted.note_call("one that goes on")
+        counted.note_call(f"another, {number}")
+    assert counted.num_called == 1 + 2 * MAX_CONNECTIONS
+    assert len(counted._callers) == MAX_CONNECTIONS
 
 
 async def test_another_trust_domain_of_the_same_authority_is_another_cluster(cluster: Cluster) -> None:

@@ -5,12 +5,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import ge
 from pathlib import Path
 
 import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from router_fakes import RouterUnderTest, collect, error_of, running_router
 
 from pdserve.certificates import Part
@@ -21,6 +24,7 @@ from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.router.frontend.api_keys import new_key
 
 DAY = timedelta(days=1)
+NUM_CLIENTS = 6
 OK, UNAUTHENTICATED, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -133,13 +137,29 @@ async def test_every_method_but_health_needs_a_key_known_or_not(public: Public, 
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_plaintext_and_foreign_authorities_reach_nothing(public: Public, keys: Keys) -> None:
+async def num_without_call(public: Public) -> float:
+    """Return of how many connections to the public port no call has come."""
+    opened = await scraped(public.router, 'pdserve_tls_connections_total{port="public"')
+    return float(opened) - float(await scraped(public.router, 'pdserve_tls_connections_called_total{port="public"'))
+
+
+async def test_plaintext_and_foreign_authorities_reach_nothing_and_are_counted(public: Public, keys: Keys) -> None:
     key = keys.add("acme")
+    assert await num_without_call(public) == 0
     async with grpc.aio.insecure_channel(public.router.addresses.public) as channel:
         assert (await error_of(generate(channel, key)))[0] is UNAVAILABLE
+    plain = await num_without_call(public)
     async with public.client(root_certificates=Authority.new().pem) as channel:
         assert (await error_of(generate(channel, key)))[0] is UNAVAILABLE
+    refused = await num_without_call(public)
+    assert 0 < plain < refused
     assert (await public.ask(key))[0] is OK
+    assert (await public.ask(None))[0] is UNAUTHENTICATED
+    async with public.client() as channel:
+        stub = ServerReflectionStub(channel)
+        asked = stub.ServerReflectionInfo(iter([ServerReflectionRequest(list_services="")]), metadata=bearer(key))
+        assert [reply.list_services_response.service[0].name async for reply in asked]
+    assert await num_without_call(public) == refused
 
 
 async def test_a_workers_certificate_stands_for_no_key(public: Public, tmp_path: Path) -> None:
@@ -242,6 +262,34 @@ async def test_the_certificate_is_rotated_under_running_streams(public: Public, 
         assert await collect(running)
 
 
+async def test_certificates_and_keys_are_replaced_again_and_again_without_an_error_of_new_connections(
+    public: Public, keys: Keys, tmp_path: Path
+) -> None:
+    shown, num_answered, news, is_over = [keys.add("acme")], [0] * NUM_CLIENTS, asyncio.Condition(), asyncio.Event()
+
+    async def ask_on(client: int) -> None:
+        while not is_over.is_set():
+            assert (await public.ask(shown[-1]))[0] is OK
+            num_answered[client] += 1
+            async with news:
+                news.notify_all()
+
+    async with asyncio.TaskGroup() as tasks:
+        for client in range(NUM_CLIENTS):
+            tasks.create_task(ask_on(client))
+        for _ in range(10):
+            public.authority.write_public(tmp_path / "tls", ("127.0.0.1",), DAY)
+            shown.append(keys.add("acme"))
+            goals = [count + 2 for count in num_answered]  # by then each has asked with the latest key
+            async with news:
+                await news.wait_for(lambda goals=goals: all(map(ge, num_answered, goals)))  # type: ignore[misc]
+            keys.tenants["acme"]["keys"] = keys.tenants["acme"]["keys"][-1:]  # type: ignore[index]
+            keys.write()
+        is_over.set()
+    assert await scraped(public.router, "pdserve_api_keys_refused_total") == "0.0"
+    assert (await public.ask(shown[0]))[0] is UNAUTHENTICATED
+
+
 @pytest.mark.parametrize("missing", ["ssl_certfile", "api_keys_file"])
 async def test_without_certificate_and_keys_it_stays_on_loopback(
     missing: str, tmp_path: Path, secret_file: Path, authority: Authority, keys: Keys
@@ -261,7 +309,8 @@ async def test_without_certificate_and_keys_it_stays_on_loopback(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("tenants: {a: {keys: [{id: k, sha256: abc}]}}", r"line 1: tenants\.a\.keys\.0\.sha256"),
+        ("tenants: {a: {keys: [{id: k, sha256: pds_secret}]}}", r"line 1: tenants\.a\.keys\.0\.sha256"),
+        ("tenants: {a: {keys: pds_secret}}", r"tenants\.a\.keys: Input should be"),
         ("tenants: {a: {keys: [], request_per_s: 1}}", r"tenants\.a\.request_per_s: unknown key"),
         ("tenants: {a: {keys: [], requests_per_s: 0}}", "requests_per_s"),
         ("tenants: {'a b': {keys: []}}", "tenants"),
@@ -282,3 +331,4 @@ async def test_what_is_wrong_with_a_file_of_keys_is_said_at_the_start(
         async with running_router(secret_file, {"api_keys_file": keys.path}):
             pass
     assert caught.group_contains(ConfigError, match=f"api_keys_file: .*{said}")
+    assert "pds_" not in repr(caught.value.exceptions)

@@ -22,11 +22,11 @@ class TlsCluster(LiveCluster):
         self._admin_channel = self.dial(self.state.admin, Part.OPERATOR)
         self.admin = AdminServiceStub(self._admin_channel)
 
-    def dial(self, address: str, part: Part | None = None) -> grpc.Channel:
-        """Dial as a client, or a router as a process with a part."""
+    def dial(self, address: str, part: Part | None = None, listener: Part = Part.ROUTER) -> grpc.Channel:
+        """Dial as a client, or another process as one with a part."""
         authority = (self.certificates / "ca.crt").read_bytes()
         if part is None:
             return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority))
         certificate, key, _ = ((self.certificates / part / name).read_bytes() for name in IDENTITY_FILES)
         shown = grpc.ssl_channel_credentials(authority, key, certificate)
-        return grpc.secure_channel(address, shown, [("grpc.ssl_target_name_override", Part.ROUTER.host)])
+        return grpc.secure_channel(address, shown, [("grpc.ssl_target_name_override", listener.host)])
