@@ -64,11 +64,9 @@ def _certificates(config: ProcessConfig) -> dict[str, Watched[KeyPair]]:
     if config.identity_dir is not None:
         paths = tuple(config.identity_dir / name for name in IDENTITY_FILES)
         found["identity"] = Watched(paths, partial(_pair_of, config.identity_dir))
-    if isinstance(config, ClientsConfig):
-        match config.ssl_certfile, config.ssl_keyfile:
-            case Path() as certificate, Path() as key:
-                read = partial(read_pair, certificate, key, ("ssl_certfile", "ssl_keyfile"))
-                found["public"] = Watched((certificate, key), read)
+    if isinstance(config, ClientsConfig) and config.ssl_certfile is not None and config.ssl_keyfile is not None:
+        paths = config.ssl_certfile, config.ssl_keyfile
+        found["public"] = Watched(paths, partial(read_pair, *paths, ("ssl_certfile", "ssl_keyfile")))
     return found
 
 
