@@ -48,6 +48,10 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> Non
     The umask takes from the mode what it takes from any file's.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.touch(mode)
-    scratch.write_bytes(content.encode() if isinstance(content, str) else content)
-    scratch.replace(path)
+    try:
+        scratch.touch(mode)
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -122,5 +122,6 @@ def _end_drain(limit_s: float) -> None:
 
 
 def _say(text: str) -> None:
-    """Write a line to stderr. No logging: the interrupted code may be writing a record."""
-    os.write(2, f"pdserve: {text}\n".encode())
+    """Write a line to stderr, if it takes one. No logging: the interrupted code may be writing a record."""
+    with suppress(OSError):  # a full disk, or a pipe that nobody reads: the process ends all the same
+        os.write(2, f"pdserve: {text}\n".encode())

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -86,7 +87,8 @@ class Journal:
             pools=pools,
             entries=tuple(self._entries),
         )
-        write_atomically(self._path, record.model_dump_json(indent=2) + "\n")
+        with suppress(OSError):  # where it cannot be written, decisions go on, and others see an earlier one
+            write_atomically(self._path, record.model_dump_json(indent=2) + "\n")
 
 
 def read_record(path: Path) -> Record:

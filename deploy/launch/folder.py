@@ -93,7 +93,7 @@ def read_state(name: str) -> ClusterState:
         raise ConfigError(f"no cluster named {name!r} runs here: start one with `pdserve up`") from error
     except ValidationError as error:
         raise ConfigError(f"{path} was written by another version of pdserve") from error
-    if not _is_alive(state.supervisor_pid):
+    if not (_is_alive(state.supervisor_pid) and _is_owned(path.parent)):
         raise ConfigError(f"the cluster named {name!r} has ended without cleaning up: start it again")
     return state
 
@@ -106,6 +106,16 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _is_owned(folder: Path) -> bool:
+    """Return whether a launcher owns the folder: the process id of one that was killed may be another process's now."""
+    try:
+        with (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return True
+    return False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import os
 from asyncio.subprocess import DEVNULL, STDOUT
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,16 +144,24 @@ class LocalCluster:
             self._publish()
             self._announce(exit_)
 
-        self._publish()  # an autoscaler reads it when it starts
+        self._write_state()  # an autoscaler reads it when it starts
         async with asyncio.TaskGroup() as tasks:
             helpers.add(tasks.create_task(self._watch(client)))
             await self._supervisor.run(on_exit, self._publish)
             for helper in helpers:
                 helper.cancel()
         if self._has_drained:
-            drained_file(self._state.name).touch()
+            with suppress(OSError):  # its folder is gone, or the disk is full
+                drained_file(self._state.name).touch()
 
     def _publish(self) -> None:
+        """Write the state anew. Where that cannot be done the cluster serves on, and other commands see an old one."""
+        try:
+            self._write_state()
+        except OSError as error:
+            self._listener.on_notice(f"{self._state_file} is not up to date: {error.strerror}")
+
+    def _write_state(self) -> None:
         state = self.state
         write_atomically(self._state_file, state.model_dump_json(indent=2) + "\n")
         write_atomically(self._state_file.with_name("metrics.json"), json.dumps(_targets(state), indent=2) + "\n")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from pdserve.clock import Clock
 from pdserve.errors import CommandError, ConfigError
@@ -135,7 +136,10 @@ class Supervisor:
 
     def last_words(self, name: str) -> str:
         """Return the last line that the process `name` wrote."""
-        lines = self.log_file(name).read_text(encoding="utf-8", errors="replace").split("\n")
+        try:
+            lines = self.log_file(name).read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError:
+            lines = []
         return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
     async def run(self, on_exit: Callable[[ChildExit], None], on_change: Callable[[], None]) -> None:
@@ -226,10 +230,17 @@ class Supervisor:
         finally:
             child.ended.set()
 
+    def _opened_log(self, name: str) -> IO[bytes]:
+        """Return the log of a process; nothing is kept where that is not possible any more."""
+        try:
+            return self.log_file(name).open("ab")
+        except OSError:  # such as when the user has logged out, and /run/user/ID is gone with all that runs from it
+            return Path(os.devnull).open("ab")
+
     async def _start(self, child: _Child) -> Process:
         child.incarnation = new_incarnation()
         command = child.spec.command_for(child.incarnation)
-        with self.log_file(child.spec.name).open("ab") as log:
+        with self._opened_log(child.spec.name) as log:
             child.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid())),
                 *command,

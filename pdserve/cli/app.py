@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -124,6 +125,9 @@ def options(
 
 def main() -> None:
     """Run the command that the arguments name; errors become one line and an exit status."""
+    for stream in (sys.stdin, sys.stdout):  # a terminal may lack characters, and input may not be text
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app(joined(sys.argv[1:]))
     except (ConfigError, CommandError, OSError, ModuleNotFoundError, ExceptionGroup) as error:

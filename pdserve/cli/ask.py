@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import THIS_MACHINES_ROUTER, AsJson, Reached, Sampling
+from pdserve.cli.options import THIS_MACHINES_ROUTER, AsJson, Reached, Sampling, utf8
 from pdserve.errors import CommandError, ConfigError
+from pdserve.sampling import MAX_SEQUENCES
 
 if TYPE_CHECKING:
     from pdserve.cli.stream import Answer
@@ -31,12 +32,12 @@ def generate(
     router: Reached = THIS_MACHINES_ROUTER,
     sampling: Sampling = _SHORT,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the answer.")] = False,
-    n: Annotated[int, typer.Option(help="How many continuations.")] = 1,
+    n: Annotated[int, typer.Option(min=1, max=MAX_SEQUENCES, help="How many continuations.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text; stream it as it is computed, then print where the time went."""
     request = sampling.request(n=n, ignore_eos=ignore_eos)
-    request.text = prompt
+    request.text = utf8("PROMPT", prompt)
     answer = _run(router.router(), request, _quiet if as_json or n > 1 else _show)
     _print(answer, as_json=as_json)
 
@@ -54,7 +55,8 @@ def chat(
 
     request = sampling.request()
     if system is not None:
-        add_message(request, "system", system)
+        add_message(request, "system", utf8("--system", system))
+    once = None if once is None else utf8("--once", once)
     reached = router.router()  # before anything is typed
     on_text = _quiet if as_json else _show
     all_answered = True

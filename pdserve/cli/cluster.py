@@ -92,6 +92,8 @@ ADDRESSES = (
     *("host", "port", "http_port", "internal_host", "internal_port", "metrics_port", "health_port"),
 )
 
+_MAX_PORT = 65535
+
 ClusterArgument = Annotated[
     str, typer.Argument(metavar="[NAME]", envvar="PDSERVE_CLUSTER", help="Which of this machine's clusters.")
 ]
@@ -136,10 +138,12 @@ class Settings:
     ] = None
     host: Annotated[str | None, typer.Option(help="Where the public endpoints listen; by default on loopback.")] = None
     router_port: Annotated[
-        int | None, typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.")
+        int | None,
+        typer.Option(min=0, max=_MAX_PORT, help="Port of the public endpoint; by default 50051 if free, else any."),
     ] = None
     http_port: Annotated[
-        int | None, typer.Option(help="Port of OpenAI's API over HTTP; by default 8000 if free, else any.")
+        int | None,
+        typer.Option(min=0, max=_MAX_PORT, help="Port of OpenAI's API over HTTP; by default 8000 if free, else any."),
     ] = None
     tls: Annotated[
         bool | None,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pdserve.doctor.machine import Finding
     from pdserve.doctor.settings import Settings
     from pdserve.launch.admin import AdminClient
+    from pdserve.launch.folder import ClusterState
 
 
 @grouped_flags
@@ -113,18 +114,20 @@ def cluster_checks(settings: "Settings", cluster: Operated) -> Iterator["Finding
             "cluster", str(error), "start it again, or name what is right with --admin, --secret-file, --identity-dir"
         )
         return
+    state = None
     if cluster.admin is None:
         state = read_state(cluster.name)
         pids = {process.name: process.pid for process in state.processes if process.pid is not None}
         expected = {"router": frozenset({state.endpoint, state.admin, urlsplit(state.http).netloc} - {""})}
         yield from cluster_port_findings(gather_listeners(pids), expected)
-    yield from asyncio.run(asked(client, settings.model))
+    yield from asyncio.run(asked(client, settings.model, state))
 
 
-async def asked(router: "AdminClient", model: str | None) -> list["Finding"]:
+async def asked(router: "AdminClient", model: str | None, state: "ClusterState | None") -> list["Finding"]:
+    """Return what a router says of its cluster. `state`: what its launcher keeps running, where it is here."""
     import grpc
 
-    from pdserve.doctor.cluster import clock_finding, cluster_findings, model_matches
+    from pdserve.doctor.cluster import clock_finding, cluster_findings, launched_findings, model_matches
     from pdserve.doctor.machine import failed
     from pdserve.doctor.settings import fingerprint_of
 
@@ -135,6 +138,8 @@ async def asked(router: "AdminClient", model: str | None) -> list["Finding"]:
         why = str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
         return [failed("router", f"{router.address}: {why}", "see that it runs, and that this machine reaches it")]
     found = [clock_finding(reply.unix_time_ms / 1e3, asked_s, time.time()), *cluster_findings(reply.status)]
+    if state is not None:
+        found += launched_findings(state, reply.status)
     if model is not None and (fingerprint := fingerprint_of(model)):
         found.append(model_matches(fingerprint, reply.status))
     return found

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,7 @@ WORKLOAD_HELP = (
     "output_len}), or a slice that comes with pdserve: azure-conv, azure-code, mooncake."
 )
 _MOST_SECONDS = 86_400
+_UINT32 = 2**32 - 1
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with settings by name; flags override it.")
@@ -149,18 +150,18 @@ class Sampling:
     """How tokens are chosen; what is not given is left to the router's defaults."""
 
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token. (default: 1)")] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many likeliest tokens.")] = None
+    top_k: Annotated[int | None, typer.Option(min=0, max=_UINT32, help="Sample from so many likeliest tokens.")] = None
     top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None
     min_p: Annotated[float | None, typer.Option(help="Sample from tokens this likely, next to the likeliest.")] = None
-    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Makes the answer repeatable.")] = None
+    max_tokens: Annotated[int, typer.Option(min=0, max=_UINT32, help="Tokens to generate at most.")] = 128
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.")] = None
 
     def request(self, *, n: int | None = None, ignore_eos: bool = False) -> "inference.GenerateRequest":
         from pdserve.proto.v1 import inference_pb2 as inference
 
         chosen = asdict(self)
-        stop = chosen.pop("stop") or []
+        stop = [utf8("--stop", text) for text in chosen.pop("stop") or ()]
         params = inference.SamplingParams(**chosen, n=n, ignore_eos=ignore_eos)
         return inference.GenerateRequest(sampling=params, stop=stop)
 
@@ -232,6 +233,15 @@ def key_for(url: str) -> str:
     if key and parts.scheme != "https" and not is_loopback(parts.hostname or ""):
         raise ConfigError(f"{API_KEY}: a key is sent over TLS alone: {url} is not https")
     return key
+
+
+def utf8(flag: str, text: str) -> str:
+    """Return a text that is given; ConfigError where its bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{flag}: {echo(text, ascii)} is not UTF-8") from error
+    return text
 
 
 def started(

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import typer
 from rich.console import Console
@@ -24,11 +24,20 @@ DEMO_TOKENS = 64
 STOP_LIMIT_S = WORKERS_END_S + 0.5  # after drain_timeout_s: when this process ends, and its children with it
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Say no more: rich would end this process, and with it the cluster."""
+        self.quiet = True
+
+
 class Terminal:
-    """What a cluster's operator sees: a bar for each worker that loads, then notices."""
+    """What a cluster's operator sees: a bar for each worker that loads, then notices.
+
+    The cluster goes on where nobody reads them any more.
+    """
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
+        self.console: Console = _Console(stderr=True, highlight=False)
         self.status = admin.ClusterStatus()
         self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}
@@ -38,7 +47,8 @@ class Terminal:
         return Listener(on_status=self._on_status, on_notice=self.notice)
 
     def notice(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        with suppress(OSError):  # a full disk, or a terminal that is gone
+            self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from google.protobuf.json_format import MessageToDict
 
 from pdserve.doctor.machine import Finding, failed, ok, warning
+from pdserve.launch.folder import ClusterState
+from pdserve.launch.plan import WORKER_ROLES
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
@@ -35,6 +37,20 @@ def cluster_findings(status: admin.ClusterStatus) -> Iterator[Finding]:
     for worker in status.workers:
         yield from _worker(worker)
     yield from _refused(status.router_id, status.refused)
+
+
+def launched_findings(state: ClusterState, status: admin.ClusterStatus) -> Iterator[Finding]:
+    """Check that the workers which a launcher keeps running are attached."""
+    attached = {_name(worker) for worker in status.workers}
+    for process in state.processes:
+        remedy = f"pdserve logs {state.name} {process.name} shows why"
+        if process.role not in WORKER_ROLES:
+            continue
+        if process.pid is None:
+            yield warning(process.name, "it has ended, and is to be started again", remedy)
+        elif process.name not in attached:
+            seen = f"process {process.pid} runs, and is not attached to {status.router_id}"
+            yield warning(process.name, seen, f"wait if it has just begun; {remedy}")
 
 
 def clock_finding(router_s: float, asked_s: float, answered_s: float) -> Finding:

@@ -50,6 +50,10 @@ def test_status_shows_what_was_noted_and_the_last_decision(journal: Journal) -> 
     assert [pool["desired"] for pool in json.loads(run("status", "--name", "c", "--json"))["pools"]] == [3]
 
 
+def test_decisions_go_on_where_they_cannot_be_written(tmp_path: Path) -> None:
+    Journal(tmp_path / "gone" / RECORD_FILE, POLICY).write(())
+
+
 def test_without_an_autoscaler_there_is_nothing_to_show(journal: Journal) -> None:
     with pytest.raises(ConfigError, match="no autoscaler runs for this cluster"):
         run("status", "--name", "c")

@@ -7,14 +7,17 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 import pdserve as package
+from pdserve.cli.app import main
 from pdserve.cli.ask import VISIBLE
 from pdserve.cli.models import model_name
+from pdserve.cli.running import Terminal
 from pdserve.errors import ConfigError, first_of
 from pdserve.proto.v1 import inference_pb2 as inference
 
@@ -147,6 +150,9 @@ def test_bench_without_a_command_of_its_own_sends_load(pdserve: Command) -> None
         (("down", "nobody"), "no cluster named 'nobody' runs here"),
         (("logs", "nobody"), "nobody: no logs of any process are here"),
         (("generate", "x", "--name", "nobody"), "pdserve up"),
+        (("generate", "a\udcff", "--endpoint", "h:1"), "PROMPT: 'a\\udcff' is not UTF-8"),
+        (("generate", "x", "--stop", "\udcff", "--endpoint", "h:1"), "--stop: '\\udcff' is not UTF-8"),
+        (("chat", "--once", "\udcff", "--endpoint", "h:1"), "--once: '\\udcff' is not UTF-8"),
         (("router",), "--model: is required"),
         (("worker", "--model", "m", "--page-size", "0"), "--page-size: 0"),
         (("worker", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
@@ -163,6 +169,42 @@ def test_what_cannot_be_is_refused_with_status_2_and_one_line(
     assert ended.stderr.startswith("pdserve: ")
     assert part in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        *(("generate", flag, "-1") for flag in ("--max-tokens", "--top-k", "--seed", "--n")),
+        *(("generate", flag, str(2**64)) for flag in ("--max-tokens", "--top-k", "--seed", "--n")),
+        *(("up", flag, value) for flag in ("--router-port", "--http-port") for value in ("-1", "65536")),
+    ],
+)
+def test_a_number_that_no_request_and_no_port_can_have_is_refused_by_the_name_of_its_flag(
+    pdserve: Command, command: str, flag: str, value: str
+) -> None:
+    ended = pdserve(command, "/", flag, value)
+    assert ended.returncode == 2
+    assert flag in ended.stderr
+    assert value in ended.stderr
+
+
+def test_what_cannot_be_written_to_a_terminal_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    monkeypatch.setattr(sys, "argv", ["pdserve", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    narrow.write("\N{SNOWMAN}")
+
+
+def test_a_cluster_goes_on_where_nobody_reads_its_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with suppress(BrokenPipeError), os.fdopen(writing, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        terminal = Terminal()
+        terminal.notice("one")
+        terminal.notice("two")
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:

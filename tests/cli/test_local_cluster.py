@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import shutil
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -254,6 +256,29 @@ def test_a_name_that_is_no_folders_is_refused(name: str) -> None:
 def test_a_cluster_that_is_not_there_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match="pdserve up"):
         read_state("nobody")
+
+
+def test_a_process_that_has_a_dead_launchers_number_is_no_cluster() -> None:
+    with claimed_folder("one") as folder:
+        state = cluster_state(folder / "secret").model_dump_json()
+        (folder / "state.json").write_text(state)
+        assert read_state("one").supervisor_pid == os.getpid()
+    (folder / "state.json").write_text(state)  # as a launcher that was killed leaves it
+    with pytest.raises(ConfigError, match="without cleaning up"):
+        read_state("one")
+
+
+async def test_a_cluster_serves_on_where_its_folder_is_gone() -> None:
+    async with scene(ChildSpec("decode-0", "decode", SLEEPER), backoff=Backoff(first_s=0.0)) as stage:
+        before = await started(stage)
+        shutil.rmtree(runtime_dir("tests"))  # as when its user logs out
+        pid = before.pid_of("decode-0")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert await stage.operators.gone.get() == ("decode-0", before.processes[0].incarnation)
+        while stage.cluster.state.pid_of("decode-0") in (None, pid):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert any("state.json is not up to date: No such file" in notice for notice in stage.notices)
 
 
 async def test_a_port_in_use_is_refused_when_asked_for_and_passed_over_when_preferred() -> None:

@@ -4,6 +4,7 @@ it at once, as does the time a drain may take. Health follows."""
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,22 @@ def test_a_signal_that_comes_twice_is_one_request() -> None:
     requests = StopRequests()
     received = [requests.receive(now_s) for now_s in (7.0, 7.0 + 0.9 * SAME_REQUEST_S, 7.0 + SAME_REQUEST_S)]
     assert received == [Request.FIRST, Request.SAME, Request.SECOND]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("end_on_signals(); os.kill(os.getpid(), signal.SIGTERM)", 128 + signal.SIGTERM),
+        ("end_after(0.0)", DRAIN_TIMED_OUT_STATUS),
+    ],
+)
+def test_a_process_ends_though_its_log_takes_nothing_more(code: str, status: int) -> None:
+    program = f"import os, signal; from pdserve.signals import *; {code}; signal.pause()"
+    with Path("/dev/full").open("wb") as full, subprocess.Popen([sys.executable, "-P", "-c", program], stderr=full) as p:
+        try:
+            assert p.wait(AT_ONCE_S) == status
+        finally:
+            p.kill()
 
 
 def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:

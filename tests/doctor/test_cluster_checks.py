@@ -3,9 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+from cluster_states import cluster_state
 
-from pdserve.doctor.cluster import clock_finding, cluster_findings, model_matches
+from pdserve.doctor.cluster import clock_finding, cluster_findings, launched_findings, model_matches
 from pdserve.doctor.machine import Finding, Level
+from pdserve.launch.folder import ProcessState
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
@@ -31,6 +33,19 @@ def not_ok(status: admin.ClusterStatus) -> dict[str, Finding]:
 
 def test_a_sound_cluster_has_nothing_to_do() -> None:
     assert not_ok(sound()) == {}
+
+
+def test_a_worker_that_its_launcher_keeps_and_no_router_sees_is_named_with_its_log() -> None:
+    names = ("p0", "d0", "d1", "d2")
+    processes = [
+        ProcessState(name=name, role="decode", pid=None if name == "d2" else 7, incarnation=1, num_restarts=0)
+        for name in names
+    ]
+    router = ProcessState(name="router", role="router", pid=8, incarnation=1, num_restarts=0)
+    found = list(launched_findings(cluster_state(processes=(router, *processes)), sound()))
+    assert [finding.name for finding in found] == ["d1", "d2"]
+    assert "process 7 runs, and is not attached" in found[0].seen
+    assert all(f"pdserve logs tests {finding.name}" in finding.remedy for finding in found)
 
 
 def no_workers(status: admin.ClusterStatus) -> None:
