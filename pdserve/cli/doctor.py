@@ -56,6 +56,7 @@ def _findings(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
     from pdserve.doctor.settings import Settings, settings_findings
 
     yield from machine_findings(gather_machine(settings.handoff_host, settings.handoff_rdma_devices))
+    yield from key_findings(settings.model_extra or ())
     yield from settings_findings(settings, datetime.now(UTC))
     if cluster.identity_dir is not None:
         yield from settings_findings(Settings(identity_dir=cluster.identity_dir), datetime.now(UTC))
@@ -95,6 +96,19 @@ async def policy_findings(policy: Path, policy_resource: str | None) -> list["Fi
     elif actuator.kind == "publish" and "KUBERNETES_SERVICE_HOST" in os.environ:
         found += await gather_rights(None, policy_resource)
     return found
+
+
+def key_findings(keys: Iterable[str]) -> Iterator["Finding"]:
+    """Check that a process, or a cluster's file, has such settings: none starts with others."""
+    from pdserve.cli.cluster_file import ClusterFile
+    from pdserve.cli.processes import CONFIGS
+    from pdserve.doctor.machine import failed
+    from pdserve.yaml_models import did_you_mean
+
+    known = {name for cls in (*CONFIGS.values(), ClusterFile) for name in cls.model_fields}
+    for key in keys:
+        if key not in known:
+            yield failed("config", f"{key}: unknown key{did_you_mean(key, known)}", "mend it: nothing starts with it")
 
 
 def cluster_checks(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:

@@ -19,7 +19,7 @@ ENOUGH_DAYS = 14.0  # that a certificate is to last
 class Settings(BaseModel):
     """What of the configuration of a router, worker or autoscaler is looked at. None: not set."""
 
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
     secret_file: Path | None = None

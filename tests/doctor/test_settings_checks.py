@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.doctor import cluster_checks
+from pdserve.cli.doctor import cluster_checks, key_findings
 from pdserve.cli.options import Operated
 from pdserve.doctor import gathering
 from pdserve.doctor.gathering import gather_listeners
@@ -52,6 +52,11 @@ def test_files_that_cannot_be_read_are_found(tmp_path: Path) -> None:
     assert only(Settings(ssl_certfile=tmp_path / "a", ssl_keyfile=tmp_path / "b")).level is Level.FAILED
     assert only(Settings(model=str(tmp_path / "none"))).level is Level.FAILED
     assert only(Settings(secret_file=tmp_path / "none")).level is Level.FAILED
+
+
+def test_a_key_that_no_process_has_is_found_with_the_nearest_one() -> None:
+    (finding,) = key_findings(["num_page", "num_pages", "placement", "policy", "routers", "workers"])
+    assert (finding.level, finding.seen) == (Level.FAILED, "num_page: unknown key, did you mean num_pages?")
 
 
 def test_a_secret_must_be_private(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
         }
 
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)
     async def models() -> dict[str, Any]:
         """The names of the one model that is served."""
         return {"object": "list", "data": [card(name) for name in intake.model.names]}

@@ -18,6 +18,7 @@ async def test_the_model_is_listed(start_http: StartHttp) -> None:
     assert model.model_extra is not None
     assert model.model_extra["max_model_len"] == 2048
     assert await door.client.models.retrieve(MODEL) == model
+    assert (await door.http.get("/v1/models/")).json() == (await door.http.get("/v1/models")).json()
 
 
 async def test_text_becomes_tokens_and_text_again(start_http: StartHttp) -> None:
