@@ -107,7 +107,10 @@ def test_a_signal_that_comes_twice_is_one_request() -> None:
 )
 def test_a_process_ends_though_its_log_takes_nothing_more(code: str, status: int) -> None:
     program = f"import os, signal; from pdserve.signals import *; {code}; signal.pause()"
-    with Path("/dev/full").open("wb") as full, subprocess.Popen([sys.executable, "-P", "-c", program], stderr=full) as p:
+    with (
+        Path("/dev/full").open("wb") as full,
+        subprocess.Popen([sys.executable, "-P", "-c", program], stderr=full) as p,
+    ):
         try:
             assert p.wait(AT_ONCE_S) == status
         finally:

@@ -34,6 +34,7 @@ from pdserve.router.frontend.page.app import Page
 from pdserve.router.frontend.prompts import check_model, usable_label
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
+_ALLOWED = ((b"allow", b"POST"),)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Receive = Callable[[], Awaitable[Any]]
@@ -66,6 +67,8 @@ class App:
                 self._intake.clients.identify(key_of(scope))
             check_length(scope)
             if scope["method"] != "POST":
+                if scope["path"] in self._generation:
+                    raise HttpError(405, f"{scope['method']} {scope['path']}: POST is needed", headers=_ALLOWED)
                 await self.routes(dict(scope), receive, send)
                 return
             body, serve = await read_body(receive), self._generation.get(scope["path"])
@@ -127,7 +130,8 @@ async def _not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
     headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
-    return _response(HttpError(error.status_code, text, code="not_found", headers=headers))
+    code = "not_found" if error.status_code == 404 else None
+    return _response(HttpError(error.status_code, text, code=code, headers=headers))
 
 
 def _response(error: HttpError) -> Response:

@@ -44,7 +44,8 @@ CODES = {
 }
 OF_TENANT = frozenset({Cause.TENANT_REQUESTS, Cause.TENANT_TOKENS, Cause.TENANT_CONCURRENCY})
 RETRY_AFTER_S = 1.0  # where nothing says when there will be room
-_FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]*): ")
+_FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]*)(?: entries| tokens?)?: ")
+_NAMES = {"text": "prompt", "token_ids": "prompt", "chat": "messages"}  # of inference.proto's fields, over HTTP
 _NAME = re.compile(r"[a-z_]+")  # of a field
 _KINDS = frozenset({"str", "int", "float", "bool", "dict", "list"})  # of a union, among the names of fields
 _TOO_LONG = re.compile(r"\(max_model_len\)$")
@@ -89,17 +90,21 @@ def error_of(error: Exception | Refused) -> HttpError:
             return _of_request(error)
         case ValidationError():
             return _invalid(error)
+        case UnicodeEncodeError():
+            return HttpError(400, "body: it has half of a surrogate pair, which is no text")
         case _:
             logger.error("a request failed", exc_info=error)
             return HttpError(500, "the router failed", headers=_try_no_more(500))
 
 
 def _of_request(error: RequestError) -> HttpError:
-    status, found = STATUS[error.status], _FIELD.match(error.message)
+    status, message, found = STATUS[error.status], error.message, _FIELD.match(error.message)
     param = found[1] if found else None
-    code = "context_length_exceeded" if _TOO_LONG.search(error.message) else None
+    if param in _NAMES:
+        message, param = _NAMES[param] + message.removeprefix(param), _NAMES[param]
+    code = "context_length_exceeded" if _TOO_LONG.search(message) else None
     headers = _try_again(RETRY_AFTER_S) if status in (429, 503) else _try_no_more(status)
-    return HttpError(status, error.message, param, code, headers)
+    return HttpError(status, message, param, code, headers)
 
 
 def _refused(refused: Refused) -> HttpError:

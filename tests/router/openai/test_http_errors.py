@@ -19,13 +19,14 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BAD = [
     (COMPLETIONS, {}, "prompt", "prompt: field required"),
     (COMPLETIONS, {"prompt": 5}, "prompt", "prompt: "),
-    (COMPLETIONS, {"prompt": ""}, "text", "text: it is empty"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "prompt: it is empty"),
     (COMPLETIONS, {"prompt": []}, "prompt", "prompt: "),
     (COMPLETIONS, {"prompt": [True]}, "prompt", "prompt: a text, token ids, or a list of either is needed"),
     (COMPLETIONS, {"prompt": [2**32]}, "prompt", "prompt: a text, token ids, or a list of either is needed"),
-    (COMPLETIONS, {"prompt": [[]]}, "token_ids", "token_ids: it is empty"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", "prompt: it is empty"),
     (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt", "prompt: 129 prompts are outside [1, 128]"),
-    (COMPLETIONS, {"prompt": [1, 2, 999_999]}, "token_ids", "token id 999999 at position 2"),
+    (COMPLETIONS, {"prompt": [1, 2, 999_999]}, "prompt", "token id 999999 at position 2"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias", "token: 999999 is outside"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix: text before a suffix is not supported"),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "best_of: 3 is not n"),
     (COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 1}, "best_of", "best_of: 1 is not n"),
@@ -117,10 +118,19 @@ async def test_openais_client_raises_its_own_kinds(start_http: StartHttp) -> Non
 
 async def test_other_paths_and_methods_have_openais_shape(start_http: StartHttp) -> None:
     door = await start_http(pair=False)
-    for method, path, status in (("GET", "/nothing", 404), ("GET", COMPLETIONS, 404), ("DELETE", "/v1/models", 405)):
+    for method, path, status in (("GET", "/nothing", 404), ("GET", COMPLETIONS, 405), ("DELETE", "/v1/models", 405)):
         response = await door.http.request(method, path)
         assert response.status_code == status
-        assert response.json()["error"]["code"] == "not_found"
+        assert response.json()["error"]["code"] == ("not_found" if status == 404 else None)
+    assert response.headers["allow"] == "GET"
+
+
+async def test_a_text_with_half_a_surrogate_pair_is_not_valid(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    for path in (CHAT, COMPLETIONS, "/tokenize"):
+        body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}' if path == CHAT else b'{"prompt": "\\ud800"}'
+        response = await door.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error"), path
 
 
 async def test_a_deadline_that_passes_is_not_tried_again(start_http: StartHttp) -> None:
