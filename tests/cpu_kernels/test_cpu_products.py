@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Immediate
-from pdserve.kernels.cpu.library import library
-from pdserve.kernels.cpu.products import Tiles, look_up, multiplies_bfloat16, multiply, tiled, tiled_gate_up
+from pdserve.kernels.cpu.products import Tiles, look_up, multiply, tiled, tiled_gate_up
 
 SHAPES = [(1, 2), (31, 6), (33, 64), (100, 192), (192, 576)]
 NUM_ROWS = [0, 1, 4, 5, 12, 13, 40, 500]
