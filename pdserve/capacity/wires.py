@@ -76,11 +76,9 @@ def job_of(spec: SequenceSpec) -> Job:
     )
 
 
-def load_report(link: LinkId, load: messages.Load, router: messages.RouterRef) -> LoadReported:
+def load_report(link: LinkId, load: messages.Load) -> LoadReported:
     pages_lost = load.pages_quarantined + load.pages_leaked
-    others = load.parts.others(router)
-    report = ReportedLoad(load.pages_free, load.pages_wanted, pages_lost, load.draining, others=others)
-    return LoadReported(link, report)
+    return LoadReported(link, ReportedLoad(load.pages_free, load.pages_wanted, pages_lost, load.draining))
 
 
 def kv_changed(link: LinkId, cache: KvCache) -> KvChanged | None:
