@@ -171,6 +171,10 @@ class Point:
     num_requests: int  # simulated
     num_warm_up: int  # of these, left out
 
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {self.policy}, {self.rate_per_gpu:.2f}/s a GPU"
+
 
 @dataclass(frozen=True, slots=True)
 class Question:

@@ -12,14 +12,13 @@ estimate decides, and the result has the rates between which the answer lies for
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
 
 from pdserve.capacity.long_run import MOST_GROWTH, Point, Question, measure
 from pdserve.capacity.shape import Shape
-from pdserve.measure.summary import shown_all
-from pdserve.measure.tables import Column, Sheet
+from pdserve.measure.tables import Comparison, compared
 from pdserve.perfmodel.profile import Profile
 
 PRECISION = 0.04  # of the rate
@@ -217,50 +216,15 @@ def _binds(question: Question, best: Point) -> str:
     return f"{text.get(missed, missed)} ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"
 
 
-_COLUMNS = (
-    Column("cluster", is_text=True),
-    Column("policy", rank=1, is_text=True),
-    Column("req/s/GPU"),
-    Column("attainment", "share of all requests within both objectives, % and half of its 95 % interval"),
-    Column("state", is_text=True),
-    Column("goodput/GPU", "requests/s within both objectives", rank=5),
-    Column("refused", "%", rank=2),
-    Column("TTFT", "p50 / p90 / p99, ms", rank=4),
-    Column("TPOT", "p50 / p90 / p99, ms", rank=4),
-    Column("busy", "share of the time that prefill and decode workers compute, %", rank=6),
-    Column("requests", "simulated", rank=7),
-)
+def table(points: Sequence[Point], title: str) -> Comparison:
+    """Return one column a point; its name says the cluster, the policy and the rate."""
+    return compared([_figures(point) for point in points], title)
 
 
-def sheet(points: Sequence[Point], title: str, notes: Sequence[str] = ()) -> Sheet:
-    """Return one row a point."""
-    states = filter(None, map(_state_note, points))
-    return Sheet(title, _COLUMNS, [_row(point) for point in points], [*states, *notes])
-
-
-def _row(point: Point) -> tuple[str, ...]:
-    low, high = point.attainment_interval
-    is_known = low > 0 or high < 1
-    return (
-        str(point.shape),
-        point.policy,
-        f"{point.rate_per_gpu:.2f}",
-        f"{100 * point.attainment:.1f} ± {50 * (high - low):.1f}" if is_known else "?",
-        "grows" if point.keeps_up is False else "steady" if point.is_settled else "unsettled",
-        f"{point.goodput_per_gpu:.2f}" if is_known else "?",
-        f"{100 * point.refused:.1f}" if is_known else "?",
-        shown_all(point.ttft_s, 1e3),
-        shown_all(point.tpot_s, 1e3),
-        " ".join(f"{100 * share:.0f}" for share in point.utilization.values()),
-        str(point.num_requests),
-    )
-
-
-def _state_note(point: Point) -> str:
-    at = f"{point.shape}, {point.policy}, {point.rate_per_gpu:.2f} requests/s a GPU"
-    if point.keeps_up is False:
-        return f"{at}: the cluster does not keep up, {point.growth:.0%} of what arrives piles up"
-    return "" if point.is_settled else f"{at}: not settled by {point.num_requests} requests; --num-prompts allows more"
+def _figures(point: Point) -> dict[str, object]:
+    fields = asdict(point)
+    del fields["shape"], fields["policy"]  # the name says them
+    return {"name": point.name, **fields}
 
 
 def rate_note(found: Highest) -> str:
@@ -278,8 +242,8 @@ def results(points: Sequence[Point], title: str, found: Sequence[Highest] = ()) 
     return {"title": title, "points": list(points), "known": known}
 
 
-def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Sheet]:
-    """Return a plan as results and as a table, beside the best colocated cluster."""
+def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Comparison, tuple[str, ...]]:
+    """Return a plan as results, as a table beside the best colocated cluster, and what is to be said of it."""
     points = [plan.best] + ([plan.colocated] if plan.colocated and plan.colocated is not plan.best else [])
     title = f"{plan.best.shape}: {plan.best.rate_per_gpu * num_gpus:.1f} requests/s on {num_gpus} GPUs"
     notes = (
@@ -287,7 +251,7 @@ def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Sheet]:
         f"{plan.num_tried} clusters tried. What binds: {plan.binds}.",
         f"It takes {plan.kv_share:.0%} of the KV pages that fit.",
     )
-    return results(points, title, [plan.known]), sheet(points, title, notes)
+    return results(points, title, [plan.known]), table(points, title), notes
 
 
 def plot(points: Sequence[Point], title: str, wanted: float, path: Path) -> None:

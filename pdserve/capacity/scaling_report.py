@@ -1,5 +1,6 @@
-"""What came of scaled pools: a table, a plot over time, and the log of decisions."""
+"""What came of scaled pools: figures, a plot over time, and the log of decisions."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,8 +10,7 @@ from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import Sizes
 from pdserve.capacity.scaling import Scaled
 from pdserve.measure.outcomes import Objective
-from pdserve.measure.summary import percentiles, shown_all
-from pdserve.measure.tables import Column, Sheet
+from pdserve.measure.summary import percentiles
 from pdserve.measure.workload import Workload
 from pdserve.roles import POOLS
 
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BIN_S = 60.0
-_COLUMNS = (
-    Column("pools", is_text=True),
-    Column("attained", "share of all requests within both objectives"),
-    Column("refused", "share of all requests", rank=1),
-    Column("device-hours", "from an order to start a replica until it has left, until the last request came"),
-    Column("P", "mean replicas of the prefill pool", rank=4),
-    Column("D", "of the decode pool", rank=4),
-    Column("most", "devices held at once", rank=3),
-    Column("cost", "by costPerReplicaHour", rank=5),
-    Column("added", rank=6),
-    Column("drained", rank=6),
-    Column("flipped", rank=6),
-    Column("TTFT", "p50 / p90 / p99 of answered requests, ms", rank=7),
-    Column("TPOT", "p50 / p90 / p99, ms", rank=7),
-)
 
 
 def device_hours(run: Scaled, policy: Policy) -> float:
@@ -54,44 +39,21 @@ def _devices(sizes: Sizes, policy: Policy) -> int:
     return sum(sizes.count(role) * policy.pools.of(role).devices_per_replica for role in POOLS)
 
 
-def sheet(runs: Sequence[Scaled], policy: Policy, objective: Objective, title: str, notes: Sequence[str]) -> Sheet:
-    """Return one row a run."""
-    return Sheet(title, _COLUMNS, [_row(run, policy, objective) for run in runs], notes)
-
-
-def _row(run: Scaled, policy: Policy, objective: Objective) -> tuple[str, ...]:
-    orders = [noted.decision.verb for noted in run.orders if not noted.error and not noted.decision.advisory]
-    means = [run.replica_hours[role] / run.span_s * 3600 for role in POOLS]
+def result(run: Scaled, policy: Policy, objective: Objective) -> dict[str, object]:
+    """Return all of a run but its single requests. Of lists, only the JSON has more than the table."""
+    orders = Counter(noted.decision.verb for noted in run.orders if not noted.error and not noted.decision.advisory)
     served = [outcome for outcome in run.outcomes if outcome.is_good]
-    ttft = percentiles(outcome.ttft_s for outcome in served if outcome.ttft_s is not None)
-    tpot = percentiles(outcome.tpot_s for outcome in served if outcome.tpot_s is not None)
-    return (
-        run.name,
-        f"{run.attainment(objective):.1%}",
-        f"{run.refused:.1%}",
-        f"{device_hours(run, policy):.2f}",
-        *(f"{mean:.1f}" for mean in means),
-        str(most_devices(run, policy)),
-        f"{cost(run, policy):.2f}",
-        *(str(orders.count(verb)) for verb in ("add", "drain", "flip")),
-        shown_all(ttft, 1e3),
-        shown_all(tpot, 1e3),
-    )
-
-
-def results(runs: Sequence[Scaled], policy: Policy, objective: Objective, title: str) -> dict[str, object]:
-    """Return all of it but the single requests."""
-    return {"title": title, "runs": [_result(run, policy, objective) for run in runs]}
-
-
-def _result(run: Scaled, policy: Policy, objective: Objective) -> dict[str, object]:
     return {
         "name": run.name,
         "attainment": run.attainment(objective),
         "refused": run.refused,
         "device_hours": device_hours(run, policy),
-        "cost": cost(run, policy),
+        "mean_replicas": {role: run.replica_hours[role] / run.span_s * 3600 for role in POOLS},
         "most_devices": most_devices(run, policy),
+        "cost": cost(run, policy),
+        "orders": orders,
+        "ttft_s": percentiles(outcome.ttft_s for outcome in served if outcome.ttft_s is not None),
+        "tpot_s": percentiles(outcome.tpot_s for outcome in served if outcome.tpot_s is not None),
         "num_requests": len(run.outcomes),
         "attainment_over_time": attained_over_time(run, objective),
         "sizes": [

@@ -1,8 +1,8 @@
 """The autoscaler's core under virtual time, and beside it other ways to size the same pools for the same requests.
 
-The smallest static pools that attain as much are searched over all splits, by running the trace. A pool that is enough
-beside the largest other pool is the least that the other one can do with. From the two least pools on, sums are tried
-upwards, each in all splits. A run ends early once it has missed too much.
+`StaticPools` searches the static pools with the fewest devices that attain as much, by running the trace. The least size
+of each pool is bisected first, with the other pool at its largest. Then all splits of each total are tried, from the sum
+of both least sizes upwards. A run ends early once it has missed too much.
 """
 
 from collections.abc import Callable, Sequence

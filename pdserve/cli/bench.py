@@ -18,9 +18,10 @@ from pdserve.cli.options import (
     Reached,
     Sizes,
     checked_rate,
+    named_doors,
     objective,
 )
-from pdserve.cli.results import HtmlFile, JsonFile, report, run, show, writable
+from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show, writable
 
 _SIZES = Sizes()
 
@@ -39,9 +40,9 @@ def load(
     ] = None,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests under way at once, at most.")] = None,
     goodput: Goodput = "",
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="Of answers; 0: the likeliest tokens.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 takes the likeliest tokens.")] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of likelihood that tokens are sampled from.")
+        float, typer.Option(min=0.01, max=1, help="Sample from this much probability.")
     ] = 1.0,
     door: Annotated[
         list[str] | None, typer.Option(help="grpc or http; repeatable: then they take turns. By default grpc.")
@@ -54,15 +55,18 @@ def load(
     html: HtmlFile = None,
     router: Reached = THIS_MACHINES_ROUTER,
 ) -> None:
-    """Send workloads of random prompts, answered to full length, and measure what a client sees."""
+    """Send workloads of random prompts, answered to full length, and measure what a client sees.
+
+    Exit status 1 if a request had no whole answer and was not refused for lack of room either.
+    """
     from pdserve.errors import ConfigError
     from pdserve.measure.client import Sampling
     from pdserve.measure.load import Load, door_notes, measure_load
-    from pdserve.measure.summary import summary_tables
+    from pdserve.measure.tables import compared
 
     rates = [checked_rate(rate) for rate in request_rate] if request_rate else [None]
     read = [sizes.read(text) for text in (*(workload or ()), *(more or ()))]
-    workloads = [(each.first(sizes.num_prompts) if each.is_timed else each, rate) for each in read for rate in rates]
+    workloads = [(each, rate) for each in read for rate in rates]
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
     goal = objective(goodput)
@@ -71,11 +75,12 @@ def load(
     runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, sampling, rounds)))
     summaries = [each.summary for each in runs]
     notes = [f"goodput counts requests that ended well ({goal})", *door_notes(runs)]
-    show(json_file, {"objective": goal, "runs": summaries}, *summary_tables(summaries), *notes)
+    show(json_file, {"objective": goal, "runs": summaries}, compared(summaries), *notes)
     if html is not None:
         from pdserve.measure.html_report import write_report
 
         write_report(html, ", ".join(each.name for each in read), runs, goal)
+    fail_unless_right(summaries)
 
 
 def router(
@@ -86,38 +91,38 @@ def router(
     json_file: JsonFile = None,
 ) -> None:
     """Measure decisions per second of one core, for each policy, without network or engine."""
-    from pdserve.measure.router_speed import measure_policies, speed_table
+    from pdserve.measure.router_speed import measure_policies
+    from pdserve.measure.tables import compared
 
     found = measure_policies(prefill, decode, num_prompts, input_len)
     title = f"{prefill} + {decode} workers, {num_prompts} requests of {input_len} tokens"
-    show(json_file, {"runs": found}, speed_table(found, title))
+    show(json_file, {"runs": found}, compared(found, title))
 
 
 def frontend(
     model: Model = DEFAULT_MODEL,
     door: Annotated[list[str] | None, typer.Option(help="grpc or http; repeatable.")] = None,
-    step_ms: Annotated[list[float] | None, typer.Option(help="Of a decode step; repeatable.")] = None,
-    streams: Annotated[list[int] | None, typer.Option(help="At once; repeatable.")] = None,
-    output_len: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.")] = None,
+    step_ms: Annotated[list[float] | None, typer.Option(help="Milliseconds of a decode step; repeatable.")] = None,
+    streams: Annotated[list[int] | None, typer.Option(help="Streams at once; repeatable.")] = None,
+    output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
-    rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream that count.")] = 4,
-    num_frontends: Annotated[list[int] | None, typer.Option(help="The router's; repeatable.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Times that each is measured, in turn; medians are shown.")] = 1,
-    stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's.")] = None,
-    cpu_share: Annotated[float | None, typer.Option(min=0.01, help="Cores for each of its frontends.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream, after one that is not counted.")] = 4,
+    num_frontends: Annotated[list[int] | None, typer.Option(help="Frontend processes of the router; repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")] = 1,
+    stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's --stream-interval.")] = None,
+    cpu_share: Annotated[float | None, typer.Option(min=0.01, help="Cores that the router gets for each of its frontends.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
     from itertools import product
 
-    from pdserve.measure.client import Door
     from pdserve.measure.frontend import Load, frontend_table, gains, measure_frontend
     from pdserve.measure.router_speed import measure_steps
 
-    kinds = product(step_ms or (20.0, 2.0), door or ("grpc", "http"), streams or (64, 256), output_len or (64, 8))
+    kinds = product(step_ms or (20.0, 2.0), named_doors(door or ["grpc", "http"]), streams or (64, 256), output_len or (64, 8))
     loads = [
-        Load(Door(name), ms / 1e3, num, prompt_words, tokens, rounds, count)
-        for ms, name, num, tokens in kinds
+        Load(each, ms / 1e3, num, prompt_words, tokens, rounds, count)
+        for ms, each, num, tokens in kinds
         for count in num_frontends or (1,)
     ]
     found = run(measure_frontend(model, loads, repeats, {"stream_interval": stream_interval}, report, cpu_share))
@@ -133,10 +138,11 @@ def handoff(
     json_file: JsonFile = None,
 ) -> None:
     """Write pages from one process into another with NIXL, and show what each page costs."""
-    from pdserve.measure.handoff import handoff_table, measure_handoff
+    from pdserve.measure.handoff import measure_handoff
+    from pdserve.measure.tables import compared
 
     found = measure_handoff(tcp=tcp)
-    show(json_file, {"runs": found}, handoff_table(found, tcp=tcp))
+    show(json_file, {"runs": found}, compared(found, "pages x bytes; times are of each page"))
 
 
 def profile(
@@ -144,7 +150,7 @@ def profile(
     name: ClusterName = "default",
     bursts: Annotated[int, typer.Option(min=20, help="Bursts of requests to send.")] = 120,
     max_length: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt and its answer.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the bursts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bursts.")] = 0,
 ) -> None:
     """Sweep the workers of a running cluster with requests of many shapes; write what their steps cost."""
     from pdserve.launch.folder import read_state

@@ -31,7 +31,7 @@ def simulate(
         typer.Option(help="Time from an order to a replica that serves, such as 30s; by default the policy's."),
     ] = None,
     rate_scale: Annotated[
-        float, typer.Option(min=0.01, max=1000, help="Times as many requests in the same time.")
+        float, typer.Option(min=0.01, max=1000, help="Factor for the number of requests in the same time.")
     ] = 1.0,
     window: Annotated[
         str | None, typer.Option(metavar="A-B", help="Only the requests of these seconds of the trace.")
@@ -64,6 +64,7 @@ def simulate(
     from pdserve.autoscaler.loading import load
     from pdserve.capacity import scaling_report
     from pdserve.capacity.versus import checked, simulate_all
+    from pdserve.measure.tables import compared
 
     rivals = checked(versus or ())
     wanted, requests = load(policy), _requests(trace, sizes, window, rate_scale)
@@ -74,8 +75,8 @@ def simulate(
     runs = simulate_all(scene, wanted, rivals, report)
     starts = " and ".join(f"{each_s:g}" for each_s in scene.startup_s.values())
     title = f"{requests.name}, {len(requests.arrivals)} requests; {scene.objective}; start-up {starts} s"
-    results = scaling_report.results(runs, wanted, scene.objective, title)
-    show(json_file, results, scaling_report.sheet(runs, wanted, scene.objective, title, ()))
+    results = [scaling_report.result(each, wanted, scene.objective) for each in runs]
+    show(json_file, {"title": title, "runs": results}, compared(results, title))
     if plot is not None:
         scaling_report.plot(runs, requests, scene.objective, title, plot)
     if log_file is not None:
@@ -161,7 +162,7 @@ WorkloadText = Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)]
 Poisson = Annotated[
     bool, typer.Option(help="Random arrivals instead of the trace's, and another order when it is repeated.")
 ]
-Attainment = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of all requests to serve within both.")]
+Attainment = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of all requests that has to meet both objectives.")]
 _MANY, _SOME = Sizes(num_prompts=10_000), Sizes(num_prompts=5_000)
 
 
@@ -217,7 +218,7 @@ def sim(
     notes = [f"{name}: {planner.rate_note(each)}" for name, each in zip(names, found, strict=False)]
     if not points:
         raise CommandError(f"no rate is known to keep {attainment:.0%} within {goodput}: {'; '.join(notes)}")
-    show(json_file, planner.results(points, title, found), planner.sheet(points, title, notes))
+    show(json_file, planner.results(points, title, found), planner.table(points, title), *notes)
     if plot is not None:
         planner.plot(points, title, attainment, plot)
 
@@ -249,8 +250,8 @@ def plan(
             f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {goodput} at any rate, "
             f"by {sizes.num_prompts} requests at each (--num-prompts)"
         )
-    results, table = planner.plan_report(found, gpus)
-    show(json_file, results, table)
+    results, table, notes = planner.plan_report(found, gpus)
+    show(json_file, results, table, *notes)
 
 
 def _question(workload: str, goodput: str, profile: Path | None, sizes: Sizes, *, poisson: bool) -> "Question":

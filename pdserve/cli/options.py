@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.launch.admin import AdminClient
-    from pdserve.launch.plan import ClusterSpec
+    from pdserve.launch.plan import ClusterSpec, Flags
     from pdserve.measure.client import Access, Door
-    from pdserve.measure.live import Trial
+    from pdserve.measure.known_answers import KnownRequest
+    from pdserve.measure.loads import Trial
     from pdserve.measure.outcomes import Objective
     from pdserve.measure.workload import Workload
     from pdserve.proto.v1 import inference_pb2 as inference
@@ -104,9 +105,7 @@ class Reached:
         """Return where each door is, and what a client shows there. ConfigError where one is not known."""
         from pdserve.measure.client import Door
 
-        if unknown := set(names) - set(Door):
-            raise ConfigError(f"--door: {min(unknown)!r} is neither grpc nor http")
-        return {door: self.http(http_url) if door is Door.HTTP else self.router() for door in map(Door, names)}
+        return {door: self.http(http_url) if door is Door.HTTP else self.router() for door in named_doors(names)}
 
     def _access(self, ca_file: Path | None, api_key: str) -> "Access | None":
         from pdserve.measure.client import Access
@@ -171,42 +170,35 @@ class Sizes:
     num_prompts: Annotated[
         int,
         typer.Option(
-            min=2, help="Requests of random lengths; of a trace, the most that are sent, or simulated at each rate."
+            min=2,
+            help="So many requests of random lengths, or the first so many of a trace; `sim` and `plan` simulate no more "
+            "at each rate.",
         ),
     ] = 1000
     scale: Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")] = 1.0
-    output_scale: Annotated[float | None, typer.Option(min=1e-3, help="Factor for answers, if another.")] = None
-    max_length: Annotated[int, typer.Option(min=2, help="Longer prompts and answers are cut.")] = 1_000_000
-    seed: Annotated[int, typer.Option(help="Of random lengths, prompts and arrivals.")] = 0
+    output_scale: Annotated[float | None, typer.Option(min=1e-3, help="Factor for the lengths of answers; by default that of --scale.")] = None
+    max_length: Annotated[int, typer.Option(min=2, help="Prompts and answers are cut to this many tokens.")] = 1_000_000
+    seed: Annotated[int, typer.Option(help="Seed of random lengths, prompts and arrivals.")] = 0
 
     def read(self, text: str) -> "Workload":
         from pdserve.measure.read_workload import parse_workload
 
         workload = parse_workload(text, self.num_prompts, self.seed)
+        workload = workload.first(self.num_prompts) if workload.is_timed else workload
         return workload.scaled(self.scale, self.max_length, self.output_scale)
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class OwnCluster:
+    """A cluster that a measurement starts for itself."""
+
     model: Model = DEFAULT_MODEL
-    workload: Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)] = "1155x211"  # means of azure-conv
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
     num_threads: Threads = None
-    load: Annotated[list[float] | None, typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.")] = (
-        None
-    )
-    seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Of load at each rate.")] = 60
-    calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before.")] = 60
+    dtype: Dtype = "float32"
 
-    def trial(self, sizes: Sizes, loads: tuple[float, ...], goodput: str = "") -> "Trial":
-        from pdserve.measure.live import Trial
-
-        workload, given = sizes.read(self.workload), tuple(self.load or loads)
-        goal = objective(goodput) if goodput else None
-        return Trial(workload, given, self.seconds, self.calibration, goal, sizes.seed)
-
-    def spec(self, **router_flags: object) -> "ClusterSpec":
+    def spec(self, name: str, router_flags: "Flags | None" = None, **worker_flags: object) -> "ClusterSpec":
         from pdserve.cli.models import fetched, model_name
         from pdserve.launch.plan import ClusterSpec
 
@@ -215,10 +207,56 @@ class Loads:
             served_model_name=model_name(self.model),
             num_prefill=self.prefill,
             num_decode=self.decode,
-            name="experiment",
-            worker_flags={"num_threads": self.num_threads},
-            router_flags=router_flags,
+            name=f"{name}-{os.getpid()}",
+            worker_flags={"num_threads": self.num_threads, "dtype": self.dtype, **worker_flags},
+            router_flags=router_flags or {},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Requests whose answers one engine computes before."""
+
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 100
+    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 256
+    output_len: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 128
+    seed: Annotated[int, typer.Option(help="Seed of the requests, their times and the faults.")] = 0
+
+    def requests(
+        self, model: str, dtype: str, *, are_answers_equal: bool = False
+    ) -> "list[KnownRequest]":
+        from pdserve.measure.known_answers import Lengths, known_requests
+
+        lengths = Lengths(self.input_len, self.output_len, are_answers_equal)
+        return known_requests(model, dtype, self.distinct, lengths, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Loads of a cluster, as shares of its capacity."""
+
+    workload: Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)] = "1155x211"  # means of azure-conv
+    load: Annotated[list[float] | None, typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.")] = (
+        None
+    )
+    seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Seconds of load at each rate.")] = 60
+    calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before, to find the capacity.")] = 60
+
+    def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
+        from pdserve.measure.loads import Trial
+
+        return Trial(
+            sizes.read(self.workload), tuple(self.load or loads), self.seconds, self.calibration, goal, sizes.seed
+        )
+
+
+def named_doors(names: "Sequence[str]") -> "list[Door]":
+    """Return the protocols that are named; ConfigError where one is not known."""
+    from pdserve.measure.client import Door
+
+    if unknown := set(names) - set(Door):
+        raise ConfigError(f"--door: {min(unknown)!r} is neither grpc nor http")
+    return list(map(Door, names))
 
 
 def key_for(url: str) -> str:
@@ -242,16 +280,6 @@ def utf8(flag: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{flag}: {echo(text, ascii)} is not UTF-8") from error
     return text
-
-
-def started(
-    name: str, model: str, seed: int, num_prefill: int = 1, num_decode: int = 1, **worker_flags: object
-) -> "ClusterSpec":
-    """Return a cluster that a measurement starts for itself."""
-    from pdserve.cli.models import fetched
-    from pdserve.launch.plan import ClusterSpec
-
-    return ClusterSpec(str(fetched(model)), name, num_prefill, num_decode, f"{name}-{seed}", worker_flags=worker_flags)
 
 
 def objective(text: str) -> "Objective":

@@ -4,14 +4,17 @@ Whether a file can be written is tried before the work begins.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from pdserve.errors import CommandError, ConfigError
+from pdserve.errors import CommandError, ConfigError, Status
+
+if TYPE_CHECKING:
+    from pdserve.measure.summary import Summary
 
 Result = TypeVar("Result")
 
@@ -77,6 +80,18 @@ def show(json_file: Path | None, results: object, *shown: object) -> None:
         console.print(each)
     if json_file is not None:
         json_file.write_text(text, encoding="utf-8")
+
+
+def fail_unless_right(runs: "Iterable[Summary]") -> None:
+    """Raise CommandError where a request had no right answer, and was not refused for lack of room either."""
+    found = [
+        f"{run.name}: {count} {status}"
+        for run in runs
+        for status, count in run.failures.items()
+        if status != Status.RESOURCE_EXHAUSTED.value
+    ]
+    if found:
+        raise CommandError(f"requests failed: {'; '.join(found)}")
 
 
 def report(text: str) -> None:

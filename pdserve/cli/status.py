@@ -24,14 +24,9 @@ COLUMNS = (
     Column("worker", is_text=True),
     Column("role", is_text=True),
     Column("state", is_text=True, wraps=True),
-    Column("free", "pages", rank=1),
-    Column("cached", "pages of these that hold prefixes", rank=4),
-    Column("held", "pages", rank=2),
-    Column("granted", "pages", rank=3),
-    Column("quarantined", "pages", rank=2, short="quar"),
-    Column("running", "sequences", rank=1, short="run"),
-    Column("waiting", "sequences", rank=1, short="wait"),
-    Column("requests", "of this router", rank=5, short="reqs"),
+    Column("pages", "free / cached, which are free too / held / granted / quarantined"),
+    Column("sequences", "running / waiting"),
+    Column("requests", "of this router"),
 )
 
 
@@ -68,14 +63,12 @@ def render(status: admin.ClusterStatus) -> Sheet:
     rows = []
     for worker in status.workers:
         load = worker.load
-        numbers = (
-            *(load.pages_free, load.pages_cached, load.pages_held, load.pages_granted, load.pages_quarantined),
-            *(load.num_running, load.num_waiting, worker.num_assigned),
-        )
+        pages = load.pages_free, load.pages_cached, load.pages_held, load.pages_granted, load.pages_quarantined
+        numbers = " / ".join(map(str, pages)), f"{load.num_running} / {load.num_waiting}", str(worker.num_assigned)
         role = str(ROLES.get(worker.registration.role, "?"))
         if worker.registration.role_epoch:
             role += f" (epoch {worker.registration.role_epoch})"
-        rows.append((worker.registration.worker_id, role, _state(worker), *map(str, numbers)))
+        rows.append((worker.registration.worker_id, role, _state(worker), *numbers))
     ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
     pairs = [(worker.registration.worker_id, pair) for worker in status.workers for pair in worker.pairs]
     requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,8 +14,7 @@ from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import request_of
 from pdserve.measure.live import LiveCluster, StatusBoard, all_free, is_busy, started
 from pdserve.measure.outcomes import ANY
-from pdserve.measure.summary import Percentiles, percentiles, shown
-from pdserve.measure.tables import Column, Sheet
+from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -25,11 +24,6 @@ from pdserve.wire import ROLE_NUMBERS
 PATIENCE_S = 30.0
 LONGEST_PAUSE_S = 0.3  # between the status that shows a request where it is wanted, and its cancel
 
-_COLUMNS = (
-    Column("moment", is_text=True),
-    Column("pool", is_text=True),
-    *map(Column, ("cancels", "p50", "p99", "max")),
-)
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
 
 
@@ -43,10 +37,9 @@ class CancelPlan:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Times from the cancels at one moment until a pool held nothing."""
+    """Times from cancels until a pool held nothing, as the router's status shows."""
 
-    moment: str
-    pool: str
+    name: str  # when they were cancelled, and which pool
     num_cancels: int
     freed_s: Percentiles
 
@@ -72,8 +65,8 @@ async def measure_cancels(spec: ClusterSpec, plan: CancelPlan) -> list[Freed]:
                 call = live.client.stub.Generate(_request(live, plan, moment, rng))
                 for pool, seconds in (await _cancel(call, moment, board, rng)).items():
                     freed_s.setdefault((moment, pool), []).append(seconds)
-    found = [(moment, pool, len(values), percentiles(values)) for (moment, pool), values in freed_s.items()]
-    return [Freed(moment, pool, count, shares) for moment, pool, count, shares in found if shares is not None]
+    found = [(f"{moment}, {pool}", len(values), percentiles(values)) for (moment, pool), values in freed_s.items()]
+    return [Freed(name, count, shares) for name, count, shares in found if shares is not None]
 
 
 def _request(live: LiveCluster, plan: CancelPlan, moment: str, rng: random.Random) -> inference.GenerateRequest:
@@ -114,11 +107,3 @@ async def _read(call: _Call) -> None:
             pass
     except (grpc.aio.AioRpcError, asyncio.CancelledError):
         return  # cancelled, as it was meant to be
-
-
-def cancel_table(found: Sequence[Freed]) -> Sheet:
-    rows = []
-    for each in found:
-        times = (shown(each.freed_s, share, digits=2) for share in ("p50", "p99", "max"))
-        rows.append((each.moment, each.pool, str(each.num_cancels), *times))
-    return Sheet("seconds from a cancel until a pool holds nothing, as the router's status shows", _COLUMNS, rows)

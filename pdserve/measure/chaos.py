@@ -6,7 +6,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
@@ -17,8 +17,8 @@ from pdserve.measure.client import Client
 from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import recovered, started
 from pdserve.measure.outcomes import ANY, OK, Outcome
-from pdserve.measure.summary import Percentiles, Summary, percentiles, shown, summarize
-from pdserve.measure.tables import Comparison, counted
+from pdserve.measure.summary import Percentiles, Summary, percentiles, summarize
+from pdserve.measure.tables import counted
 from pdserve.proto.v1 import admin_pb2 as admin
 
 
@@ -112,6 +112,7 @@ class Tally:
     """A run's outcomes; in its summary, right answers alone count as good."""
 
     summary: Summary
+    num_right: int
     num_wrong: int
     num_retried: int  # answered well after more than one attempt
     most_attempts: int
@@ -125,18 +126,24 @@ class Tally:
 class Verdict:
     tally: Tally
     faults: tuple[Fault, ...]
-    noticed_s: Percentiles | None  # how long the router took to notice those that it could notice
+    noticed_s: Percentiles | None  # how long the router took to drop an attached worker that was hit
     free_after_s: float | None  # of the last answer; None: not all pages within the time
     left_over: str  # describes what was not free, or not ready again
     num_replaced: int  # requests that the router placed again
     ended: dict[str, int]  # as the router counts
-    outcomes: tuple[Outcome, ...] = field(repr=False, default=())
 
     @property
     def is_clean(self) -> bool:
         """Return whether every request was answered rightly and ended once, and every page came back."""
-        num_good = sum(outcome.is_good for outcome in self.outcomes)
-        return num_good == len(self.outcomes) == sum(self.ended.values()) and not self.left_over
+        num_requests = self.tally.summary.num_requests
+        return self.tally.num_right == num_requests == sum(self.ended.values()) and not self.left_over
+
+    @property
+    def result(self) -> dict[str, object]:
+        """The verdict as its table and its JSON have it: all on one level."""
+        fields = asdict(self) | {"num_hit": len(self.faults)}
+        tally = fields.pop("tally")
+        return {**tally.pop("summary"), **tally, **fields}
 
 
 async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console: Console) -> Verdict:
@@ -159,7 +166,6 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
             left_over=left_over,
             num_replaced=board.last.num_replaced,
             ended=dict(board.last.ended),
-            outcomes=tuple(outcomes),
         )
 
 
@@ -196,6 +202,7 @@ def tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
     errors = Counter(f"{outcome.status}: {outcome.detail}" for outcome in outcomes if outcome.status != OK)
     return Tally(
         summary=summarize(name, outcomes, ANY),
+        num_right=len(good),
         num_wrong=len(wrong),
         num_retried=len(retried),
         most_attempts=max((outcome.attempts for outcome in good), default=0),
@@ -206,39 +213,6 @@ def tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
     )
 
 
-_ROWS: dict[str, Callable[[Verdict], str]] = {
-    "requests": lambda v: f"{v.tally.summary.num_requests}",
-    "answered rightly": lambda v: f"{sum(outcome.is_good for outcome in v.outcomes)}",
-    "client errors": lambda v: f"{sum(v.tally.errors.values())}",
-    "wrong tokens": lambda v: f"{v.tally.num_wrong}",
-    "seconds": lambda v: f"{v.tally.summary.duration_s:.1f}",
-    "goodput/s": lambda v: f"{v.tally.summary.goodput_per_s:.2f}",
-    "tokens/s": lambda v: f"{v.tally.summary.output_tokens_per_s:.0f}",
-    "workers hit": lambda v: f"{len(v.faults)}",
-    "ended, as the router counts": lambda v: f"{sum(v.ended.values())}",
-    "retried": lambda v: f"{v.tally.num_retried}",
-    "most attempts": lambda v: f"{v.tally.most_attempts}",
-    "placed again": lambda v: f"{v.num_replaced}",
-    "all pages free after s": lambda v: v.left_over or ("-" if v.free_after_s is None else f"{v.free_after_s:.2f}"),
-}
-_TIMES: dict[str, Callable[[Verdict], Percentiles | None]] = {
-    "noticed": lambda v: v.noticed_s,
-    "TTFT": lambda v: v.tally.summary.ttft_s,
-    "gap": lambda v: v.tally.gap_s,
-    "gap, retried": lambda v: v.tally.retried_gap_s,
-}
-
-
-def chaos_table(verdicts: Sequence[Verdict]) -> Comparison:
-    rows = [(name, [row(verdict) for verdict in verdicts]) for name, row in _ROWS.items()]
-    for name, times in _TIMES.items():
-        shares = [(share, [shown(times(v), share, digits=2) for v in verdicts]) for share in ("p50", "p99", "max")]
-        rows += [(f"{name} {share} s", cells) for share, cells in shares]
-    if len(verdicts) > 1:
-        rows.append(("goodput, share of the first", [f"{share:.0%}" for share in goodput_shares(verdicts)]))
-    return Comparison("", [verdict.tally.summary.name for verdict in verdicts], rows)
-
-
 def failures(verdicts: Sequence[Verdict]) -> list[str]:
     """Return a line for each kind of error, and some for wrong answers."""
     lines = []
@@ -247,18 +221,3 @@ def failures(verdicts: Sequence[Verdict]) -> list[str]:
         lines += [f"{name}: {count} x {error}" for error, count in verdict.tally.errors.items()]
         lines += [f"{name}: {example}" for example in verdict.tally.wrong_examples]
     return lines
-
-
-def goodput_shares(verdicts: Sequence[Verdict]) -> list[float]:
-    rates = [verdict.tally.summary.goodput_per_s for verdict in verdicts]
-    return [rate / (rates[0] or 1.0) for rate in rates]
-
-
-def chaos_json(verdicts: Sequence[Verdict]) -> dict[str, object]:
-    """Return the verdicts without each request's own outcome."""
-    runs = []
-    for verdict in verdicts:
-        fields = asdict(replace(verdict, outcomes=()))
-        del fields["outcomes"]
-        runs.append({**fields.pop("tally"), **fields})
-    return {"runs": runs, "goodput_shares": goodput_shares(verdicts)}

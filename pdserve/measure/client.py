@@ -65,11 +65,17 @@ class OpenLoop(ABC):
         """Send one request, and note all of its answer, or how it failed."""
 
     async def send(self, request: inference.GenerateRequest, began_s: float = 0.0) -> Outcome:
-        """Send one request now; return its outcome, with times after `began_s`."""
-        lengths = len(request.token_ids.ids), request.sampling.max_tokens
-        outcome = Outcome(self.clock.now_s() - began_s, *lengths, status=OK)
+        """Send one request now; return its outcome, with times after `began_s`.
+
+        An answer that ignores ends of sequences is wrong unless it has all tokens that were asked for.
+        """
+        sampling = request.sampling
+        outcome = Outcome(self.clock.now_s() - began_s, len(request.token_ids.ids), sampling.max_tokens, status=OK)
         await self._receive(request, outcome, began_s)
         outcome.ended_s = self.clock.now_s() - began_s
+        wanted = max(1, sampling.n) * sampling.max_tokens
+        if outcome.status == OK and sampling.ignore_eos and outcome.num_tokens != wanted:
+            outcome.wrong = f"{outcome.num_tokens} of {wanted} tokens came"
         return outcome
 
     def _take(self, outcome: Outcome, gained: Sequence[tuple[int, Sequence[int]]], began_s: float) -> None:

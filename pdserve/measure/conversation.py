@@ -6,7 +6,7 @@ turn is sent. In one, on a cluster that fetches nothing, it has to compute the a
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -17,7 +17,6 @@ from pdserve.launch.plan import ClusterSpec, Flags
 from pdserve.measure.client import new_tenant, request_of
 from pdserve.measure.live import LiveCluster, Report, live_cluster
 from pdserve.measure.outcomes import ANY, Outcome
-from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.wire import layout_from_proto
@@ -65,17 +64,7 @@ class ConversationFindings:
     bytes_per_s: float
 
     def median_of(self, kind: Kind, number: int, value: Callable[[Turn], float]) -> float:
-        return median(value(turn) for turn in self.turns if turn.kind == kind and turn.number == number)
-
-    def transfer_s(self, number: int) -> float:
-        """Return what the fetched tokens of a turn take at the measured bandwidth."""
-        fetched = self.median_of("fetched", number, lambda turn: turn.fetched_tokens)
-        return fetched * self.token_bytes / self.bytes_per_s
-
-    def ratio(self, number: int) -> float:
-        """Return a turn's TTFT over what it would be with all earlier tokens cached, and the transfer."""
-        cached_s = self.median_of("cached", number, lambda turn: turn.ttft_s) + self.transfer_s(number)
-        return self.median_of("fetched", number, lambda turn: turn.ttft_s) / cached_s
+        return float(median(value(turn) for turn in self.turns if turn.kind == kind and turn.number == number))
 
 
 async def measure_conversations(spec: ClusterSpec, plan: ConversationPlan, report: Report) -> ConversationFindings:
@@ -151,47 +140,47 @@ def _bandwidth(status: admin.ClusterStatus) -> float:
     return max((float(pair.bytes_per_s) for pair in back), default=float("nan"))
 
 
-_COLUMNS = (
-    Column("turn"),
-    Column("prompt"),
-    Column("fetched", "tokens that the prefill worker fetched"),
-    Column("computed", "prompt tokens that it computed, with and without fetching"),
-    Column("TTFT ms", "with the past fetched, cached there, and computed with the turn"),
-    Column("transfer ms", "of the fetched tokens at the measured bandwidth"),
-    Column("ratio", "TTFT with the past fetched, over that with the past cached and the transfer"),
-    Column("fetch ms", "from the prompt's arrival until the fetched pages were there", rank=1),
-    Column("again ms", "TTFT of the same prompt sent once more", rank=2),
-)
+@dataclass(frozen=True, slots=True)
+class TurnMedians:
+    """One turn: medians over the conversations of a kind."""
+
+    name: str
+    prompt_tokens: float
+    fetched_tokens: float
+    computed_tokens: Mapping[Kind, float]  # of the prompt, on the prefill worker
+    ttft_s: Mapping[Kind, float]
+    transfer_s: float  # of the fetched tokens at the measured bandwidth
+    ratio: float  # of TTFT with the past fetched, to that with the past cached plus the transfer
+    fetch_s: float  # from the prompt's arrival until the fetched pages were there
+    again_ttft_s: float  # of the same prompt sent once more
 
 
-def conversation_table(found: ConversationFindings) -> Sheet:
-    """Return one row a turn; figures are medians over the conversations."""
-    rows = [_row(found, number) for number in sorted({turn.number for turn in found.turns})]
-    return Sheet("medians of conversations of each kind", _COLUMNS, rows, _notes(found))
+def medians(found: ConversationFindings) -> list[TurnMedians]:
+    return [_medians(found, number) for number in sorted({turn.number for turn in found.turns})]
 
 
-def _row(found: ConversationFindings, number: int) -> Sequence[str]:
-    ttfts = (f"{1e3 * found.median_of(kind, number, lambda turn: turn.ttft_s):.0f}" for kind in KINDS)
-    computed = (found.median_of(kind, number, lambda turn: turn.computed_tokens) for kind in ("fetched", "computed"))
-    return (
-        f"{number}",
-        f"{found.median_of('fetched', number, lambda turn: turn.prompt_tokens):.0f}",
-        f"{found.median_of('fetched', number, lambda turn: turn.fetched_tokens):.0f}",
-        " / ".join(f"{each:.0f}" for each in computed),
-        " / ".join(ttfts),
-        f"{1e3 * found.transfer_s(number):.1f}",
-        f"{found.ratio(number):.2f}",
-        f"{1e3 * found.median_of('fetched', number, lambda turn: turn.fetch_s):.1f}",
-        f"{1e3 * found.median_of('fetched', number, lambda turn: turn.again_ttft_s):.0f}",
+def _medians(found: ConversationFindings, number: int) -> TurnMedians:
+    ttft_s = {kind: found.median_of(kind, number, lambda turn: turn.ttft_s) for kind in KINDS}
+    fetched_tokens = found.median_of("fetched", number, lambda turn: turn.fetched_tokens)
+    transfer_s = fetched_tokens * found.token_bytes / found.bytes_per_s
+    return TurnMedians(
+        name=f"turn {number}",
+        prompt_tokens=found.median_of("fetched", number, lambda turn: turn.prompt_tokens),
+        fetched_tokens=fetched_tokens,
+        computed_tokens={kind: found.median_of(kind, number, lambda turn: turn.computed_tokens) for kind in KINDS},
+        ttft_s=ttft_s,
+        transfer_s=transfer_s,
+        ratio=ttft_s["fetched"] / (ttft_s["cached"] + transfer_s),
+        fetch_s=found.median_of("fetched", number, lambda turn: turn.fetch_s),
+        again_ttft_s=found.median_of("fetched", number, lambda turn: turn.again_ttft_s),
     )
 
 
-def _notes(found: ConversationFindings) -> list[str]:
+def conversation_notes(found: ConversationFindings) -> list[str]:
     with_, without = (
         sum(turn.computed_tokens for turn in found.turns if turn.kind == kind) for kind in ("fetched", "computed")
     )
-    later = [number for number in {turn.number for turn in found.turns} if number > 1]
-    worst = max((found.ratio(number) for number in later), default=float("nan"))
+    worst = max((turn.ratio for turn in medians(found)[1:]), default=float("nan"))
     return [
         f"prompt tokens computed: {with_:,} with fetching, {without:,} without ({1 - with_ / without:.0%} fewer)",
         f"worst ratio from turn 2 on: {worst:.2f}",

@@ -14,8 +14,7 @@ from pdserve.measure.live import Report, StatusBoard, recovered, started
 from pdserve.measure.moves import MovedGap, moved_gaps, over_allowed
 from pdserve.measure.operations import drained
 from pdserve.measure.outcomes import Outcome
-from pdserve.measure.summary import Percentiles, percentiles, shown_all
-from pdserve.measure.tables import Comparison
+from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
@@ -32,15 +31,13 @@ class DrainFindings:
     idle_drain_s: float  # of the other worker, when nothing ran
     moved_bytes: int
     bytes_per_s: float  # measured between the two when they met
+    transfer_s: float  # of these bytes at this rate
+    beyond_transfer_s: float  # of the drain
     moves: dict[str, int]  # by how they ended
     gap_s: Percentiles | None
     over_allowed: Percentiles | None
     failed: tuple[str, ...]  # answers that were not right, in words
     left_over: str
-
-    @property
-    def transfer_s(self) -> float:
-        return self.moved_bytes / self.bytes_per_s
 
 
 async def measure_drain(
@@ -71,13 +68,17 @@ async def measure_drain(
             outcomes = await running
         _, left_over = await recovered(cluster, board)
         idle_drain_s = await drained(cluster, STAYING, clock, operator.drain(STAYING))
+        moved_bytes = sum(move.num_bytes for outcome in outcomes for move in outcome.moves)
+        bytes_per_s = pairs.get(STAYING, float("nan"))
         return DrainFindings(
             num_answers=count,
             kv_tokens=kv_tokens,
             drain_s=drain_s,
             idle_drain_s=idle_drain_s,
-            moved_bytes=sum(move.num_bytes for outcome in outcomes for move in outcome.moves),
-            bytes_per_s=pairs.get(STAYING, float("nan")),
+            moved_bytes=moved_bytes,
+            bytes_per_s=bytes_per_s,
+            transfer_s=moved_bytes / bytes_per_s,
+            beyond_transfer_s=drain_s - moved_bytes / bytes_per_s,
             moves=dict(board.last.moves),
             gap_s=percentiles(gap.gap_s for gap in gaps),
             over_allowed=over_allowed(gaps),
@@ -119,22 +120,3 @@ def _bandwidth(status: admin.ClusterStatus) -> dict[str, float]:
     """Return how fast the leaving worker reaches others, by their names."""
     leaving = [each for each in status.workers if each.registration.worker_id == LEAVING]
     return {pair.decode_worker_id: float(pair.bytes_per_s) for each in leaving for pair in each.pairs}
-
-
-def drain_table(found: DrainFindings) -> Comparison:
-    rows = {
-        "answers that run": f"{found.num_answers}",
-        "tokens of KV": f"{found.kv_tokens}",
-        "drain s": f"{found.drain_s:.2f}",
-        "moved MB": f"{found.moved_bytes / 1e6:.1f}",
-        "measured MB/s": f"{found.bytes_per_s / 1e6:.0f}",
-        "bytes over bandwidth s": f"{found.transfer_s:.2f}",
-        "beyond the bytes s": f"{found.drain_s - found.transfer_s:.2f}",
-        "drain of an idle worker s": f"{found.idle_drain_s:.2f}",
-        "moves": ", ".join(f"{number} {end}" for end, number in sorted(found.moves.items())),
-        "gap of a move, ms: p50 / p90 / p99": shown_all(found.gap_s, 1e3, 1),
-        "gap over what is allowed": shown_all(found.over_allowed, digits=2),
-        "wrong or failed answers": f"{len(found.failed)}",
-        "left over": found.left_over or "nothing",
-    }
-    return Comparison("", ["drain"], [(name, [cell]) for name, cell in rows.items()])

@@ -25,7 +25,6 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.measure.tables import Column, Sheet
 
 WRITER, TARGET = (Peer(WorkerId(f"benchmark-{name}"), Incarnation(1)) for name in ("writer", "target"))
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -33,16 +32,6 @@ WAIT_S = 60.0
 _PAGE_BYTES = (64, 368_640)  # next to nothing, which leaves the price of a page, and a page of SmolLM2-135M
 _NUM_PAGES = (1, 16, 64, 256)
 _REPEATS = 20
-_COLUMNS = (
-    Column("page bytes"),
-    Column("pages", "written in one copy"),
-    Column("ask", "until a copy is asked for", rank=3),
-    Column("post", "until it is posted", rank=1),
-    Column("post CPU", "thread time of that", rank=2),
-    Column("digest", "at one end", rank=1),
-    Column("landed", "until the last byte is there"),
-    Column("MB/s"),
-)
 
 
 class CopyFailedError(CommandError):
@@ -53,6 +42,7 @@ class CopyFailedError(CommandError):
 class Cost:
     """Medians over some copies of `num_pages` pages each."""
 
+    name: str
     page_bytes: int
     num_pages: int
     ask_us: float  # a page's share of the call that asks for the copy, in the caller's thread
@@ -78,16 +68,6 @@ def measure(page_bytes: int, counts: Sequence[int], repeats: int, *, tcp: bool) 
 def measure_handoff(*, tcp: bool) -> list[Cost]:
     """Measure pages of next to nothing, and pages of a model."""
     return [cost for page_bytes in _PAGE_BYTES for cost in measure(page_bytes, _NUM_PAGES, _REPEATS, tcp=tcp)]
-
-
-def handoff_table(found: Sequence[Cost], *, tcp: bool) -> Sheet:
-    rows = []
-    for cost in found:
-        times = (cost.ask_us, cost.post_us, cost.post_cpu_us, cost.digest_us, cost.landed_us)
-        cells = (f"{cost.page_bytes:,}", str(cost.num_pages), *(f"{us:.2f}" for us in times))
-        rows.append((*cells, f"{cost.bytes_per_s / 1e6:,.0f}"))
-    title = f"NIXL between two processes, {'TCP' if tcp else 'carrier chosen by UCX'}; times are per page, in us"
-    return Sheet(title, _COLUMNS, rows)
 
 
 class _TimedBackend(NixlBackend):
@@ -146,6 +126,7 @@ class _Writer:
         asked_s, post_s, cpu_s, digests_s, landed_s = (statistics.median(times) for times in zip(*taken, strict=True))
         share = 1e6 / num_pages
         return Cost(
+            name=f"{num_pages} x {self._page_bytes}",
             page_bytes=self._page_bytes,
             num_pages=num_pages,
             ask_us=share * asked_s,

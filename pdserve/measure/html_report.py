@@ -13,7 +13,8 @@ from pdserve.measure import plots
 from pdserve.measure.load import Run
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.plots import Bar, Line, Plot, Timeline, plot, shares, timeline
-from pdserve.measure.summary import Summary, summary_tables
+from pdserve.measure.summary import Summary
+from pdserve.measure.tables import compared
 from pdserve.reports import Stage
 from pdserve.router.timeline import parts
 
@@ -29,7 +30,7 @@ def write_report(path: Path, title: str, runs: Sequence[Run], objective: Objecti
         title=title,
         objective=str(objective),
         made=f"pdserve {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        tables=summary_tables([run.summary for run in runs]),
+        table=compared(run.summary for run in runs),
         charts=[*_over_rate(runs), *_distributions(runs)],
         timelines=[timeline for run in runs for timeline in _timelines(run)],
         plots=plots,

@@ -1,4 +1,4 @@
-"""Clusters that are started for an experiment and loaded at shares of their capacity; the status to wait for."""
+"""Clusters that are started for a measurement: their capacity, and the status to wait for."""
 
 import asyncio
 import os
@@ -9,25 +9,21 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import PDSERVE, ClusterSpec, Flags, flag_arguments
 from pdserve.measure.client import Access, Client, connect, new_tenant, request_of, requests_of
-from pdserve.measure.outcomes import ANY, OK, Objective, Outcome
-from pdserve.measure.summary import Summary
-from pdserve.measure.tables import counted
-from pdserve.measure.workload import Arrival, Workload, random_prompts
+from pdserve.measure.outcomes import ANY, Objective, Outcome
+from pdserve.measure.workload import Arrival, random_prompts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 
 FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 24, 3072  # requests that run or wait at a time
-_GAIN = 1.1  # what twice as many in flight have to bring
-_FILLING = 1 / 4  # of the time: batches fill up
-_RAMP_SHARE = 1 / 2  # of the time of the measurement: a step before it
+_GAIN = 1.1  # the number in flight is doubled again if doubling it has brought so many times the answers
+_FILLING = 1 / 4  # share of each try that is not counted, because batches still fill up
+_RAMP_SHARE = 1 / 2  # length of each try of the ramp, as a share of the measurement's
 _PAUSE_S = 0.1  # after a failure, unless the router names another time
 _MOST_PAUSE_S = 1.0
 
@@ -81,10 +77,10 @@ class Clients:
     async def _keep_asking(self) -> None:
         while not self._is_over:
             outcome = await self._client.send(next(self._requests))
-            if outcome.status == OK and outcome.num_tokens == outcome.output_tokens:
+            if outcome.is_good:
                 self.num_right += 1
                 continue
-            self.others[outcome.status if outcome.status != OK else "an answer of a wrong length"] += 1
+            self.others[outcome.wrong or outcome.status] += 1
             await asyncio.sleep(min(_MOST_PAUSE_S, outcome.retry_after_s or _PAUSE_S))
 
 
@@ -196,41 +192,6 @@ Report = Callable[[str], None]  # prints progress for a person who waits
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """How a cluster is loaded, and for how long."""
-
-    workload: Workload
-    loads: tuple[float, ...]  # shares of the capacity
-    seconds: float  # at each load
-    calibration_s: float
-    objective: Objective | None = None  # None: what the experiment takes by default
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRun:
-    """One load, and what came of it."""
-
-    load: float
-    summary: Summary
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """What an experiment found."""
-
-    workload: str
-    capacity_per_s: float
-    objective: Objective
-    runs: tuple[LoadRun, ...]
-
-    @property
-    def title(self) -> str:
-        title = f"{self.workload}; capacity {self.capacity_per_s:.2f} requests/s"
-        return title if self.objective == ANY else f"{title}; {self.objective}"
-
-
-@dataclass(frozen=True, slots=True)
 class LiveCluster:
     """A running cluster and a connection to it."""
 
@@ -248,26 +209,6 @@ class LiveCluster:
         """Send requests at their times; return what came of each. `advance` is called when one has ended."""
         prompts = random_prompts(arrivals, self.vocab_size, seed)
         return await self.client.run(requests_of(arrivals, prompts, objective), lambda _: advance())
-
-    async def calibrate(self, trial: Trial, full_s: float, report: Report) -> float:
-        """Return how many requests a second end while some always wait; this teaches the router too."""
-        report("calibrating: keeping the cluster full")
-        arrivals = trial.workload.arrivals
-        prompts = random_prompts(arrivals, self.vocab_size, trial.seed)
-        capacity = await saturate(self.client, arrivals, prompts, full_s)
-        report(f"capacity: {capacity:.2f} requests/s")
-        return capacity
-
-    async def loaded(
-        self, trial: Trial, capacity_per_s: float, objective: Objective, report: Report
-    ) -> AsyncIterator[tuple[float, list[Arrival], list[Outcome]]]:
-        """Serve each load of a trial in turn; yield it, what was sent and what came of it."""
-        for seed, load in enumerate(trial.loads, start=trial.seed + 2):
-            report(f"measuring at {load:.0%} of the capacity, {load * capacity_per_s:.2f} requests/s")
-            arrivals = trial.workload.during(trial.seconds, load * capacity_per_s, seed)
-            with counted(Console(stderr=True), "requests", len(arrivals)) as advance:
-                outcomes = await self.run(arrivals, objective, seed, advance)
-            yield load, arrivals, outcomes
 
     async def status(self) -> admin.ClusterStatus:
         """Return the router's view of the cluster."""

@@ -16,7 +16,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.wire import ENOUGH_STEPS, decode_pieces, layout_from_proto, most_seen, prefill_curve
 
-_LEAST_S = 1e-9  # of a token: a profile's tokens take some time
+_LEAST_S = 1e-9  # a profile's token_s has to be over 0
 _LINK = LinkFields(bytes_per_s=2e9, latency_s=0.005)  # where nothing is known of hand-offs
 _PROMPT = (8, 1024)  # shortest and longest of a sweep
 _BATCH = (1, 24)
@@ -31,7 +31,7 @@ class Burst:
 
 
 def bursts(count: int, max_length: int, seed: int) -> list[Burst]:
-    """Return bursts of all shapes: each length and size as likely as one twice as large."""
+    """Return bursts of random shapes, with lengths and sizes spread evenly over their logarithms."""
     rng = random.Random(seed)
 
     def between(low: float, high: float) -> int:

@@ -1,12 +1,11 @@
 """How many decisions a router's core takes a second: arrivals, with all that their requests bring."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import process_time
 
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.measure.tables import Column, Sheet
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2
 from pdserve.reports import Stage
@@ -102,7 +101,7 @@ def _life(commands: list[Command]) -> Iterator[StageReached | StepReported]:
 
 @dataclass(frozen=True, slots=True)
 class PolicySpeed:
-    policy: str
+    name: str
     placements_per_s: float
     rest_s: float  # of a request's life
 
@@ -138,9 +137,3 @@ def measure_steps(num_sequences: int, num_steps: int) -> StepSpeed:
 def measure_policies(num_prefill: int, num_decode: int, num_requests: int, prompt_tokens: int) -> list[PolicySpeed]:
     cores = {policy: _core(policy, num_prefill, num_decode) for policy in POLICIES}
     return [PolicySpeed(policy, *_measure(core, num_requests, prompt_tokens)) for policy, core in cores.items()]
-
-
-def speed_table(found: Sequence[PolicySpeed], title: str) -> Sheet:
-    columns = (Column("policy", is_text=True), Column("placements/s"), Column("rest of a request", "us"))
-    rows = [(each.policy, f"{each.placements_per_s:,.0f}", f"{1e6 * each.rest_s:.0f}") for each in found]
-    return Sheet(title, columns, rows)

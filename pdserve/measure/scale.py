@@ -6,7 +6,7 @@ Every answer is compared with that of one engine alone.
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pdserve.autoscaler.journal import read_record
@@ -17,8 +17,8 @@ from pdserve.measure.chaos import REQUEST_DEADLINE_S
 from pdserve.measure.client import Timed, new_tenant
 from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
 from pdserve.measure.live import Report, started
-from pdserve.measure.outcomes import OK, Objective, Outcome
-from pdserve.measure.tables import Column, Sheet
+from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.summary import summarize
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.roles import POOLS, Role
@@ -26,16 +26,6 @@ from pdserve.wire import ROLES
 
 LOOK_EVERY_S = 1.0
 QUIET = 0.2  # of the full rate
-COLUMNS = (
-    Column("phase", is_text=True),
-    Column("requests/s"),
-    Column("prefill", "replicas that serve, on average"),
-    Column("decode", "replicas that serve, on average"),
-    Column("refused", "%"),
-    Column("within both", "% of all requests"),
-    Column("failed"),
-    Column("wrong", "answers with a wrong token"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +138,21 @@ def _moment(at_s: float, status: admin.ClusterStatus) -> Moment:
     return Moment(at_s, ready, status.num_active, status.num_held)
 
 
-def scale_table(found: ScaleFindings) -> Sheet:
-    """Return one row a phase, and the decisions that ordered something below."""
-    rows = []
-    for number, (phase, outcomes) in enumerate(zip(found.plan.phases, found.outcomes, strict=True)):
-        here = [each for each in found.moments if number <= each.at_s / found.plan.seconds < number + 1]
-        count = max(1, len(outcomes))
-        refused = sum(each.is_refused for each in outcomes)
-        rows.append(
-            (
-                phase.name,
-                f"{len(outcomes) / found.plan.seconds:.2f}",
-                *(f"{sum(m.ready[role] for m in here) / max(1, len(here)):.1f}" for role in POOLS),
-                f"{100 * refused / count:.1f}",
-                f"{100 * sum(each.meets(found.plan.objective) for each in outcomes) / count:.1f}",
-                f"{sum(each.status != OK for each in outcomes) - refused}",
-                f"{sum(bool(each.wrong) for each in outcomes)}",
-            )
-        )
-    orders = [f"{at_s:6.1f} s  {text}" for at_s, text in found.decisions if ": hold" not in text]
-    return Sheet(f"{found.plan.seconds:g} s each; {found.plan.objective}", COLUMNS, rows, orders)
+def phase_results(found: ScaleFindings) -> list[dict[str, object]]:
+    """Return what clients saw of each phase, and how many replicas of each pool served, on average."""
+    plan, results = found.plan, list[dict[str, object]]()
+    for number, (phase, outcomes) in enumerate(zip(plan.phases, found.outcomes, strict=True)):
+        here = [each for each in found.moments if number <= each.at_s / plan.seconds < number + 1]
+        replicas = {
+            f"{role}_replicas": sum(moment.ready[role] for moment in here) / max(1, len(here)) for role in POOLS
+        }
+        results.append({**asdict(summarize(phase.name, outcomes, plan.objective, plan.seconds)), **replicas})
+    return results
+
+
+def orders(found: ScaleFindings) -> list[str]:
+    """Return the decisions that ordered something, a line each."""
+    return [f"{at_s:6.1f} s  {text}" for at_s, text in found.decisions if ": hold" not in text]
 
 
 def plot(found: ScaleFindings, path: Path) -> None:

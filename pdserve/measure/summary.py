@@ -1,14 +1,13 @@
 """What the outcomes of a run add up to. Every request that was sent counts, the failed ones too."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
 from pdserve.measure.outcomes import OK, PARTS, Objective, Outcome, part_times
-from pdserve.measure.tables import Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Summary:
     attainment: float  # share of all requests that did
     admitted_attainment: float  # share of those that were not refused
     refused: float  # share of all requests
-    failures: dict[str, int]  # by status
+    failures: dict[str, int]  # by status; an answer that is not what it should be is "WRONG"
     input_tokens_per_s: float
     output_tokens_per_s: float
     ttft_s: Percentiles | None
@@ -92,7 +91,7 @@ def summarize(name: str, outcomes: Sequence[Outcome], objective: Objective, dura
         attainment=num_met / max(1, len(outcomes)),
         admitted_attainment=num_met / max(1, len(outcomes) - len(refused)),
         refused=len(refused) / max(1, len(outcomes)),
-        failures=dict(Counter(o.status for o in outcomes if o.status != OK)),
+        failures=dict(Counter("WRONG" if o.status == OK else o.status for o in outcomes if not o.is_good)),
         input_tokens_per_s=sum(o.prompt_tokens for o in good) / seconds,
         output_tokens_per_s=sum(o.num_tokens for o in outcomes) / seconds,
         ttft_s=_measured(o.ttft_s for o in outcomes),
@@ -123,33 +122,3 @@ def _parts(outcomes: Sequence[Outcome]) -> dict[str, Percentiles]:
     times = [part_times(outcome.stages_s) for outcome in outcomes]
     found = {name: percentiles(each[name] for each in times if name in each) for name in PARTS}
     return {name: values for name, values in found.items() if values is not None}
-
-
-_RATES: dict[str, Callable[[Summary], str]] = {
-    "seconds": lambda run: f"{run.duration_s:.2f}",
-    "input tokens/s": lambda run: f"{run.input_tokens_per_s:.0f}",
-    "output tokens/s": lambda run: f"{run.output_tokens_per_s:.0f}",
-    "requests/s": lambda run: f"{run.requests_per_s:.2f}",
-    "goodput/s": lambda run: f"{run.goodput_per_s:.2f}",
-    "attainment": lambda run: f"{run.attainment:.0%}",
-    "failed": lambda run: ", ".join(f"{count} {status}" for status, count in run.failures.items()) or "0",
-    "hand-off MB": lambda run: f"{run.handoff_bytes / 1e6:.1f}",
-}
-_TIMES: dict[str, Callable[[Summary], Percentiles | None]] = {
-    "TTFT": lambda run: run.ttft_s,
-    "TPOT": lambda run: run.tpot_s,
-    "ITL": lambda run: run.itl_s,
-    "hand-off": lambda run: run.handoff_s,
-}
-
-
-def summary_tables(runs: Sequence[Summary]) -> tuple[Comparison, Comparison]:
-    """Return two tables, one column a run: rates and times, and the parts of the requests' timelines."""
-    rows = [(name, [rate(run) for run in runs]) for name, rate in _RATES.items()]
-    for name, times in _TIMES.items():
-        rows += [
-            (f"{name} {share} ms", [shown(times(run), share, 1e3) for run in runs]) for share in ("p50", "p90", "p99")
-        ]
-    parts = [(name, [shown_all(run.parts_s.get(name), 1e3, 1) for run in runs]) for name in PARTS]
-    names = [run.name for run in runs]
-    return Comparison("", names, rows), Comparison("from stage to stage, ms: p50 / p90 / p99", names, parts)

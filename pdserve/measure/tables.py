@@ -1,13 +1,12 @@
 """Results as JSON, and as tables that fit where they are printed: a header is never cut.
 
-Where not all columns fit, short headers are used and explained, then the least important columns are left out and named
-below the table. Where not even the most important ones fit, each row becomes a block of lines. Output that is no
-terminal gets every column.
+Where not all columns fit, each row becomes a block of lines. Output that is no terminal gets lines of any length.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import zip_longest
@@ -16,6 +15,7 @@ from typing import Literal
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -23,15 +23,15 @@ from rich.text import Text
 _UNBOUNDED = 10_000  # columns of output that is no terminal
 _WRAPPED = 24  # cells that a column whose cells wrap gets at least
 _MARGIN = 2  # blanks between columns
+_SECONDS = re.compile(r"(?<!_per)_s\b")  # at the end of a field's name
+_LONG_S = 10.0  # from here on, times are shown in seconds, shorter ones in milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     name: str
     legend: str = ""  # unit, or what the numbers are
-    rank: int = 0  # 0 is never left out; the highest goes first
     is_text: bool = False  # from the left; numbers are aligned at the right
-    short: str = ""  # a header for where there is little room
     wraps: bool = False  # its cells may take several lines
 
 
@@ -45,52 +45,28 @@ class Sheet:
     notes: Sequence[str] = field(default=())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        every = range(len(self.columns))
-        headers = [column.name for column in self.columns]
-        if self._width(headers, every) > options.max_width:
-            headers = [column.short or column.name for column in self.columns]
-        shown = self._fitting(headers, options.max_width)
-        kept = every if shown is None else shown
+        widths = [self._width(place) for place in range(len(self.columns))]
         if self.title:
             yield Text(self.title)
-        if shown is None:
+        if sum(widths) + _MARGIN * (len(widths) - 1) > options.max_width:
             yield from self._blocks()
         else:
-            yield self._table(headers, shown)
-            explained = [f"{headers[i]}: {self.columns[i].name}" for i in kept if headers[i] != self.columns[i].name]
-            if explained:
-                yield Text("; ".join(explained), style="dim")
-        if legends := [f"{self.columns[i].name}: {self.columns[i].legend}" for i in kept if self.columns[i].legend]:
+            yield self._table(widths)
+        if legends := [f"{column.name}: {column.legend}" for column in self.columns if column.legend]:
             yield Text("; ".join(legends), style="dim")
-        if left_out := [column.name for i, column in enumerate(self.columns) if i not in kept]:
-            yield Text(f"not enough room for: {', '.join(left_out)}", style="dim")
         yield from map(Text, self.notes)
 
-    def _width(self, headers: Sequence[str], shown: Sequence[int]) -> int:
-        return sum(_MARGIN + self._column_width(headers, place) for place in shown) - _MARGIN
+    def _width(self, place: int) -> int:
+        column, cells = self.columns[place], max((cell_len(row[place]) for row in self.rows), default=0)
+        return max(cell_len(column.name), min(cells, _WRAPPED) if column.wraps else cells)
 
-    def _column_width(self, headers: Sequence[str], place: int) -> int:
-        cells = max((cell_len(row[place]) for row in self.rows), default=0)
-        return max(cell_len(headers[place]), min(cells, _WRAPPED) if self.columns[place].wraps else cells)
-
-    def _fitting(self, headers: Sequence[str], width: int) -> list[int] | None:
-        """Return the columns that fit; None where the most important ones do not."""
-        shown = list(range(len(self.columns)))
-        while self._width(headers, shown) > width:
-            last = max(shown, key=lambda place: (self.columns[place].rank, place))
-            if not self.columns[last].rank:
-                return None
-            shown.remove(last)
-        return shown
-
-    def _table(self, headers: Sequence[str], shown: Sequence[int]) -> Table:
+    def _table(self, widths: Sequence[int]) -> Table:
         table = Table(box=None, pad_edge=False)
-        for place in shown:
-            column, width = self.columns[place], self._column_width(headers, place)
+        for column, width in zip(self.columns, widths, strict=True):
             justify: Literal["left", "right"] = "left" if column.is_text else "right"
-            table.add_column(Text(headers[place]), justify=justify, no_wrap=not column.wraps, min_width=width)
+            table.add_column(Text(column.name), justify=justify, no_wrap=not column.wraps, min_width=width)
         for row in self.rows:
-            table.add_row(*(Text(row[place]) for place in shown))
+            table.add_row(*map(Text, row))
         return table
 
     def _blocks(self) -> Iterator[Text]:
@@ -119,6 +95,48 @@ class Comparison:
             shown = slice(begin, begin + count)
             columns = (Column("", is_text=True), *map(Column, self.runs[shown]))
             yield Sheet("", columns, [(name, *cells[shown]) for name, cells in self.rows])
+
+
+def compared(results: Iterable[object], title: str = "") -> Comparison:
+    """Return one column a result, headed by its `name`, and one row a field, as in the JSON. Longer lists are left out."""
+    columns = [dict(_rows("", _plain(each))) for each in results]
+    names = [column.pop("name", "") for column in columns]
+    rows = dict.fromkeys(row for column in columns for row in column)
+    return Comparison(title, names, [(row, [column.get(row, "-") for column in columns]) for row in rows])
+
+
+def _rows(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a field: one of a value, one of several numbers or counts, else those of all fields within."""
+    label = _SECONDS.sub("", path).replace("_", " ").strip()
+    match value:
+        case dict() if path and all(type(each) is int for each in value.values()):
+            yield label, ", ".join(f"{count} {name}" for name, count in value.items()) or "none"
+        case dict() if path and all(isinstance(each, int | float) for each in value.values()):
+            yield f"{label}: {' / '.join(value).replace('_', ' ')}", _numbers(path, *value.values())
+        case dict():
+            for name, each in value.items():
+                yield from _rows(f"{path} {name}", each)
+        case [float() as low, float() as high]:
+            yield label, _numbers(path, low, high)
+        case list():
+            pass
+        case bool() | None:
+            yield label, {True: "yes", False: "no", None: "-"}[value]
+        case int() | float():
+            yield label, _numbers(path, value)
+        case _:
+            yield label, str(value)
+
+
+def _numbers(path: str, *values: float) -> str:
+    """Return numbers in the unit that the end of their field's name says."""
+    if "bytes" in path:
+        return " / ".join(decimal(round(value)) for value in values)
+    factor, unit = 1.0, ""
+    if _SECONDS.search(path):
+        factor, unit = (1.0, " s") if max(values) >= _LONG_S else (1e3, " ms")
+    shown = (factor * value for value in values)
+    return " / ".join(f"{each:.0f}" if abs(each) >= 100 else f"{each:.3g}" for each in shown) + unit
 
 
 def output() -> Console:

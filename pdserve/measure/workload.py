@@ -9,8 +9,8 @@ from math import inf, isfinite
 from pdserve.errors import ConfigError
 
 SPREAD = 0.8  # of random lengths
-_AGAIN_WITHIN_S = 10.0  # of a request that is repeated: short beside the minutes in which a trace rises and falls
-_OWN_TOKENS = 2**31  # from here on, a token for each request's own part; below, one for each shared block
+_AGAIN_WITHIN_S = 10.0  # a repeated request comes within so many seconds, far less than a trace takes to rise or fall
+_OWN_TOKENS = 2**31  # token ids from here on fill requests' own parts, one id each; smaller ones name shared blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     block_tokens: int = 0  # tokens of a shared block; 0: nothing is shared
     exact: bool = False  # whether clients know how long their answers will be, and ask for no more
-    is_random: bool = False  # whether requests come at random, without regard for each other
+    is_random: bool = False  # whether arrivals are Poisson
 
     @property
     def rate(self) -> float:
@@ -37,13 +37,14 @@ class Workload:
 
     @property
     def is_timed(self) -> bool:
-        """Return whether its times are its own, as a trace's are."""
+        """Return whether the times of the arrivals mean something, as those of a trace do."""
         return not self.is_random and isfinite(self.rate)
 
     def sent_at(self, rate: float | None, seed: int) -> "Workload":
-        """Return it as it is sent to a live cluster: a trace at its own times, or stretched to an average rate.
+        """Return the workload with the times at which requests are sent to a live cluster.
 
-        Other requests are sent all at once, or at random moments so many times a second.
+        A trace keeps its own times, or is stretched to an average rate. Other requests are sent all at once, or with
+        Poisson arrivals at that rate.
         """
         start_s = self.arrivals[0].at_s
         if rate is not None:
@@ -68,9 +69,9 @@ class Workload:
         return replace(self, arrivals=kept)
 
     def multiplied(self, factor: float, seed: int) -> "Workload":
-        """Let so many times as many requests come in the same time: each of them again, up to some seconds later.
+        """Multiply the requests in the same time: copies come up to some seconds after their original.
 
-        A request that comes again shares its blocks with those that come again as often.
+        The first copies of all requests share blocks with each other, and so do the second ones, but not with originals.
         """
         rng, arrivals = random.Random(seed), list[Arrival]()
         num_names = 1 + max((name for each in self.arrivals for name in each.blocks), default=0)
@@ -83,7 +84,7 @@ class Workload:
         return replace(self, name=f"{self.name} x {factor:g}", arrivals=tuple(arrivals))
 
     def at_rate(self, rate: float) -> "Workload":
-        """Stretch time, so that the same requests come at another average rate."""
+        """Return the same requests with all times scaled to give this average rate."""
         if not isfinite(self.rate):
             raise ConfigError(f"{self.name}: all of its requests come at once, so it cannot be stretched to a rate")
         factor, start_s = self.rate / rate, self.arrivals[0].at_s
@@ -91,7 +92,7 @@ class Workload:
         return replace(self, arrivals=arrivals)
 
     def poisson(self, seed: int, rate: float | None = None) -> "Workload":
-        """Let the same requests come at random; by default at the same average rate, or one a second."""
+        """Return the same requests with Poisson arrivals, by default at the same average rate, or one a second."""
         rng, at_s, arrivals = random.Random(seed), 0.0, []
         rate = rate or (self.rate if isfinite(self.rate) else 1.0)
         for each in self.arrivals:
@@ -100,7 +101,7 @@ class Workload:
         return replace(self, arrivals=tuple(arrivals), is_random=True)
 
     def during(self, seconds: float, rate: float, seed: int) -> list[Arrival]:
-        """Return requests that come at random for some seconds, from a random place in the workload on."""
+        """Return Poisson arrivals for some seconds; requests are taken in order, from a random place on."""
         rng, arrivals, at_s = random.Random(seed), list[Arrival](), 0.0
         for request in islice(cycle(self.arrivals), rng.randrange(len(self.arrivals)), None):
             at_s += rng.expovariate(rate)
@@ -132,7 +133,7 @@ class Workload:
         return tuple(replace(each, at_s=at_s) for each, at_s in zip(order, times_s, strict=True))
 
     def max_tokens(self, arrival: Arrival) -> int:
-        """Return what a client asks for; unless it knows how long its answer will be, more than it needs."""
+        """Return `max_tokens` of the request: the answer's length if clients know it, otherwise 1,024 at least."""
         return arrival.output_tokens if self.exact else max(1024, arrival.output_tokens)
 
     def token_ids(self, number: int, arrival: Arrival) -> tuple[int, ...]:

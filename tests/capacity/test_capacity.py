@@ -145,7 +145,7 @@ def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:
     point = measure(question, Shape(1, 1), "goodput", 2.0)
     text = as_json(planner.results([point], "title"))
     assert '"policy": "goodput"' in text
-    assert len(planner.sheet([point], "title").rows) == 1
+    assert planner.table([point], "title").runs == ["1 x tp1 prefill + 1 x tp1 decode, goodput, 2.00/s a GPU"]
     planner.plot([point], "title", 0.9, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

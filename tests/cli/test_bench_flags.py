@@ -13,7 +13,7 @@ from pdserve.errors import CommandError
 Command = Callable[..., CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("command", ["accuracy", "overload", "simulator", "routers"])
+@pytest.mark.parametrize("command", ["accuracy", "overload", "simulator"])
 @pytest.mark.parametrize("flag", ["--load", "--seconds", "--calibration"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
 def test_a_load_that_would_never_end_is_refused_before_a_cluster_starts(

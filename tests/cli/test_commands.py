@@ -118,7 +118,8 @@ def test_bench_measures_every_workload_and_writes_json(
     results = tmp_path / "results.json"
     workloads = ("--workload", "4x5x6", "--workload", "2x3x13", "--request-rate", "200", "--goodput", "ttft:60000")
     ended = pdserve("bench", *workloads, "--json", str(results), "--endpoint", address)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 1
+    assert ended.stderr == "pdserve: requests failed: 2x3x13: 2 INVALID_ARGUMENT\n"
     counting, refused = json.loads(results.read_text())["runs"]
     assert (counting["num_requests"], counting["failures"], counting["attainment"]) == (4, {}, 1.0)
     assert counting["output_tokens_per_s"] == pytest.approx(24 / counting["duration_s"])

@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
+from cluster_states import cluster_state
 
 from pdserve.capacity.replay import shape_of
+from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout
-from pdserve.measure.live import LoadRun
+from pdserve.launch.folder import write_secret
+from pdserve.measure.client import Client, connect
+from pdserve.measure.live import LiveCluster
 from pdserve.measure.outcomes import Objective, Outcome
-from pdserve.measure.overload import kept
 from pdserve.measure.profile import bursts, learnt_profile
 from pdserve.measure.summary import summarize
 from pdserve.perfmodel.curve import Curve
@@ -71,14 +74,6 @@ def test_those_refused_count_in_the_attainment_but_not_among_the_admitted() -> N
     assert found.retry_after == pytest.approx(0.5)
 
 
-def test_what_is_kept_is_the_share_of_the_best_at_the_highest_load() -> None:
-    good, bad = [served(0.1)] * 8, [served(0.1)] * 6 + [served(0.9)] * 10
-    given = (("a", 1.0, good), ("a", 2.0, bad), ("b", 2.0, good))
-    runs = [LoadRun(load, summarize(name, outcomes, OBJECTIVE, 1.0)) for name, load, outcomes in given]
-    assert kept(runs, "a") == pytest.approx(6 / 8)
-    assert kept(runs, "b") == pytest.approx(1.0)
-
-
 def test_a_learnt_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     profile = learnt_profile(status(100), "a test")
     write_profile(tmp_path / "learnt.yaml", profile)
@@ -126,3 +121,11 @@ def test_a_sweep_has_single_prompts_and_batches_and_fits_the_model() -> None:
     assert max(shape.prompt_tokens + shape.output_tokens for shape in shapes) <= 300
     assert max(shape.prompt_tokens for shape in shapes) > 200
     assert any(shape.output_tokens == 1 for shape in shapes)
+
+
+async def test_a_measurement_shows_the_operators_certificate_where_the_cluster_asks_for_one(tmp_path: Path) -> None:
+    state = cluster_state(write_secret(tmp_path), identity_dir=tmp_path / "identity")
+    async with connect(state.admin, None) as channel:
+        live = LiveCluster(state, Client(channel, MonotonicClock()), 1)
+        with pytest.raises(ConfigError, match="identity_dir"):
+            await live.status()

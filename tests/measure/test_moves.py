@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.measure.conversation import ConversationFindings, ConversationPlan, Turn
+from pdserve.measure.conversation import ConversationFindings, ConversationPlan, Turn, medians
 from pdserve.measure.moves import gaps_beside, moved_gaps
 from pdserve.measure.operations import roles_of, serves
 from pdserve.measure.outcomes import Moved, Outcome
@@ -88,7 +88,8 @@ def test_a_turn_is_compared_with_the_cached_past_and_the_transfer_of_what_was_fe
     turns = (
         Turn("fetched", 2, 500, 60, 200, 0.30, 0.1, 0.0),
         Turn("cached", 2, 500, 60, 0, 0.20, 0.0, 0.0),
+        Turn("computed", 2, 500, 260, 0, 0.50, 0.0, 0.0),
     )
-    found = ConversationFindings(turns, token_bytes=1000, bytes_per_s=2e6)
-    assert found.transfer_s(2) == pytest.approx(0.1)
-    assert found.ratio(2) == pytest.approx(1.0)
+    (turn,) = medians(ConversationFindings(turns, token_bytes=1000, bytes_per_s=2e6))
+    assert turn.transfer_s == pytest.approx(0.1)
+    assert turn.ratio == pytest.approx(1.0)

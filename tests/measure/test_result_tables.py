@@ -1,4 +1,4 @@
-"""Every measurement has a table and JSON: a row or column for each result, and numbers that JSON can hold."""
+"""Every measurement has a table and JSON of the same fields: numbers that JSON can hold, and units that can be read."""
 
 import json
 from math import inf
@@ -6,18 +6,13 @@ from math import inf
 import pytest
 from cluster_states import printed
 
-from pdserve.capacity.replay import replay_table
-from pdserve.measure.accuracy import Accuracy, accuracy_json, error_table
-from pdserve.measure.cancel import Freed, cancel_table
-from pdserve.measure.chaos import Fault, Verdict, chaos_json, chaos_table, failures, tally
-from pdserve.measure.handoff import Cost, handoff_table
-from pdserve.measure.live import Findings, LoadRun
-from pdserve.measure.outcomes import Objective, Outcome
-from pdserve.measure.overload import overload_table
-from pdserve.measure.router_speed import PolicySpeed, speed_table
-from pdserve.measure.routers import LateRouter, RouterFindings, routers_tables
-from pdserve.measure.summary import Percentiles, summarize, summary_tables
-from pdserve.measure.tables import as_json
+from pdserve.cli.results import fail_unless_right
+from pdserve.errors import CommandError
+from pdserve.measure.chaos import Fault, Verdict, failures, tally
+from pdserve.measure.loads import Findings
+from pdserve.measure.outcomes import ANY, Objective, Outcome
+from pdserve.measure.summary import Percentiles, summarize
+from pdserve.measure.tables import as_json, compared
 
 OBJECTIVE = Objective(ttft_s=0.5)
 TIMES = Percentiles(0.25, 0.5, 0.75, 1.0)
@@ -32,42 +27,76 @@ def served(wrong: str = "") -> Outcome:
 
 
 OUTCOMES = [served(), Outcome(0.0, 10, 2, status="RESOURCE_EXHAUSTED", ended_s=0.01, retry_after_s=1.0)]
-RUNS = tuple(LoadRun(load, summarize(name, OUTCOMES, OBJECTIVE)) for load in (0.5, 1.0) for name in ("a", "b"))
-FINDINGS = Findings("work", 10.0, OBJECTIVE, RUNS)
-LATE = LateRouter("router-1", 1.0, 2.0, 3, 4, 0.5, 0.75)
+FINDINGS = Findings("work", 10.0, OBJECTIVE, (summarize("50%", OUTCOMES, OBJECTIVE),))
 FAULTS = (Fault("decode-0", 1, 0.5, was_attached=True, noticed_s=0.25),)
 VERDICT = Verdict(tally("chaos", [served(), served("token 0")]), FAULTS, TIMES, None, "a page", 1, {"OK": 2})
 
 
+def cells(result: object) -> dict[str, str]:
+    """Return the cells of a result's column, by their rows."""
+    return {row: cell for row, (cell,) in compared([result]).rows}
+
+
 @pytest.mark.parametrize(
-    ("table", "cells"),
+    ("field", "value", "row"),
     [
-        (summary_tables([run.summary for run in RUNS])[0], ("TTFT p50 ms", "100.0", "1 RESOURCE_EXHAUSTED")),
-        (error_table(FINDINGS), ("capacity 10.00 requests/s", "25.0%", "1.25")),
-        (overload_table(FINDINGS), ("TTFT 500 ms", "50.0%", "10 ms", "100%", "keeps 100% of its best goodput")),
-        (replay_table(FINDINGS), ("100 / 100 / 100",)),
-        (routers_tables(RouterFindings((LATE,), FINDINGS))[0], ("router-1", "3 of 4")),
-        (cancel_table([Freed("mid-decode", "decode", 7, TIMES)]), ("mid-decode", "7", "0.25", "0.75", "1.00")),
-        (chaos_table([VERDICT, VERDICT]), ("wrong tokens", "noticed max s", "a page", "goodput, share of the first")),
-        (speed_table([PolicySpeed("goodput", 3500.0, 2e-4)], "title"), ("3,500", "200")),
-        (handoff_table([Cost(64, 4, 1.0, 2.0, 2.0, 0.5, 9.0, 1e9)], tcp=True), ("64", "9.00", "1,000", "TCP")),
+        ("ttft_s", 0.0123, ("ttft", "12.3 ms")),
+        ("duration_s", 61.25, ("duration", "61.2 s")),
+        ("requests_per_s", 8.8341, ("requests per s", "8.83")),
+        ("ask_us", 2.5, ("ask us", "2.5")),
+        ("noticed_s", TIMES, ("noticed: p50 / p90 / p99 / max", "250 / 500 / 750 / 1000 ms")),
+        ("parts_s", {"placed": TIMES}, ("parts placed: p50 / p90 / p99 / max", "250 / 500 / 750 / 1000 ms")),
+        ("handoff_bytes", 12_345_678, ("handoff bytes", "12.3 MB")),
+        ("failures", {"OK": 3, "UNAVAILABLE": 1}, ("failures", "3 OK, 1 UNAVAILABLE")),
+        ("failures", {}, ("failures", "none")),
+        ("utilization", {"prefill": 0.5, "decode": 0.25}, ("utilization: prefill / decode", "0.5 / 0.25")),
+        ("free_after_s", None, ("free after", "-")),
+        ("keeps_up", False, ("keeps up", "no")),
+        ("interval", (0.25, 0.75), ("interval", "0.25 / 0.75")),
     ],
 )
-def test_a_table_has_what_was_found(table: object, cells: tuple[str, ...]) -> None:
-    text = printed(table)
-    assert [cell for cell in cells if cell not in text] == []
+def test_a_row_is_named_after_its_field_and_shows_its_unit(field: str, value: object, row: tuple[str, str]) -> None:
+    assert list(cells({field: value}).items()) == [row]
+
+
+def test_longer_lists_are_left_to_the_json() -> None:
+    assert cells({"sizes": [1.0, 2.0, 3.0], "outcomes": []}) == {}
+
+
+def test_results_stand_beside_each_other_and_what_one_lacks_is_a_dash() -> None:
+    table = compared([{"name": "a", "x": 1, "y": 2}, {"name": "b", "y": 3}], "title")
+    assert (table.title, table.runs) == ("title", ["a", "b"])
+    assert list(table.rows) == [("x", ["1", "-"]), ("y", ["2", "3"])]
+    assert printed(table).splitlines()[0] == "title"
+
+
+def test_the_table_of_a_load_has_the_fields_of_its_json() -> None:
+    (run,) = json.loads(as_json(FINDINGS))["runs"]
+    assert run["ttft_s"] == {"p50": 0.1, "p90": 0.1, "p99": 0.1, "max": 0.1}
+    assert run["failures"] == {"RESOURCE_EXHAUSTED": 1}
+    shown = cells(FINDINGS.runs[0])
+    assert shown["ttft: p50 / p90 / p99 / max"] == "100 / 100 / 100 / 100 ms"
+    assert shown["ttft error: num predicted / p50 / p90 / ratio p50"] == "1 / 0.25 / 0.25 / 1.25"
+    assert (shown["attainment"], shown["refused"], shown["retry after"]) == ("0.5", "0.5", "1")
+
+
+def test_the_verdict_of_a_chaos_run_is_on_one_level() -> None:
+    shown = cells(VERDICT.result)
+    assert (shown["num right"], shown["num wrong"], shown["num hit"]) == ("1", "1", "1")
+    assert (shown["failures"], shown["left over"]) == ("1 WRONG", "a page")
+    assert not VERDICT.is_clean
 
 
 def test_wrong_answers_are_listed() -> None:
     assert failures([VERDICT]) == ["chaos: request 0: token 0"]
 
 
-@pytest.mark.parametrize("found", [FINDINGS, accuracy_json(Accuracy(FINDINGS, (OUTCOMES,) * 4)), chaos_json([VERDICT])])
-def test_results_are_json_with_runs_whose_summaries_name_their_units(found: object) -> None:
-    runs = json.loads(as_json(found))["runs"]
-    for run in runs:
-        assert run["summary"]["ttft_s"] == {"p50": 0.1, "p90": 0.1, "p99": 0.1, "max": 0.1}
-        assert {"num_requests", "goodput_per_s", "attainment", "tpot_s", "itl_s"} <= run["summary"].keys()
+def test_a_measurement_fails_where_requests_failed_and_not_where_they_were_refused() -> None:
+    fail_unless_right([summarize("refused", OUTCOMES, ANY)])
+    lost = Outcome(0.0, 10, 2, status="UNAVAILABLE", ended_s=0.01)
+    for outcomes, words in (([lost], "half: 1 UNAVAILABLE"), ([served("1 of 2 tokens came")], "half: 1 WRONG")):
+        with pytest.raises(CommandError, match=words):
+            fail_unless_right([summarize("half", [*OUTCOMES, *outcomes], ANY)])
 
 
 def test_what_is_infinite_or_undefined_is_null() -> None:

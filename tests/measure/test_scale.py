@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-from rich.console import Console
-
 from pdserve.measure.known_answers import KnownRequest
 from pdserve.measure.outcomes import OK, Objective, Outcome
-from pdserve.measure.scale import Moment, ScaleFindings, ScalePlan, arrivals, phases, scale_table
+from pdserve.measure.scale import Moment, ScaleFindings, ScalePlan, arrivals, orders, phase_results, phases
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
 
@@ -24,7 +22,7 @@ def test_each_phase_sends_its_own_requests_in_turn_at_about_its_rate() -> None:
         assert [request.prompt for _, request in here[:3]] == [(number, 0), (number, 1), (number, 0)]
 
 
-def test_a_row_counts_what_came_of_a_phase_and_orders_stand_below() -> None:
+def test_a_phase_has_what_its_clients_saw_and_the_replicas_that_served_and_orders_are_told() -> None:
     good = Outcome(0.0, 10, 2, status=OK, num_tokens=2, first_s=0.5, last_s=0.55, ended_s=0.6)
     late, wrong = replace(good, first_s=2.0, last_s=2.1), replace(good, wrong="token 1")
     refused, failed = replace(good, status="RESOURCE_EXHAUSTED"), replace(good, status="UNAVAILABLE")
@@ -32,8 +30,9 @@ def test_a_row_counts_what_came_of_a_phase_and_orders_stand_below() -> None:
         Moment(at_s, {Role.PREFILL: 1, Role.DECODE: 1 + (at_s > 50), Role.MIXED: 0}, 0, 0) for at_s in (1, 99, 150)
     ]
     decisions = ((1.0, "decode: hold; 1 of 1 replicas"), (2.0, "decode: add decode-1; 1 of 2 replicas"))
-    outcomes = ((good, late, wrong, refused, failed), (), (), ())
-    sheet = scale_table(ScaleFindings(PLAN, outcomes, tuple(moments), decisions))
-    assert list(sheet.rows[0]) == ["quiet", "0.05", "1.0", "1.5", "20.0", "20.0", "1", "1"]
-    assert list(sheet.notes) == ["   2.0 s  decode: add decode-1; 1 of 2 replicas"]
-    Console(file=None, quiet=True).print(sheet)
+    found = ScaleFindings(PLAN, ((good, late, wrong, refused, failed), (), (), ()), tuple(moments), decisions)
+    quiet = phase_results(found)[0]
+    assert (quiet["name"], quiet["num_requests"], quiet["refused"], quiet["attainment"]) == ("quiet", 5, 0.2, 0.2)
+    assert (quiet["prefill_replicas"], quiet["decode_replicas"]) == (1.0, 1.5)
+    assert quiet["failures"] == {"WRONG": 1, "RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1}
+    assert orders(found) == ["   2.0 s  decode: add decode-1; 1 of 2 replicas"]
