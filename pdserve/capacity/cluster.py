@@ -276,19 +276,21 @@ class SimCluster:
                 case messages.RoleTaken():
                     self._take_role(worker, command)
                 case messages.Failed(_, key, code, reason):
-                    self._post(
-                        router_events.AttemptFailed(worker.link, key.request_id, key.attempt, code, reason)
-                    )
+                    self._post(router_events.AttemptFailed(worker.link, key.request_id, key.attempt, code, reason))
                 case _:
                     self._wires.carry(worker, command)
         changed = kv_changed(worker.link, worker.scheduler.cache)
         if changed is not None:
             self._post(changed)
+        self._report_step(worker, deltas, steps)
+
+    def _report_step(self, worker: SimWorker, deltas: Sequence[Delta], steps: Steps | None) -> None:
+        """Report tokens, and the steps that they came of; without steps they came with a move."""
         if steps is not None:
             self._post(StepReported(worker.link, deltas, steps.each, steps.each_s))
             if worker.reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
                 self._report_load(worker)
-        elif any(each.token_ids for each in deltas):  # they came with a move
+        elif any(each.token_ids for each in deltas):
             self._post(StepReported(worker.link, deltas))
 
     def _report_load(self, worker: SimWorker) -> None:

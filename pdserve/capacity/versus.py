@@ -1,8 +1,8 @@
 """The autoscaler's core under virtual time, and beside it other ways to size the same pools for the same requests.
 
-`StaticPools` searches the static pools with the fewest devices that attain as much, by running the trace. The least size
-of each pool is bisected first, with the other pool at its largest. Then all splits of each total are tried, from the sum
-of both least sizes upwards. A run ends early once it has missed too much.
+`StaticPools` runs the trace, and finds the static pools with the fewest devices that attain as much. It first bisects
+the least size of each pool, with the other pool at its largest. Then it tries all splits of each total, from the sum of
+both upwards. A run ends early once it has missed too much.
 """
 
 from collections.abc import Callable, Sequence

@@ -40,10 +40,10 @@ def load(
     ] = None,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests under way at once, at most.")] = None,
     goodput: Goodput = "",
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 takes the likeliest tokens.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Sample from this much probability.")
-    ] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="Sampling temperature; 0 takes the likeliest tokens.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from this much probability.")] = 1.0,
     door: Annotated[
         list[str] | None, typer.Option(help="grpc or http; repeatable: then they take turns. By default grpc.")
     ] = None,
@@ -107,10 +107,14 @@ def frontend(
     output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream, after one that is not counted.")] = 4,
-    num_frontends: Annotated[list[int] | None, typer.Option(help="Frontend processes of the router; repeatable.")] = None,
+    num_frontends: Annotated[
+        list[int] | None, typer.Option(help="Frontend processes of the router; repeatable.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")] = 1,
     stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's --stream-interval.")] = None,
-    cpu_share: Annotated[float | None, typer.Option(min=0.01, help="Cores that the router gets for each of its frontends.")] = None,
+    cpu_share: Annotated[
+        float | None, typer.Option(min=0.01, help="Cores that the router gets for each of its frontends.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
@@ -119,7 +123,9 @@ def frontend(
     from pdserve.measure.frontend import Load, frontend_table, gains, measure_frontend
     from pdserve.measure.router_speed import measure_steps
 
-    kinds = product(step_ms or (20.0, 2.0), named_doors(door or ["grpc", "http"]), streams or (64, 256), output_len or (64, 8))
+    kinds = product(
+        step_ms or (20.0, 2.0), named_doors(door or ["grpc", "http"]), streams or (64, 256), output_len or (64, 8)
+    )
     loads = [
         Load(each, ms / 1e3, num, prompt_words, tokens, rounds, count)
         for ms, each, num, tokens in kinds

@@ -162,7 +162,9 @@ WorkloadText = Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)]
 Poisson = Annotated[
     bool, typer.Option(help="Random arrivals instead of the trace's, and another order when it is repeated.")
 ]
-Attainment = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of all requests that has to meet both objectives.")]
+Attainment = Annotated[
+    float, typer.Option(min=0.01, max=1.0, help="Share of all requests that has to meet both objectives.")
+]
 _MANY, _SOME = Sizes(num_prompts=10_000), Sizes(num_prompts=5_000)
 
 

@@ -42,7 +42,9 @@ def accuracy(
     own: OwnCluster = _SERVING,
     loads: Loads = _LOADS,
     sizes: Sizes = _SIZES,
-    profile: Annotated[Path | None, typer.Option(help="Step costs to start from; by default those of OPT-13B on A100.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Step costs to start from; by default those of OPT-13B on A100.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
@@ -85,7 +87,8 @@ def simulator(
     goodput: Goodput = "",
     json_file: JsonFile = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Also write the step costs that the router has learnt.", callback=writable("--profile"))
+        Path | None,
+        typer.Option(help="Also write the step costs that the router has learnt.", callback=writable("--profile")),
     ] = None,
 ) -> None:
     """Serve a load live, and simulate the same requests with the step times that the live router has learnt.
@@ -183,7 +186,9 @@ def moves(
     load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of the capacity that is sent.")] = 0.7,
     pause: Annotated[float, typer.Option(min=0.01, help="Mean seconds between flips, drains and cycles.")] = 2.0,
     within: Annotated[float, typer.Option(min=1, help="Seconds within which all of it has to be done.")] = 240.0,
-    calibration: Annotated[float, typer.Option(min=2, help="Seconds of full load before, to find the capacity.")] = 15.0,
+    calibration: Annotated[
+        float, typer.Option(min=2, help="Seconds of full load before, to find the capacity.")
+    ] = 15.0,
     known: Known = _MOVED_REQUESTS,
     json_file: JsonFile = None,
 ) -> None:
@@ -210,7 +215,9 @@ def drain(
     model: Model = DEFAULT_MODEL,
     answers: Annotated[int, typer.Option(min=1, help="Answers that run.")] = 50,
     known: Known = _DRAINED_REQUESTS,
-    begun: Annotated[float, typer.Option(min=0, max=1, help="Share of their tokens that is there when the drain begins.")] = 0.5,
+    begun: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of their tokens that is there when the drain begins.")
+    ] = 0.5,
     dtype: Dtype = "float32",
     json_file: JsonFile = None,
 ) -> None:
@@ -259,7 +266,8 @@ def scale(
     seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Seconds of each of the four phases.")] = 80,
     request_rate: Annotated[float, typer.Option(help="Requests a second at the peak.")] = 1.2,
     max_num_seqs: Annotated[
-        int, typer.Option(min=2, help="Most sequences of a worker; few of them fill a pool before the processor is busy.")
+        int,
+        typer.Option(min=2, help="Most sequences of a worker; few of them fill a pool before the processor is busy."),
     ] = 4,
     known: Known = _SCALED_REQUESTS,
     dtype: Dtype = "float32",

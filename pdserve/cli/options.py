@@ -171,12 +171,14 @@ class Sizes:
         int,
         typer.Option(
             min=2,
-            help="So many requests of random lengths, or the first so many of a trace; `sim` and `plan` simulate no more "
-            "at each rate.",
+            help="So many requests of random lengths, or the first so many of a trace. At each rate, `sim` and `plan` "
+            "simulate no more.",
         ),
     ] = 1000
     scale: Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")] = 1.0
-    output_scale: Annotated[float | None, typer.Option(min=1e-3, help="Factor for the lengths of answers; by default that of --scale.")] = None
+    output_scale: Annotated[
+        float | None, typer.Option(min=1e-3, help="Factor for the lengths of answers; by default that of --scale.")
+    ] = None
     max_length: Annotated[int, typer.Option(min=2, help="Prompts and answers are cut to this many tokens.")] = 1_000_000
     seed: Annotated[int, typer.Option(help="Seed of random lengths, prompts and arrivals.")] = 0
 
@@ -222,9 +224,7 @@ class Known:
     output_len: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 128
     seed: Annotated[int, typer.Option(help="Seed of the requests, their times and the faults.")] = 0
 
-    def requests(
-        self, model: str, dtype: str, *, are_answers_equal: bool = False
-    ) -> "list[KnownRequest]":
+    def requests(self, model: str, dtype: str, *, are_answers_equal: bool = False) -> "list[KnownRequest]":
         from pdserve.measure.known_answers import Lengths, known_requests
 
         lengths = Lengths(self.input_len, self.output_len, are_answers_equal)
@@ -240,7 +240,9 @@ class Loads:
         None
     )
     seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Seconds of load at each rate.")] = 60
-    calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before, to find the capacity.")] = 60
+    calibration: Annotated[
+        float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before, to find the capacity.")
+    ] = 60
 
     def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
         from pdserve.measure.loads import Trial

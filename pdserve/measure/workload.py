@@ -71,7 +71,7 @@ class Workload:
     def multiplied(self, factor: float, seed: int) -> "Workload":
         """Multiply the requests in the same time: copies come up to some seconds after their original.
 
-        The first copies of all requests share blocks with each other, and so do the second ones, but not with originals.
+        The first copies of all requests share blocks with each other, and so do the second ones; originals share none.
         """
         rng, arrivals = random.Random(seed), list[Arrival]()
         num_names = 1 + max((name for each in self.arrivals for name in each.blocks), default=0)

@@ -152,7 +152,7 @@ def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:
 
 def test_the_router_benchmark_places_and_ends_every_request() -> None:
     found = measure_policies(40, 40, 60, 300)
-    assert {each.policy for each in found} == set(POLICIES)
+    assert {each.name for each in found} == set(POLICIES)
     for each in found:
         assert each.placements_per_s > 0
         assert each.rest_s > 0

@@ -100,5 +100,5 @@ async def in_group(servicer: Slots) -> None:
 
 
 def test_answers_that_lack_tokens_do_not_count() -> None:
-    with pytest.raises(NothingServedError, match="[0-9]+ of [0-9]+ tokens came"):
+    with pytest.raises(NothingServedError, match=r"[0-9]+ of [0-9]+ tokens came"):
         asyncio.run(capacity(Slots(100, missing=1), 1.0))
