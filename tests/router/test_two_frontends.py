@@ -4,22 +4,27 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from urllib.request import urlopen
 
 import grpc
 import psutil
 import pytest
-from frontend_owners import frontends, own_ports, owner
+from frontend_owners import frontends, own_ports, owner, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, model_folder, text_of, tokens_of
+from scraping import scrape
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from pdserve.errors import ConfigError
+from pdserve.launch.authority import Authority
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.router.frontend.api_keys import new_key
+
+NUM_OF_EACH = 8  # connections, so that each frontend has some
 
 pytestmark = pytest.mark.slow
 
@@ -134,3 +139,28 @@ async def test_a_port_that_others_listen_on_is_refused_by_all_frontends_at_once(
         await start_router(model=str(model), served_model_name=MODEL, port=port, num_frontends=2)
     assert refused.group_contains(ConfigError, match=f"port: cannot listen on 127.0.0.1:{port}")
     assert not frontends(os.getpid())
+
+
+async def test_a_connection_that_any_frontend_refuses_is_counted_by_the_router(
+    start_router: StartRouter, model: Path, tmp_path: Path
+) -> None:
+    authority = Authority.new()
+    authority.write_public(tmp_path / "tls", ("127.0.0.1",), timedelta(days=1))
+    files = {"ssl_certfile": tmp_path / "tls" / "tls.crt", "ssl_keyfile": tmp_path / "tls" / "tls.key"}
+    router = await start_router(model=str(model), served_model_name=MODEL, num_frontends=2, **files)
+
+    def counted() -> tuple[float, float]:
+        found = scrape(router.addresses.metrics)
+        names = ("pdserve_tls_connections_total", "pdserve_tls_connections_called_total")
+        opened, called = (found.value(name, port="public") for name in names)
+        return opened, called
+
+    assert await asyncio.to_thread(counted) == (0, 0)
+    believed, alone = grpc.ssl_channel_credentials(authority.pem), [("grpc.use_local_subchannel_pool", 1)]
+    for _ in range(NUM_OF_EACH):
+        async with grpc.aio.secure_channel(router.addresses.public, believed, options=alone) as channel:
+            await InferenceServiceStub(channel).ListModels(inference.ListModelsRequest())
+        async with grpc.aio.insecure_channel(router.addresses.public, options=alone) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await InferenceServiceStub(channel).ListModels(inference.ListModelsRequest())
+    await asyncio.to_thread(until, lambda: counted()[1] == NUM_OF_EACH and counted()[0] >= 2 * NUM_OF_EACH)
