@@ -11,7 +11,7 @@ from pdserve.perfmodel.profile import read_profile
 
 PolicyName = Literal["goodput", "least_loaded", "prefix_affinity", "round_robin"]
 
-KvEvents = Literal["link", "zmq", "off"]
+KvEvents = Literal["link", "off"]
 # Objects, made and kept since, after which Python looks for cycles in a router's process: few of its objects are in
 # any. With Python's own 700 a streamed request takes a tenth more (docs/measurements/front-end.md).
 YOUNG_OBJECTS = 20_000
@@ -98,7 +98,7 @@ class RouterConfig(Limits, ClientsConfig):
     placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
     kv_events: KvEvents = Field(
         "link",
-        description="How the router hears which prefixes workers hold: on their links, where they publish, or not.",
+        description="Whether workers report on their links which prefixes they hold.",
     )
     profile: Path | None = Field(
         None, description="Measured step costs to start from (`pdserve profile` writes them); they are learnt anyway."

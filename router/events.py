@@ -147,7 +147,6 @@ class KvChanged:
     link: LinkId
     stored: Seq[int] = ()
     removed: Seq[int] = ()
-    all_removed: bool = False
 
 
 @value

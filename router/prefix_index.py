@@ -81,9 +81,6 @@ class PrefixIndex:
         if worker is None:
             return
         worker.reports = True
-        if change.all_removed:
-            worker.reported.clear()
-            worker.routed.clear()
         worker.reported.difference_update(change.removed)
         for page in change.removed:
             worker.routed.pop(page, None)

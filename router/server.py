@@ -7,7 +7,7 @@ LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdser
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -33,10 +33,9 @@ from pdserve.router.frontend.prompts import ServedModel
 from pdserve.router.frontend.served import load_model
 from pdserve.router.frontends import run_frontends
 from pdserve.router.hub import Hub
-from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
-from pdserve.router.shell import Follow, Links, Shell, WorkerStream
+from pdserve.router.shell import Links, Shell
 from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
@@ -129,20 +128,9 @@ def _internal_server(
     welcome = link.Welcome(
         router_id=config.router_id, incarnation=new_incarnation(), wants_kv_events=config.kv_events == "link"
     )
-    follow = _follower(shell, credentials.secret) if config.kv_events == "zmq" else None
-    add_LinkServiceServicer_to_server(Links(shell, welcome, follow), server)
+    add_LinkServiceServicer_to_server(Links(shell, welcome), server)
     add_AdminServiceServicer_to_server(admin, server)
     return server
-
-
-def _follower(shell: Shell, secret: bytes) -> Follow:
-    def follow(stream: WorkerStream) -> Coroutine[object, object, None]:
-        worker, link_id = stream.registration, stream.link_id
-        source = Source(worker.kv_events_endpoint, worker.kv_events_replay_endpoint)
-        blocks = PublishedBlocks(link_id, shell.core.predictor.prefixes.hasher)
-        return KvSubscriber(source, secret, blocks, shell.post).follow()
-
-    return follow
 
 
 async def _report_health(shell: Shell, changed: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeAlias
 
 import grpc
@@ -146,18 +146,15 @@ class Shell:
             self.close_stream(stream)
 
 
-Follow = Callable[[WorkerStream], Coroutine[object, object, None]]
 AttachContext: TypeAlias = "grpc.aio.ServicerContext[link.AttachRequest, link.AttachResponse]"
 
 
 class Links(LinkServiceServicer):
     """The workers' endpoint, LinkService. One task reads a worker's stream, another writes to it."""
 
-    def __init__(self, shell: Shell, welcome: link.Welcome, follow: Follow | None = None) -> None:
-        """`follow` starts to follow the KV events that a worker publishes."""
+    def __init__(self, shell: Shell, welcome: link.Welcome) -> None:
         self._shell = shell
         self._welcome = welcome
-        self._follow = follow
 
     async def Attach(  # type: ignore[override]  # replies are written to the context  # noqa: N802
         self, request_iterator: AsyncIterator[link.AttachRequest], context: AttachContext
@@ -182,22 +179,16 @@ class Links(LinkServiceServicer):
         # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
         await context.send_initial_metadata(())
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read(stream, messages, tasks), name=f"link {stream.link_id} reader")
+            tasks.create_task(self._read(stream, messages), name=f"link {stream.link_id} reader")
             await context.write(link.AttachResponse(welcome=self._welcome))
             while True:
                 await context.write(await next_message(stream.outbound))
 
-    async def _read(
-        self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], tasks: asyncio.TaskGroup
-    ) -> None:
-        follows = False
+    async def _read(self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest]) -> None:
         try:
             await self._read_registration(stream, messages)
             async for message in messages:
                 self._take(stream, message)
-                if self._follow is not None and stream.registration.kv_events_endpoint and not follows:
-                    follows = True
-                    tasks.create_task(self._follow(stream), name=f"link {stream.link_id} KV events")
         except (ProtocolError, TimeoutError) as error:
             logger.warning("worker %r is dropped: %s", stream.registration.worker_id, error)
             if isinstance(error, ProtocolError):

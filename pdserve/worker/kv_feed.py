@@ -47,7 +47,7 @@ class KvFeed:
     def _take_changes(self) -> None:
         changes = self._cache.take_changes()
         if changes and self._publisher is not None:
-            self._publisher.publish_changes(changes)
+            self._publisher.publish(changes)
         for unsent in self._unsent.values():
             for change in changes:
                 for page in change.hashes:

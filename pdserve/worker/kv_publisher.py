@@ -1,196 +1,147 @@
-"""Publishes what changes in a worker's prefix cache over ZMQ, in vLLM's format, with a socket that replays the last
-batches to subscribers who missed some.
+"""Publishes what changes in a worker's prefix cache over ZMQ in vLLM's format, so that others' routers can follow.
 
-A subscriber that missed more batches than are kept gets a snapshot in place of a replay: AllBlocksCleared, then all
-that is cached and can be reused. The snapshot's batches take the numbers of the missed ones; its last batch takes the
-number last published.
+A message has three parts: topic, sequence number (8 bytes, big end first), and a msgpack batch. The batch is an array of
+time and events; an event is a map whose "type" names it. Subscribers that missed messages ask another socket for those
+that are still kept.
 
-On this machine anybody may subscribe. Beyond it, subscribers prove by CURVE that they know the cluster's secret.
+Events hold the tokens of prompts, and ZMQ asks no subscriber who it is: only this machine may reach the sockets.
 """
 
 import asyncio
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
 
 import msgspec
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
 
-from pdserve import kvevents
 from pdserve.config import WorkerConfig
 from pdserve.engine.kvcache import CacheChange, PagesStored
 from pdserve.errors import ConfigError
-from pdserve.kvevents import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEvent
 from pdserve.prefix_hash import PrefixHash, short_hashes
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.token_ids import TOKEN_ID_BYTES, from_wire, to_wire
-from pdserve.zmq_identity import AnySocket, CurveKeys, is_local
+from pdserve.rpc import is_loopback
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSENT = 100_000  # batches that wait for one slow subscriber; beyond it that one misses some
-YIELD_AFTER = 8  # batches of a replay, before others have their turn
-SNAPSHOT_TOKENS = 4096  # in a batch of a snapshot: they take about 0.5 ms to encode
+MEDIUM = "GPU"  # vLLM's name for where the engine computes, whatever that is
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+MAX_UNSENT = 100_000  # messages that wait for one slow subscriber; beyond it that one misses some
+YIELD_AFTER = 8  # messages of a replay, before others have their turn
+
+AnySocket: TypeAlias = "zmq.Socket[bytes] | zmq.asyncio.Socket"
 
 
-class _Page(msgspec.Struct, gc=False):  # made by the million: the garbage collector need not look at them
-    parent: PrefixHash | None  # None: it begins a sequence
-    packed: bytes  # its tokens
-    salt: str
+class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag=True):
+    """Blocks of one prefix, one after the other, can be reused from now on."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = msgspec.field(default_factory=lambda: None)  # vLLM's own decoder wants these three present
+    medium: str | None = msgspec.field(default_factory=lambda: None)
+    lora_name: str | None = msgspec.field(default_factory=lambda: None)
+    extra_keys: list[tuple[Any, ...] | None] | None = None  # a block each; the first one's holds the salt
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag=True):
+    """These blocks are about to be overwritten."""
+
+    block_hashes: list[int]
+    medium: str | None = msgspec.field(default_factory=lambda: None)
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    ts: float  # seconds since 1970
+    events: list[BlockStored | BlockRemoved]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
 
 
 class KvPublisher:
     """One worker's publisher. Close it when the worker ends."""
 
-    def __init__(self, config: WorkerConfig, endpoint: str, secret: bytes) -> None:
+    def __init__(self, config: WorkerConfig, endpoint: str) -> None:
         """Bind; ConfigError where that cannot be."""
         replay_endpoint, num_kept = config.kv_events_replay_endpoint, config.kv_events_buffer_steps
         self._page_size = config.page_size
-        self._pages: dict[PrefixHash, _Page] = {}  # that are cached, if they may be asked for
         self._topic = config.kv_events_topic.encode()
         self._last = -1
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=num_kept)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=num_kept)  # numbers and batches
         self._context = zmq.asyncio.Context()
-        self._authenticator: AsyncioAuthenticator | None = None
-        endpoints = [endpoint, *([replay_endpoint] if replay_endpoint else [])]
-        keys = None if all(map(is_local, endpoints)) else self._require_keys(secret)
         self._pub = zmq.Context(self._context).socket(zmq.PUB)  # sends without waiting: not asyncio's
-        self._sockets: list[AnySocket] = [self._pub]
+        self._replay = self._context.socket(zmq.ROUTER)
         try:
             self._pub.sndhwm = MAX_UNSENT
-            self.endpoint = _bind(self._pub, endpoint, keys, "kv_events_endpoint")
-            self._replay: zmq.asyncio.Socket | None = None
-            self.replay_endpoint = ""
-            if replay_endpoint is not None:
-                self._replay = self._context.socket(zmq.ROUTER)
-                self._replay.sndhwm = max(MAX_UNSENT, num_kept + 1)  # it drops what is beyond
-                self._sockets.append(self._replay)
-                self.replay_endpoint = _bind(self._replay, replay_endpoint, keys, "kv_events_replay_endpoint")
+            self._replay.sndhwm = max(MAX_UNSENT, num_kept + 1)  # it drops what is beyond
+            self.endpoint = _bind(self._pub, endpoint, "kv_events_endpoint")
+            key = "kv_events_replay_endpoint"
+            self.replay_endpoint = "" if replay_endpoint is None else _bind(self._replay, replay_endpoint, key)
         except BaseException:
             self.close()
             raise
         logger.info("publishing KV events on %s", self.endpoint)
 
-    def _require_keys(self, secret: bytes) -> CurveKeys:
-        keys = CurveKeys.of(secret)
-        self._authenticator = keys.authenticator(self._context)
-        return keys
-
-    def publish_changes(self, changes: Sequence[CacheChange]) -> None:
-        self.publish(kvevents.encode([self._event(change) for change in changes], time.time()))
-
-    def publish(self, batch: bytes) -> None:
+    def publish(self, changes: Sequence[CacheChange]) -> None:
         """Send a batch to all subscribers. Never blocks: who is too slow finds a gap, and may ask for a replay."""
         self._last += 1
-        number = self._last.to_bytes(kvevents.SEQUENCE_BYTES, "big")
+        number = self._last.to_bytes(SEQUENCE_BYTES, "big")
+        batch = _encoder.encode(_Batch(time.time(), [self._event(change) for change in changes]))
         self._sent.append((number, batch))
         self._pub.send_multipart((self._topic, number, batch), zmq.NOBLOCK)
 
-    def _event(self, change: CacheChange) -> KvEvent:
+    def _event(self, change: CacheChange) -> BlockStored | BlockRemoved:
         if not isinstance(change, PagesStored):
-            for page in change.hashes:
-                self._pages.pop(page, None)
             return BlockRemoved(_numbers(change.hashes), MEDIUM)
         prefix, run, size = change.prefix, change.run, self._page_size
-        token_ids = list(prefix.token_ids[run.start * size : run.stop * size])
-        parent = prefix.hashes[run.start - 1] if run.start else None
-        if self._replay is not None:
-            before, packed = parent, to_wire(token_ids)
-            for number, page in enumerate(change.hashes):
-                here = number * size * TOKEN_ID_BYTES
-                self._pages[page] = _Page(before, packed[here : here + size * TOKEN_ID_BYTES], prefix.salt)
-                before = page
-        return _stored(change.hashes, parent, token_ids, size, prefix.salt)
+        is_first = run.start == 0
+        return BlockStored(
+            _numbers(change.hashes),
+            None if is_first else _numbers(prefix.hashes[run.start - 1 : run.start])[0],
+            list(prefix.token_ids[run.start * size : run.stop * size]),
+            size,
+            medium=MEDIUM,
+            extra_keys=[(prefix.salt,), *[None] * (len(run) - 1)] if prefix.salt and is_first else None,
+        )
 
     async def serve_replays(self) -> None:
         """Answer who missed batches, until cancelled."""
-        if self._replay is None:
-            return
         while True:
             frames = await self._replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != kvevents.SEQUENCE_BYTES:
+            if len(frames) != 3 or len(frames[2]) != SEQUENCE_BYTES:
                 logger.warning("a replay was asked for in %d frames that mean nothing", len(frames))
                 continue
-            await self._answer(self._replay, *frames)
+            await self._answer(*frames)
 
-    async def _answer(self, replay: zmq.asyncio.Socket, client: bytes, empty: bytes, first: bytes) -> None:
-        with closing(self._missed(first)) as batches:
-            for count, (number, payload) in enumerate(batches, start=1):
-                await replay.send_multipart((client, empty, self._topic, number, payload))
-                if count % YIELD_AFTER == 0:
-                    await asyncio.sleep(0)  # sending waits for nobody
-        await replay.send_multipart((client, empty, b"", kvevents.END_OF_REPLAY, b""))
-
-    def _missed(self, first: bytes) -> Generator[tuple[bytes, bytes]]:
-        """Return the batches from this one on, numbers and payloads; a snapshot if they are no longer all there."""
-        if self._sent and first < self._sent[0][0]:
-            yield from self._snapshot(int.from_bytes(first, "big"))
-        else:
-            yield from [(number, payload) for number, payload in self._sent if number >= first]
-
-    def _snapshot(self, first: int) -> Generator[tuple[bytes, bytes]]:
-        """Return what is cached in place of the batches from the first one on, up to the last one published by now."""
-        last, pages, count = self._last, self._reusable(), max(1, SNAPSHOT_TOKENS // self._page_size)
-        for number, start in enumerate(range(0, max(1, len(pages)), count), start=first):
-            events: list[KvEvent] = [] if start else [AllBlocksCleared()]
-            events += _runs(pages[start : start + count], self._page_size)
-            number_ = last if start + count >= len(pages) else min(number, last)
-            yield number_.to_bytes(kvevents.SEQUENCE_BYTES, "big"), kvevents.encode(events, time.time())
-
-    def _reusable(self) -> list[tuple[PrefixHash, _Page]]:
-        """Return the pages that are cached with all pages before them, each after the page before it."""
-        following: defaultdict[PrefixHash | None, list[tuple[PrefixHash, _Page]]] = defaultdict(list)
-        for hash_, page in self._pages.items():
-            following[page.parent].append((hash_, page))
-        pages, open_ends = [], following[None]
-        while open_ends:
-            pages.append(open_ends.pop())
-            open_ends += following.get(pages[-1][0], ())
-        return pages
+    async def _answer(self, client: bytes, empty: bytes, first: bytes) -> None:
+        missed = [(number, batch) for number, batch in self._sent if number >= first]
+        for count, (number, batch) in enumerate(missed, start=1):
+            await self._replay.send_multipart((client, empty, self._topic, number, batch))
+            if count % YIELD_AFTER == 0:
+                await asyncio.sleep(0)  # sending waits for nobody
+        await self._replay.send_multipart((client, empty, b"", END_OF_REPLAY, b""))
 
     def close(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        for socket in self._sockets:
+        for socket in (self._pub, self._replay):
             socket.close(linger=0)
         self._context.term()
 
 
-def _runs(pages: Sequence[tuple[PrefixHash, _Page]], page_size: int) -> Iterator[BlockStored]:
-    """Yield events that tell of pages: one for each run in which a page follows the one before it."""
-    start = 0
-    for end in range(1, len(pages) + 1):
-        if end == len(pages) or pages[end][1].parent != pages[end - 1][0]:
-            first, packed = pages[start][1], b"".join([page.packed for _, page in pages[start:end]])
-            token_ids = from_wire(packed, "page").tolist()
-            yield _stored([hash_ for hash_, _ in pages[start:end]], first.parent, token_ids, page_size, first.salt)
-            start = end
-
-
-def _stored(
-    hashes: Sequence[PrefixHash], parent: PrefixHash | None, token_ids: list[int], page_size: int, salt: str
-) -> BlockStored:
-    return BlockStored(
-        _numbers(hashes),
-        None if parent is None else _numbers((parent,))[0],
-        token_ids,
-        page_size,
-        medium=MEDIUM,
-        extra_keys=[(salt,), *[None] * (len(hashes) - 1)] if salt and parent is None else None,
-    )
-
-
-def _numbers(hashes: Sequence[PrefixHash]) -> list[Hash]:
+def _numbers(hashes: Sequence[PrefixHash]) -> list[int]:
     """Return hashes as subscribers know them: numbers of 64 bits."""
-    return list(short_hashes(b"".join(hashes)))
+    return short_hashes(b"".join(hashes))
 
 
 @asynccontextmanager
-async def publishing(config: WorkerConfig, secret: bytes, register: link.Register) -> AsyncIterator[KvPublisher | None]:
+async def publishing(config: WorkerConfig, register: link.Register) -> AsyncIterator[KvPublisher | None]:
     """Publish KV events for the length of the block, if the configuration says where, and register where.
 
     What breaks the replays breaks the block.
@@ -198,7 +149,7 @@ async def publishing(config: WorkerConfig, secret: bytes, register: link.Registe
     if config.kv_events_endpoint is None:
         yield None
         return
-    publisher = KvPublisher(config, config.kv_events_endpoint, secret)
+    publisher = KvPublisher(config, config.kv_events_endpoint)
     register.kv_events_endpoint = publisher.endpoint
     register.kv_events_replay_endpoint = publisher.replay_endpoint
     try:
@@ -210,10 +161,11 @@ async def publishing(config: WorkerConfig, secret: bytes, register: link.Registe
         publisher.close()
 
 
-def _bind(socket: AnySocket, endpoint: str, keys: CurveKeys | None, key: str) -> str:
+def _bind(socket: AnySocket, endpoint: str, key: str) -> str:
     """Bind and return where; the name of a free port's stands in what is returned."""
-    if keys is not None:
-        keys.guard(socket)
+    scheme, _, address = endpoint.partition("://")
+    if scheme != "ipc" and not is_loopback(address):
+        raise ConfigError(f"{key}: {endpoint} may be reached from other machines, and subscribers are not identified")
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

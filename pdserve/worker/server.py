@@ -123,7 +123,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str 
 
         with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s + closing_s):
             async with (
-                publishing(config, credentials.secret, register) as publisher,
+                publishing(config, register) as publisher,
                 assemble(config, engine, identity, listener, reporter(publisher)) as worker,
                 showing(config, partial(worker.samples, engine)) as register.metrics_address,
             ):

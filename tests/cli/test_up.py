@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
 NAME = "test-up"
 CLUSTER = """
-router: {kv_events: zmq}
+router: {kv_events: "off"}
 workers:
   prefill: &small {max_model_len: 256, kv_cache_memory_bytes: 30000000}
 """

@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import ProtocolError
-from pdserve.kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEvent
 from pdserve.prefix_hash import BLOCK_TOKENS, PrefixHasher, short_hashes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
 from pdserve.router.events import KvChanged, LinkId
-from pdserve.router.kv_subscriber import PublishedBlocks
 from pdserve.router.prefix_index import LIFE_S, REPORTED_LIFE_S, Hashes, PrefixIndex, block_hashes
 
 HASHER = PrefixHasher(b"a secret of the cluster", "model")
@@ -105,15 +103,11 @@ def test_what_was_routed_to_a_worker_that_reports_is_soon_forgotten_unless_it_is
     assert index.match(hashes, LIFE_S + 1) == {LINK: 64}
 
 
-@pytest.mark.parametrize("clear", [True, False], ids=["cleared", "gone"])
-def test_nothing_is_left_of_a_worker_that_was_cleared_or_has_gone(clear: bool) -> None:
+def test_nothing_is_left_of_a_worker_that_has_gone() -> None:
     index, tokens = index_of(), list(range(64))
     index.apply(stored(tokens))
     index.note([LINK], hashes_of([5] * 64), 0.0)
-    if clear:
-        index.apply(KvChanged(LINK, all_removed=True))
-    else:
-        index.forget(LINK)
+    index.forget(LINK)
     assert len(index) == 0
 
 
@@ -153,71 +147,3 @@ def test_a_message_with_half_a_hash_is_refused(field: str) -> None:
     message = link.AttachRequest(kv_events=link.KvEvents(**{field: bytes(24)}))
     with pytest.raises(ProtocolError, match=f"kv_events.{field}: 24 bytes"):
         wire.worker_events(LINK, message)
-
-
-# ---- what others publish
-
-
-def published(first: int, token_ids: list[int], size: int, parent: Hash | None = None, salt: str = "") -> BlockStored:
-    """Return an event of a publisher that numbers its blocks."""
-    keys: list[Hash] = list(range(first, first + len(token_ids) // size))
-    return BlockStored(keys, parent, token_ids, size, extra_keys=[(salt,)] if salt else None)
-
-
-def follow(index: PrefixIndex, *events: KvEvent, blocks: PublishedBlocks | None = None) -> PublishedBlocks:
-    blocks = blocks or PublishedBlocks(LINK, HASHER)
-    for event in events:
-        index.apply(blocks.change(event))
-    return blocks
-
-
-@pytest.mark.parametrize("size", [16, 48, 64, 128])
-def test_blocks_that_others_hash_as_they_like_are_known_by_their_tokens_and_salt(size: int) -> None:
-    index, tokens = index_of(page_size=size), list(range(size * 10))
-    blocks = follow(index, published(0, tokens[: 4 * size], size, salt="t"))
-    follow(index, published(4, tokens[4 * size :], size, parent=3), blocks=blocks)
-    assert index.match(hashes_of(tokens, "t"), 0.0) == {LINK: len(tokens)}
-    assert index.match(hashes_of(tokens), 0.0) == {}
-    follow(index, BlockRemoved([5, 77]), blocks=blocks)
-    assert index.match(hashes_of(tokens, "t"), 0.0) == {LINK: 5 * size}
-    follow(index, AllBlocksCleared(), published(9, tokens, size, parent=3), blocks=blocks)
-    assert len(index) == 0
-
-
-@pytest.mark.parametrize(
-    "event",
-    [published(0, list(range(64)), 16, parent=77), published(0, list(range(200)), 100), BlockStored([1], None, [], 0)],
-    ids=["after one that was never stored", "no multiple of a block", "no size"],
-)
-def test_what_cannot_be_hashed_is_left_out(event: BlockStored) -> None:
-    index = index_of()
-    follow(index, event, BlockRemoved([0]))
-    assert len(index) == 0
-
-
-def test_a_publisher_that_stores_and_removes_for_ever_costs_no_more_memory() -> None:
-    index = index_of()
-    blocks = follow(index, published(0, list(range(48)), 16))
-    tracemalloc.start()
-    try:
-        for number in range(3000):  # what follows a page that stays
-            follow(index, published(100 + number, [number] * 16, 16, 2), BlockRemoved([100 + number]), blocks=blocks)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held < 20_000
-
-
-@pytest.mark.parametrize("size", [16, 64])
-def test_a_published_page_costs_a_few_hundred_bytes(size: int) -> None:
-    index, num_pages, tokens = index_of(page_size=size), 20_000, list(range(20_000 * size))
-    runs = {first: tokens[first * size : (first + 200) * size] for first in range(0, num_pages, 200)}
-    events = [published(first << 40, run, size) for first, run in runs.items()]
-    tracemalloc.start()
-    try:
-        blocks = follow(index, *events)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held / num_pages < 250
-    del blocks
