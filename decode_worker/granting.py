@@ -15,7 +15,6 @@ from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import Claim
 from pdserve.kvtransfer.session import (
-    KV_REGION,
     DigestPolicy,
     Grant,
     HandoffKey,
@@ -95,7 +94,7 @@ class Granting:
             return None
         self._room.num_pinned += len(reused)
         generations = cache.pool.generations(pages)
-        capability = mint_capability(self._key, expected.key, KV_REGION, pages, generations)
+        capability = mint_capability(self._key, expected.key, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._lease_s)
         half = receiver.Receiver(grant, cache.page_size, checks_digests=self._digests.checks(expected.key))
         return Arrival(expected, half, reused)

@@ -171,7 +171,8 @@ class Receiver:
         return (CheckDigests(self._num_checked, due),)
 
     def _committed(self, commit: Commit) -> tuple[Command, ...]:
-        self._refuse_other_places(commit)
+        if not hmac.compare_digest(commit.capability, self.grant.capability):
+            raise ProtocolError("capability: not that of the grant", Refusal.CAPABILITY)
         num_tokens, num_landed = commit.capsule.num_tokens, len(self._digests)
         num_pages = max(0, -(-num_tokens // self._page_size) - self.grant.first_page)
         if num_pages != num_landed:
@@ -179,18 +180,6 @@ class Receiver:
         self._capsule = commit.capsule
         self.state = State.LANDING
         return self._admit_if_checked(commit.capsule)
-
-    def _refuse_other_places(self, commit: Commit) -> None:
-        """Raise ProtocolError unless a commit is for exactly what was granted, and can prove it."""
-        grant = self.grant
-        if commit.region != grant.region:
-            raise ProtocolError(f"region: {commit.region}, granted was {grant.region}", Refusal.REGION)
-        if commit.pages != grant.pages:
-            raise ProtocolError("pages: not those of the grant", Refusal.PAGE)
-        if commit.generations != grant.generations:
-            raise ProtocolError("generations: not those of the grant", Refusal.GENERATION)
-        if not hmac.compare_digest(commit.capability, grant.capability):
-            raise ProtocolError("capability: not that of the grant", Refusal.CAPABILITY)
 
     def _checked(self, mismatch: int | None) -> tuple[Command, ...]:
         num_checking, self._num_checking = self._num_checking, 0

@@ -8,7 +8,6 @@ from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer.session import (
-    KV_REGION,
     Capsule,
     Commit,
     FromReceiver,
@@ -110,14 +109,6 @@ Event = PagesReady | PrefillDone | CopyStopped | GaveUp | PeerLost | FellSilent 
 Command = StartCopy | CancelCopies | ReleasePages | Failed | FromSender
 
 
-def check(grant: Grant) -> None:
-    """Raise ProtocolError for a grant that no hand-off can use."""
-    if grant.region != KV_REGION:
-        raise ProtocolError(f"region: {grant.region} is unknown", Refusal.REGION)
-    if len(grant.pages) != len(grant.generations):
-        raise ProtocolError(f"{len(grant.pages)} pages granted in {len(grant.generations)} generations")
-
-
 class Sender:
     """One hand-off. Copies are reported stopped in the order they were started."""
 
@@ -185,7 +176,6 @@ class Sender:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
 
     def _granted(self, grant: Grant) -> tuple[Command, ...]:
-        check(grant)
         self._grant = grant
         self._sent = grant.first_page
         self.state = State.SENDING
@@ -209,7 +199,7 @@ class Sender:
         if self._copying or self._capsule is None:
             return ()
         self.state = State.LANDED
-        return (Commit.of(grant, self._capsule),)
+        return (Commit(grant.capability, self._capsule),)
 
     def _copy_stopped(self, stopped: CopyStopped) -> tuple[Command, ...]:
         if self._copying == 0:

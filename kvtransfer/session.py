@@ -16,7 +16,6 @@ from pdserve.values import value
 Pages = tuple[PageId, ...]
 CAPABILITY_BYTES = 16
 SAMPLED_ONE_IN = 16
-KV_REGION = 0  # the one region that a worker offers: its KV pages
 MIN_LEASE_S = 1.0  # two beats: nobody can keep a shorter one
 
 
@@ -43,7 +42,6 @@ class Grant:
     generations: tuple[Generation, ...]
     capability: bytes
     lease_s: float  # how long the sender may be silent before the grant is given up
-    region: int = KV_REGION
 
 
 @value
@@ -74,22 +72,12 @@ class PagesLanded:
 
 @value
 class Commit:
-    """Every write has landed. The grant's leading pages have the capsule's tokens; the rest was not written.
+    """Every write has landed. The grant's leading pages have the capsule's tokens; the rest was not written."""
 
-    It names what was granted as the grant did, so that a commit for anything else is seen for what it is.
-    """
-
-    region: int
-    pages: Pages
-    generations: tuple[Generation, ...]
-    capability: bytes
+    capability: bytes  # of the grant, and of no other
     capsule: Capsule
     handoff_bytes: int = 0  # written; this and the next are for the request's ledger only
     handoff_s: float = 0.0  # from the first moment it could be sent until it had landed
-
-    @classmethod
-    def of(cls, grant: Grant, capsule: Capsule) -> "Commit":
-        return cls(grant.region, grant.pages, grant.generations, grant.capability, capsule)
 
 
 @value
@@ -130,14 +118,12 @@ class DigestPolicy(Enum):
         return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") % SAMPLED_ONE_IN == 0
 
 
-def mint_capability(
-    key: bytes, handoff: HandoffKey, region: int, pages: Pages, generations: tuple[Generation, ...]
-) -> bytes:
+def mint_capability(key: bytes, handoff: HandoffKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:
     """Return the token that proves a grant of exactly these pages in these generations: HMAC-SHA256, cut to 128 bits.
 
     `key` is random per decode process and never leaves it. Every field has a fixed width, so no two grants share one.
     """
     numbers = [0] * (2 * len(pages))
     numbers[::2], numbers[1::2] = pages, generations
-    name = handoff.request_id + handoff.attempt.to_bytes(4, "big") + region.to_bytes(4, "big")
+    name = handoff.request_id + handoff.attempt.to_bytes(4, "big")
     return hmac.digest(key, name + pack(f">{len(numbers)}Q", *numbers), "sha256")[:CAPABILITY_BYTES]

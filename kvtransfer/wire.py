@@ -111,7 +111,6 @@ def from_receiver(key: HandoffKey, message: session.FromReceiver) -> Response:
                     generations=grant.generations,
                     capability=grant.capability,
                     lease_ms=round(grant.lease_s * 1e3),
-                    region=grant.region,
                 )
             )
         case session.Taken():
@@ -135,9 +134,6 @@ def from_sender(key: HandoffKey, message: session.FromSender) -> Request:
                     capsule=_capsule_to_proto(commit.capsule),
                     handoff_bytes=commit.handoff_bytes,
                     handoff_us=round(commit.handoff_s * 1e6),
-                    region=commit.region,
-                    pages=commit.pages,
-                    generations=commit.generations,
                 )
             )
         case session.Quiesced(reason):
@@ -169,19 +165,13 @@ def handoff_key(request_id: bytes, attempt: int) -> HandoffKey:
     return HandoffKey(RequestId(request_id), Attempt(attempt))
 
 
-def _places(message: handoff.Grant | handoff.Commit) -> tuple[session.Pages, tuple[Generation, ...]]:
-    """Return the pages that a message names, and the generation of each."""
+def _grant(message: handoff.Grant) -> session.Grant:
     num_pages = len(message.pages)
     if not 1 <= num_pages <= MAX_PAGES:
         raise ProtocolError(f"pages: {num_pages} named, 1 to {MAX_PAGES} are allowed")
     if len(message.generations) != num_pages:
         raise ProtocolError(f"generations: {len(message.generations)} for {num_pages} pages")
-    return tuple(map(PageId, message.pages)), tuple(map(Generation, message.generations))
-
-
-def _grant(message: handoff.Grant) -> session.Grant:
-    pages, generations = _places(message)
-    if len(set(pages)) != len(pages):
+    if len(set(message.pages)) != num_pages:
         raise ProtocolError("pages: one is granted twice")
     if message.first_page > MAX_PAGES:
         raise ProtocolError(f"first_page: {message.first_page} is over {MAX_PAGES}")
@@ -189,11 +179,10 @@ def _grant(message: handoff.Grant) -> session.Grant:
         raise ProtocolError(f"lease_ms: {message.lease_ms} is under {session.MIN_LEASE_S * 1e3:.0f}")
     return session.Grant(
         first_page=message.first_page,
-        pages=pages,
-        generations=generations,
+        pages=tuple(map(PageId, message.pages)),
+        generations=tuple(map(Generation, message.generations)),
         capability=_capability(message.capability),
         lease_s=message.lease_ms / 1e3,
-        region=message.region,
     )
 
 
@@ -205,8 +194,6 @@ def _digests(message: handoff.Landed) -> tuple[int, ...]:
 
 def _commit(message: handoff.Commit) -> session.Commit:
     return session.Commit(
-        message.region,
-        *_places(message),
         _capability(message.capability),
         _capsule(message.capsule),
         min(message.handoff_bytes, MAX_REPORTED),

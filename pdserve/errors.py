@@ -27,9 +27,6 @@ class Refusal(Enum):
     LAYOUT = "layout"
     MOVER = "mover"
     CAPABILITY = "capability"
-    REGION = "region"
-    PAGE = "page"
-    GENERATION = "generation"
     ORDER = "order"  # a valid message at the wrong time
     MALFORMED = "malformed"
 

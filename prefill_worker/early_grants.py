@@ -6,7 +6,6 @@ nothing is said of a hand-off that ended in doubt.
 
 from collections import OrderedDict
 
-from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import ReceiverMessage, Result, ToReceiver
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer, Quiesced, Withdrawn
 
@@ -41,10 +40,9 @@ class EarlyGrants:
         return said
 
     def handle(self, said: ReceiverMessage, now_s: float) -> list[Result]:
-        """Answer what is said of a hand-off that is not open. ProtocolError changes nothing."""
+        """Answer what is said of a hand-off that is not open."""
         name = (said.peer, said.key)
         if isinstance(said.event, Grant):
-            sender.check(said.event)
             if name not in self._closed and len(self._early) < self._max_early:
                 self._early[name] = (now_s, said)
                 return []

@@ -13,17 +13,16 @@ def keys(count: int) -> list[HandoffKey]:
     return [HandoffKey(RequestId(number.to_bytes(16)), Attempt(number % 3)) for number in range(count)]
 
 
-def test_a_capability_is_another_for_another_process_hand_off_region_page_or_generation() -> None:
+def test_a_capability_is_another_for_another_process_hand_off_page_or_generation() -> None:
     minted = [
-        mint_capability(b"secret", KEY, 0, PAGES, GENERATIONS),
-        mint_capability(b"another", KEY, 0, PAGES, GENERATIONS),
-        mint_capability(b"secret", HandoffKey(RequestId(b"s" * 16), Attempt(1)), 0, PAGES, GENERATIONS),
-        mint_capability(b"secret", HandoffKey(KEY.request_id, Attempt(2)), 0, PAGES, GENERATIONS),
-        mint_capability(b"secret", KEY, 1, PAGES, GENERATIONS),
-        mint_capability(b"secret", KEY, 0, PAGES[::-1], GENERATIONS),
-        mint_capability(b"secret", KEY, 0, PAGES, GENERATIONS[::-1]),
-        mint_capability(b"secret", KEY, 0, PAGES, (Generation(6), GENERATIONS[1])),
-        mint_capability(b"secret", KEY, 0, PAGES[:1], GENERATIONS[:1]),
+        mint_capability(b"secret", KEY, PAGES, GENERATIONS),
+        mint_capability(b"another", KEY, PAGES, GENERATIONS),
+        mint_capability(b"secret", HandoffKey(RequestId(b"s" * 16), Attempt(1)), PAGES, GENERATIONS),
+        mint_capability(b"secret", HandoffKey(KEY.request_id, Attempt(2)), PAGES, GENERATIONS),
+        mint_capability(b"secret", KEY, PAGES[::-1], GENERATIONS),
+        mint_capability(b"secret", KEY, PAGES, GENERATIONS[::-1]),
+        mint_capability(b"secret", KEY, PAGES, (Generation(6), GENERATIONS[1])),
+        mint_capability(b"secret", KEY, PAGES[:1], GENERATIONS[:1]),
     ]
     assert all(one != other for one, other in combinations(minted, 2))
     assert {len(capability) for capability in minted} == {CAPABILITY_BYTES}

@@ -19,7 +19,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
 
 GRANT = Grant(0, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 CAPSULE = capsule(40, (0, 7))
-COMMIT = Commit.of(GRANT, CAPSULE)
+COMMIT = Commit(GRANT.capability, CAPSULE)
 WRITTEN = PagesLanded((21,))
 ATTACHED, GRANTED = r.SenderAttached(), GRANT
 READY, DONE = s.PagesReady((PageId(3),)), s.PrefillDone(CAPSULE)
@@ -38,7 +38,7 @@ RECEIVER_EVENTS: dict[str, r.Event] = {
     "`Landed`": WRITTEN,
     "`Landed`, of more pages than were granted": PagesLanded((21, 22, 23)),
     "`Commit`, right": COMMIT,
-    "`Commit`, for anything but the grant": replace(COMMIT, region=1),
+    "`Commit`, for anything but the grant": replace(COMMIT, capability=b"x" * 16),
     "digests agree": r.DigestsChecked(None),
     "a digest differs": r.DigestsChecked(0),
     "the request has ended here": r.GaveUp("cancelled"),

@@ -68,7 +68,7 @@ def test_a_message_that_names_no_hand_off_is_refused(message: handoff.HandoffSer
 
 
 def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None:
-    commit = Commit.of(GRANT, capsule(9, (0, 1)))
+    commit = Commit(GRANT.capability, capsule(9, (0, 1)))
     message = wire.from_sender(KEY, commit)
     message.commit.handoff_us = message.commit.handoff_bytes = 2**64 - 1
     _, event = wire.to_receiver(message)

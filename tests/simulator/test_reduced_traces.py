@@ -79,5 +79,5 @@ def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
     assert isinstance(granted, Grant)
     before = worker.core.load()
     with pytest.raises(ProtocolError, match="capsule"):
-        worker.handle(doors.SenderMessage(P, key_of(1), Commit.of(granted, Capsule(4, ()))))
+        worker.handle(doors.SenderMessage(P, key_of(1), Commit(granted.capability, Capsule(4, ()))))
     assert worker.core.load() == before

@@ -29,9 +29,9 @@ def job(number: int, num_tokens: int, max_tokens: int = 8, n: int = 1) -> Job:
     return Job(key.request_id, key.attempt, tuple(range(num_tokens)), num_tokens, params, tuple(range(n)))
 
 
-def grant(num_pages: int, region: int = 0) -> Grant:
+def grant(num_pages: int) -> Grant:
     """Return a grant of a receiver's first pages."""
-    return Grant(0, tuple(map(PageId, range(num_pages))), (Generation(1),) * num_pages, bytes(16), 4.0, region)
+    return Grant(0, tuple(map(PageId, range(num_pages))), (Generation(1),) * num_pages, bytes(16), 4.0)
 
 
 class LoneCore:

@@ -68,7 +68,7 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
         if self.state is sender.State.SENDING and grant and self._capsule and self._copying and not commands:
             self.state = sender.State.LANDED
             missing = PagesLanded((0,) * (self.num_pages_sent - num_landed.get(id(self), 0)))
-            return (missing, sender.Commit.of(grant, self._capsule))
+            return (missing, sender.Commit(grant.capability, self._capsule))
         return commands
 
     with wrap(sender.Sender, "_progress", progress) as patched, wrap(sender.Sender, "_copy_stopped", stopped):

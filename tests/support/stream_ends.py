@@ -50,7 +50,7 @@ TAILS = (
     Tail(0, (SampledToken(11), SampledToken(13))),
     Tail(2, (SampledToken(12, TokenLogprobs(-0.5, ((12, -0.5), (3, -1.25)))),)),
 )
-COMMIT = Commit.of(GRANT, Capsule(9, TAILS))
+COMMIT = Commit(GRANT.capability, Capsule(9, TAILS))
 LANDED = PagesLanded((5, 2**64 - 1))
 
 

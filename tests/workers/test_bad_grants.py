@@ -3,9 +3,8 @@
 import pytest
 from lone_core import LoneCore, grant, job, key_of
 
-from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.doors import Connect, Copy
+from pdserve.kvtransfer.doors import Copy
 from pdserve.kvtransfer.session import Peer, Taken
 from pdserve.reports import Failure
 from pdserve.worker.messages import Command, Failed
@@ -20,8 +19,8 @@ class Worker(LoneCore):
     def start(self, number: int) -> list[Command]:
         return self.place(job(number, 12), target=D)
 
-    def grant(self, number: int, num_pages: int, *, region: int = 0, peer: Peer = D) -> list[Command]:
-        return self.hear(peer, number, grant(num_pages, region))
+    def grant(self, number: int, num_pages: int, *, peer: Peer = D) -> list[Command]:
+        return self.hear(peer, number, grant(num_pages))
 
 
 def of(kind: type, commands: list[Command]) -> list[Command]:
@@ -47,17 +46,6 @@ def test_a_grant_of_too_few_pages_fails_its_hand_off_in_the_step_that_ends_the_p
     assert copy.key == key_of(2)
     pool = worker.scheduler.cache.pool
     assert pool.num_free == pool.num_pages - 3
-
-
-def test_an_early_grant_that_cannot_be_used_is_refused_when_it_comes_and_its_placement_dials_all_the_same(
-    worker: Worker,
-) -> None:
-    with pytest.raises(ProtocolError, match="region: 7") as refused:
-        worker.grant(1, 3, region=7)
-    assert refused.value.refusal is Refusal.REGION
-    assert of(Connect, worker.start(1)) == [Connect(D, "host:1")]
-    worker.grant(1, 3)
-    assert of(Copy, worker.step())
 
 
 def test_an_early_grant_of_another_peer_does_not_take_the_place_of_the_right_one(worker: Worker) -> None:

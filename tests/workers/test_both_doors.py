@@ -67,7 +67,7 @@ def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
     worker.stay()
     worker.grant()
     assert sorted(keys_of(Tokens, worker.step())) == [LEAVES, STAYS]
-    commit = Commit.of(grant, capsule(len(PROMPT), (0, 7)))
+    commit = Commit(grant.capability, capsule(len(PROMPT), (0, 7)))
     worker.handle(doors.SenderMessage(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
     worker.handle(doors.SenderMessage(PEER, ARRIVES, commit))
     arrived = worker.handle(doors.DigestsChecked(ARRIVES, None))
@@ -88,7 +88,7 @@ def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Work
         part = written[number * worker.runner.page_bytes : (number + 1) * worker.runner.page_bytes]
         worker.runner.page(page)[: len(part)] = part
     tail = Tail(0, tuple(map(SampledToken, tokens[:3])))
-    commit = Commit.of(grant, Capsule(len(PROMPT) + 2, (tail,)))
+    commit = Commit(grant.capability, Capsule(len(PROMPT) + 2, (tail,)))
     worker.handle(doors.SenderMessage(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
     worker.handle(doors.SenderMessage(PEER, ARRIVES, commit))
     commands = worker.handle(doors.DigestsChecked(ARRIVES, None))

@@ -269,7 +269,7 @@ def committed(computing: Computing, offered: list[Command]) -> list[Command]:
     key, num_pages = HandoffKey(*computing.each.key), len(grant.pages)
     computing.handle(doors.SenderMessage(computing.holder, key, PagesLanded((7,) * num_pages)))
     computing.handle(doors.DigestsChecked(key, None))
-    commit = Commit.of(grant, Capsule((grant.first_page + num_pages) * PAGE_SIZE, ()))
+    commit = Commit(grant.capability, Capsule((grant.first_page + num_pages) * PAGE_SIZE, ()))
     return computing.handle(doors.SenderMessage(computing.holder, key, commit))
 
 

@@ -67,7 +67,7 @@ class Worker(LoneCore):
         self.handle(Cancelled(REQUEST, self.key.attempt))
 
     def commit(self, grant: Grant) -> None:
-        self.say(Commit.of(grant, capsule(len(PROMPT), (0, 7))))
+        self.say(Commit(grant.capability, capsule(len(PROMPT), (0, 7))))
 
 
 def num_kept(worker: Worker) -> int:

@@ -9,7 +9,7 @@ from lone_core import VOCAB, LoneCore, job, key_of
 
 from pdserve.decode_worker.incoming import check_capsule
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, WorkerId
 from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, PagesLanded, Peer, Quiesced, Tail
 from pdserve.sampling import SampledToken
@@ -27,7 +27,7 @@ class Worker(LoneCore):
         super().__init__(**rules)  # type: ignore[arg-type]
         self.handle(doors.SenderAttached(P))
         (self.grant,) = [c.message for c in self.place(JOB, source=P) if isinstance(c, doors.ToSender)]
-        self.good = Commit.of(self.grant, CAPSULE)
+        self.good = Commit(self.grant.capability, CAPSULE)
         self.landed = PagesLanded((1,) * len(self.grant.pages))
 
     def say(self, event: receiver.Event, peer: Peer = P, key: HandoffKey = KEY) -> list[Command]:
@@ -40,9 +40,6 @@ class Worker(LoneCore):
 
 FORGED: dict[Refusal, Callable[[Commit], Commit]] = {
     Refusal.CAPABILITY: lambda good: replace(good, capability=b"?" * 16),
-    Refusal.REGION: lambda good: replace(good, region=1),
-    Refusal.PAGE: lambda good: replace(good, pages=(PageId(15), *good.pages[1:])),
-    Refusal.GENERATION: lambda good: replace(good, generations=(Generation(0), *good.generations[1:])),
     Refusal.MALFORMED: lambda good: replace(good, capsule=capsule(6, (0, 7))),
 }
 

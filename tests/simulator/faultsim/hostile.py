@@ -6,15 +6,12 @@ from faultsim.cluster import Cluster
 from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError
 from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import sender
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.doors import DigestsChecked, ReceiverMessage, SenderMessage, ToReceiver
 from pdserve.kvtransfer.session import (
     Capsule,
     Commit,
-    FromReceiver,
     FromSender,
-    Grant,
     HandoffKey,
     PagesLanded,
     Peer,
@@ -91,21 +88,14 @@ class Hostile:
         """Speak as the sender of a hand-off with something wrong about it."""
         granted = list(worker.doors.granted)
         if not granted or self._rng.random() < 0.2:
-            return SenderMessage(NOBODY, UNKNOWN, Commit(0, (), (), b"?" * 16, CAPSULE))
+            return SenderMessage(NOBODY, UNKNOWN, Commit(b"?" * 16, CAPSULE))
         peer, key, grant, length = self._rng.choice(granted)
-        good = Commit.of(grant, Capsule(length, CAPSULE.tails))
-        older = tuple(Generation(generation - 1) for generation in grant.generations)
+        good = Commit(grant.capability, Capsule(length, CAPSULE.tails))
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
         events: list[tuple[Peer, FromSender]] = [
             (peer, replace(good, capability=b"?" * 16)),
             (peer, PagesLanded((0,) * (len(grant.pages) + 1))),
-            (peer, replace(good, generations=older)),
-            (peer, replace(good, pages=(*grant.pages[1:], PageId(10**6)))),
-            (peer, replace(good, region=1)),
-            (
-                peer,
-                replace(good, capsule=Capsule(length, (*CAPSULE.tails, STRANGER))),
-            ),
+            (peer, replace(good, capsule=Capsule(length, (*CAPSULE.tails, STRANGER)))),
             (peer, replace(good, capsule=Capsule(length, ()))),
             (peer, replace(good, capsule=Capsule(length + 1, CAPSULE.tails))),
             (past, good),
@@ -120,14 +110,7 @@ class Hostile:
             return ReceiverMessage(NOBODY, UNKNOWN, Taken())
         peer, key = self._rng.choice(sending)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
-        skewed = Grant(0, (PageId(0), PageId(1)), (Generation(1),), b"?" * 16, 4.0)
-        events: list[tuple[Peer, FromReceiver | sender.CopyStopped]] = [
-            (past, Taken()),
-            (past, Withdrawn("forged")),
-            (peer, skewed),
-        ]
-        who, event = self._rng.choice(events)
-        return ReceiverMessage(who, key, event)
+        return ReceiverMessage(past, key, self._rng.choice((Taken(), Withdrawn("forged"))))
 
 
 def _state(worker: WorkerProcess) -> tuple[object, ...]:
