@@ -15,7 +15,6 @@ from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import Claim
 from pdserve.kvtransfer.session import (
-    DigestPolicy,
     Grant,
     HandoffKey,
     Pages,
@@ -67,12 +66,12 @@ class Arrival:
 class Granting:
     """One process's grants: their capabilities are under a key that never leaves it."""
 
-    def __init__(self, scheduler: Scheduler, room: Room, key: bytes, digests: DigestPolicy, lease_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, room: Room, key: bytes, lease_s: float, *, checks_digests: bool) -> None:
         self._scheduler = scheduler
         self._room = room
         self._key = key
-        self._digests = digests
         self._lease_s = lease_s
+        self._checks_digests = checks_digests
 
     def reserve(self, expected: Expected, num_coming: int) -> Arrival | None:
         """Set pages aside for a hand-off, beside what runs and `num_coming` sequences; or None, and change nothing."""
@@ -96,7 +95,7 @@ class Granting:
         generations = cache.pool.generations(pages)
         capability = mint_capability(self._key, expected.key, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._lease_s)
-        half = receiver.Receiver(grant, cache.page_size, checks_digests=self._digests.checks(expected.key))
+        half = receiver.Receiver(grant, cache.page_size, checks_digests=self._checks_digests)
         return Arrival(expected, half, reused)
 
     def settle(self, arrival: Arrival) -> None:

@@ -3,9 +3,7 @@
 The halves themselves are `sender.Sender` and `receiver.Receiver`: state machines without I/O.
 """
 
-import hashlib
 import hmac
-from enum import Enum
 from struct import pack
 from typing import NamedTuple
 
@@ -15,7 +13,6 @@ from pdserve.values import value
 
 Pages = tuple[PageId, ...]
 CAPABILITY_BYTES = 16
-SAMPLED_ONE_IN = 16
 MIN_LEASE_S = 1.0  # two beats: nobody can keep a shorter one
 
 
@@ -101,21 +98,6 @@ class Withdrawn:
 
 FromSender = PagesLanded | Commit | Quiesced
 FromReceiver = Grant | Taken | Withdrawn
-
-
-class DigestPolicy(Enum):
-    """Of which hand-offs the digests are checked before their pages are used."""
-
-    ALWAYS = "always"
-    SAMPLED = "sampled"
-    OFF = "off"
-
-    def checks(self, handoff: HandoffKey) -> bool:
-        """Return whether digests of a hand-off are checked: of the same ones in every process, when sampled."""
-        if self is not DigestPolicy.SAMPLED:
-            return self is DigestPolicy.ALWAYS
-        name = handoff.request_id + handoff.attempt.to_bytes(4, "big")
-        return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") % SAMPLED_ONE_IN == 0
 
 
 def mint_capability(key: bytes, handoff: HandoffKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:

@@ -215,8 +215,8 @@ class WorkerConfig(ClientsConfig):
         le=3600.0,
         description="Seconds after which a worker that sends pages here and is silent loses what it was granted.",
     )
-    digests: Literal["always", "sampled", "off"] = Field(
-        "always", description="Of which hand-offs page digests are checked; sampled: of one in sixteen."
+    digests: Literal["always", "off"] = Field(
+        "always", description="Whether digests of pages that arrive are compared before the pages are used."
     )
     slow_pair_bytes_per_s: int = Field(
         500_000_000, ge=0, description="Bandwidth to another worker below which the pair is called slow; 0: never."

@@ -14,7 +14,7 @@ from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.step import StepPlan
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.kvtransfer.session import Peer
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.profile import Profile
@@ -249,7 +249,7 @@ class Builder:
         cache = KvCache(num_pages, self.page_size, self._cache_hasher)
         scheduler = LeapingScheduler(cache, limits, output_length)
         # Nobody is lost, or falls silent.
-        rules = Rules(MAX_TASKS, DigestPolicy.OFF, 1.0, lease_s=3600.0, role=role, step_tokens=step_tokens)
+        rules = Rules(MAX_TASKS, False, 1.0, lease_s=3600.0, role=role, step_tokens=step_tokens)
         core = WorkerCore(scheduler, ALL_IDS, self.page_bytes, b"simulated", rules)
         peer = Peer(WorkerId(name), Incarnation(link))
         scheduler.cache.take_changes()  # from now on they are noted

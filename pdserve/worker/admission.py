@@ -11,7 +11,6 @@ from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.roles import Role, lacks_pages
 from pdserve.sampling import MAX_SEQUENCES
 from pdserve.token_ids import ALL_IDS, largest
@@ -27,7 +26,7 @@ class Rules:
     """What an operator may set of a worker's decisions. The defaults are the configuration's."""
 
     max_tasks: int
-    digests: DigestPolicy
+    checks_digests: bool
     max_quarantined_share: float  # of all pages; above it, only another process has enough of them
     lease_s: float  # a sender that says nothing for so long has lost its grants
     role: Role  # at the start

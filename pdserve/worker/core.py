@@ -47,7 +47,7 @@ class WorkerCore:
         self._starting = Starting(scheduler, self._room)
         self._tasks = Tasks(scheduler, self._starting)
         self.outgoing = Outgoing(pool, page_bytes, rules.max_tasks)
-        granting = Granting(scheduler, self._room, capability_key, rules.digests, rules.lease_s)
+        granting = Granting(scheduler, self._room, capability_key, rules.lease_s, checks_digests=rules.checks_digests)
         self.incoming = Incoming(scheduler, granting, rules.lease_s, vocab_size)
         self._moves = Moves(scheduler, self.outgoing, self._tasks)
         self._fetches = Fetches(scheduler, self._tasks, self._starting, self.outgoing, self.incoming)

@@ -28,7 +28,7 @@ from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
-from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.kvtransfer.session import Peer
 from pdserve.metrics import Sample, connection_samples, span_samples
 from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
@@ -158,7 +158,7 @@ async def assemble(
     listener.guard(mover)
     rules = Rules(
         max_tasks=MAX_WORKER_TASKS,
-        digests=DigestPolicy(config.digests),
+        checks_digests=config.digests == "always",
         max_quarantined_share=config.max_quarantined_share,
         lease_s=config.lease_s,
         role=config.role,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from pdserve.config import WorkerConfig
-from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.roles import Role
 from pdserve.worker.admission import Rules
 
@@ -12,5 +11,5 @@ def default_rules(**changes: object) -> Rules:
     """Return those rules, with room for 64 requests, of a decode worker, but for what is changed."""
     default = {name: field.default for name, field in WorkerConfig.model_fields.items()}
     share, lease_s = default["max_quarantined_share"], default["lease_s"]
-    rules = Rules(64, DigestPolicy(default["digests"]), share, lease_s, Role.DECODE)
+    rules = Rules(64, default["digests"] == "always", share, lease_s, Role.DECODE)
     return replace(rules, **changes)  # type: ignore[arg-type]

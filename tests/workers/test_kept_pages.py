@@ -9,7 +9,7 @@ from lone_core import PAGE_SIZE, LoneCore
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Commit, DigestPolicy, Grant, HandoffKey, PagesLanded, Peer, Quiesced
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
@@ -24,9 +24,9 @@ REQUEST = RequestId(b"r" * 16)
 class Worker(LoneCore):
     """A decode worker's core, attached to a sender."""
 
-    def __init__(self, digests: DigestPolicy = DigestPolicy.ALWAYS, max_num_seqs: int = 8) -> None:
+    def __init__(self, max_num_seqs: int = 8, *, checks_digests: bool = True) -> None:
         hasher = PrefixHasher(b"secret", "model", PAGE_SIZE)
-        super().__init__(NUM_PAGES, hasher=hasher, max_num_seqs=max_num_seqs, digests=digests)
+        super().__init__(NUM_PAGES, hasher=hasher, max_num_seqs=max_num_seqs, checks_digests=checks_digests)
         self.handle(doors.SenderAttached(P))
         self.attempt = -1
 
@@ -125,7 +125,7 @@ def test_nothing_is_found_of_pages_that_a_sender_may_still_write() -> None:
 
 
 def test_without_checks_nothing_is_kept_of_a_hand_off_that_fails() -> None:
-    worker = Worker(DigestPolicy.OFF)
+    worker = Worker(checks_digests=False)
     worker.place_next()
     worker.land(5)
     worker.quiesce()

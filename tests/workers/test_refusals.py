@@ -11,7 +11,7 @@ from pdserve.decode_worker.incoming import check_capsule
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, PageId, WorkerId
 from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, PagesLanded, Peer, Quiesced, Tail
+from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded, Peer, Quiesced, Tail
 from pdserve.sampling import SampledToken
 from pdserve.worker.messages import Command, Progress
 
@@ -121,7 +121,7 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
 
 
 def test_with_digests_off_a_commit_joins_the_batch_at_once() -> None:
-    worker = Worker(digests=DigestPolicy.OFF)
+    worker = Worker(checks_digests=False)
     assert worker.say(worker.landed) == []
     commands = worker.say(worker.good)
     assert [c.stage.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]

@@ -27,7 +27,7 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.kvtransfer.greeting import Introduction
-from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.kvtransfer.session import Peer
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.worker.admission import Rules
@@ -77,7 +77,7 @@ class WorkerProcess(Host):
         layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
         self.introduction = Introduction(self.peer, layout)
         key = self.world.rng.randbytes(16)
-        rules = Rules(size.max_tasks, DigestPolicy.ALWAYS, MAX_QUARANTINED_SHARE, lease_s, role)
+        rules = Rules(size.max_tasks, True, MAX_QUARANTINED_SHARE, lease_s, role)
         self.core = WorkerCore(self.scheduler, size.vocab_size, self.runner.page_bytes, key, rules)
         self.copy_faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
