@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import os
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +16,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from pdserve.checkpoint.fetch import default_cache_dir
 from pdserve.errors import ConfigError, RequestError
-from pdserve.files import write_atomically
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
 from pdserve.sampling import SamplingParams
@@ -36,27 +33,16 @@ if TYPE_CHECKING:
 PART_BYTES = 2**25  # hashed by one thread at a time
 READ_BYTES = 2**20  # fits a core's cache
 MAX_THREADS = 8
-MAX_REMEMBERED = 256
-SETTLED_S = 2.0  # a file changed later than that may change again without its time showing it
 
 
-def file_digest(path: Path, cache_dir: Path, wall_clock: Callable[[], float] = time.time) -> str:
-    """Return a digest of the file's bytes, XXH3 over XXH3 digests of its parts; OSError if it cannot be read."""
-    stat = path.stat()
-    known_by = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-    remembered = cache_dir / "-".join(f"{number:x}" for number in known_by)
-    digest = _read(remembered)
-    if digest is None:
-        digest = _computed(path, stat.st_size)
-        if wall_clock() - max(stat.st_mtime, stat.st_ctime) > SETTLED_S:
-            _remember(remembered, digest)
-    return digest
+def file_digest(path: Path) -> str:
+    """Return a digest of the file's bytes, XXH3 over XXH3 digests of its parts; OSError if it cannot be read.
 
-
-def _computed(path: Path, size: int) -> str:
-    starts = range(0, size, PART_BYTES)
+    Parts are hashed side by side, in less time than the same bytes take to be loaded.
+    """
+    size = path.stat().st_size
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "fingerprint") as threads:
-        parts = b"".join(threads.map(_part_digest, repeat(path), starts))
+        parts = b"".join(threads.map(_part_digest, repeat(path), range(0, size, PART_BYTES)))
     return xxhash.xxh3_128_hexdigest(parts + size.to_bytes(8, "little"))
 
 
@@ -70,27 +56,6 @@ def _part_digest(path: Path, start: int) -> bytes:
             hasher.update(buffer[:count])
             left -= count
     return hasher.digest()
-
-
-def _read(remembered: Path) -> str | None:
-    try:
-        digest = remembered.read_text()
-        os.utime(remembered)  # the least recently used go first
-    except (OSError, ValueError):
-        return None
-    is_whole = len(digest) == 2 * xxhash.xxh3_128().digest_size and digest.isalnum()
-    return digest if is_whole else None
-
-
-def _remember(target: Path, digest: str) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, digest)
-        by_age = sorted(target.parent.iterdir(), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-        for file in by_age[MAX_REMEMBERED:]:
-            file.unlink(missing_ok=True)
-    except OSError:
-        return  # a cache that cannot be written
 
 
 Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor | Groups"]]
@@ -172,7 +137,7 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode())
         for path in self.weight_files:
             try:
-                digest.update(f"\n{file_digest(path, default_cache_dir() / 'fingerprints')}".encode())
+                digest.update(f"\n{file_digest(path)}".encode())
             except OSError as error:
                 raise ConfigError(f"{path}: {error.strerror}") from error
         return digest.hexdigest()
