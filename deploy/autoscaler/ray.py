@@ -33,7 +33,7 @@ from pdserve.errors import ConfigError, first_of
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import runtime_dir
 from pdserve.launch.owner import OWNER, Order, OwnedWorker, Owner, end_former, machine
-from pdserve.launch.plan import WorkerPlans, WorkerTemplate
+from pdserve.launch.plan import WorkerTemplate
 from pdserve.launch.service import WORKERS_END_S
 from pdserve.roles import Role
 
@@ -163,7 +163,6 @@ class ActorActuator:
         self._router = router
         self._settings = settings
         self._num_devices = num_devices
-        self._plans = WorkerPlans(template.spec, template.wiring)
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="ray")
         self._prefix = f"pdserve/{template.spec.name}/"
         self._seen: dict[str, OwnedWorker] = {}  # as their actors last reported them
@@ -256,11 +255,9 @@ class ActorActuator:
             return
         self._ledger(name).role = role
         self._request_nodes({**self._roles, name: role})
-        self._plans.keep(self._roles)
-        child = self._plans.add(name, role)
         spec = self._template.spec
         order = Order(
-            spec=child,
+            spec=self._template.worker(name, role),
             cluster=spec.name,
             routers=(self._template.wiring.router,),
             secret_file=self._template.wiring.secret_file,

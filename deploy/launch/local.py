@@ -40,7 +40,6 @@ from pdserve.launch.plan import (
     WORKER_ROLES,
     ClusterSpec,
     Wiring,
-    WorkerPlans,
     WorkerTemplate,
     plan,
     threads_each,
@@ -246,11 +245,11 @@ async def running(
             certificates=_certificates(spec, folder),
             shared_weights_dir=default_cache_dir() / "weights",
         )
-        workers = WorkerPlans(spec, wiring)
-        children, environment = plan(spec, wiring, workers), dict(os.environ)
+        template = WorkerTemplate(spec, wiring)
+        children, environment = plan(template), dict(os.environ)
         supervisor = Supervisor(children, folder / "logs", MonotonicClock(), environment=environment, backoff=backoff)
         cluster = LocalCluster(_state(spec, wiring), supervisor, listener)
-        endpoint = LauncherEndpoint(supervisor, workers, spec, cluster.serves)
+        endpoint = LauncherEndpoint(supervisor, template, cluster.serves)
         try:
             identity_dir = wiring.identity_dir(Part.OPERATOR)
             async with (

@@ -2,9 +2,8 @@
 
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +18,6 @@ ProcessRole = Role | Literal["router", "autoscaler"]
 WORKER_ROLES = tuple(Role)
 WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")  # a log file is called so
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
-ANY_PORT = ("*", "0")
-MAX_PORT = 65535
 # -P: the working folder is not searched for modules; ours has some with other packages' names.
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
 
@@ -68,6 +65,11 @@ class ClusterSpec:
         for key, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             if number < 0 or (number == 0 and self.num_mixed < 1):
                 raise ConfigError(f"--{key}: {number} is refused: at least one worker is needed, or a mixed one")
+        for key in PUBLISHED:
+            for endpoint in {str(self.flags_of(role).get(key, "")) for role in WORKER_ROLES}:
+                if endpoint.startswith("tcp://") and not endpoint.endswith((":*", ":0")):
+                    text = f"{endpoint} can be one worker's alone: with * as its port, each takes a free one"
+                    raise ConfigError(f"--{key.replace('_', '-')}: {text}")
         if self.tls and self.elsewhere:
             raise ConfigError("--tls: workers on other machines would need certificates there")
         if self.num_mixed < 0:
@@ -110,14 +112,6 @@ class Wiring:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTemplate:
-    """What the workers of a cluster have in common, for who starts them on other machines."""
-
-    spec: ClusterSpec
-    wiring: Wiring
-
-
-@dataclass(frozen=True, slots=True)
 class ChildSpec:
     """One process to keep running."""
 
@@ -136,48 +130,32 @@ class ChildSpec:
         return (*self.command, *flag_arguments({"incarnation": incarnation}))
 
 
-class WorkerPlans:
-    """Which command starts a worker: as all the others, but for its name, its role and where it publishes KV events.
+@dataclass(frozen=True, slots=True)
+class WorkerTemplate:
+    """What the workers of a cluster have in common, for whoever starts them."""
 
-    As in vLLM, which counts its data-parallel ranks so, each worker's port for KV events is one further than the last
-    one's; a port is free again when its worker is gone. A path gets the worker's name; where any free port is asked
-    for, all may ask.
-    """
+    spec: ClusterSpec
+    wiring: Wiring
 
-    def __init__(self, spec: ClusterSpec, wiring: Wiring) -> None:
-        routers = (wiring.router,)
-        self._shared = {**_shared(spec, wiring, Part.WORKER), "routers": routers, "num_threads": wiring.num_threads}
-        self._shared["shared_weights_dir"] = wiring.shared_weights_dir
-        self._spec = spec
-        self._endpoints: dict[str, dict[str, str]] = {}  # by worker
-        self._places: dict[str, int] = {}  # by worker: how much further its ports are
-
-    def add(self, name: str, role: Role) -> ChildSpec:
-        """Return a worker to start; ConfigError where its endpoints would be another worker's."""
-        place = next(number for number in count() if number not in self._places.values())
-        flags = self._spec.flags_of(role)
-        own = {key: _own_endpoint(key, str(flags[key]), place, name) for key in PUBLISHED if key in flags}
-        users = {
-            port: _user(worker, key)
-            for worker, endpoints in self._endpoints.items()
-            for key, endpoint in endpoints.items()
-            if (port := _port(endpoint)) not in ANY_PORT
+    def worker(self, name: str, role: Role) -> ChildSpec:
+        """Return a worker to start. A path at which it publishes KV events gets its name."""
+        spec, wiring = self.spec, self.wiring
+        flags: dict[str, object] = {
+            **_shared(spec, wiring, Part.WORKER),
+            "routers": (wiring.router,),
+            "num_threads": wiring.num_threads,
+            "shared_weights_dir": wiring.shared_weights_dir,
+            **spec.flags_of(role),
         }
-        for key, endpoint in own.items():
-            user, port = _user(name, key), _port(endpoint)
-            if port not in ANY_PORT and users.setdefault(port, user) != user:
-                raise ConfigError(f"{user}: {endpoint} is {users[port]} too; each worker needs its own")
-        self._endpoints[name], self._places[name] = own, place
-        return _child(name, role, "worker", {**self._shared, **flags, **own, "worker_id": name, "role": role})
-
-    def keep(self, names: Collection[str]) -> None:
-        """Forget all workers but these: the others are gone."""
-        self._endpoints = {name: own for name, own in self._endpoints.items() if name in names}
-        self._places = {name: place for name, place in self._places.items() if name in names}
+        for key in PUBLISHED:
+            if (endpoint := str(flags.get(key, ""))).startswith("ipc://"):
+                flags[key] = f"{endpoint}.{name}"
+        return _child(name, role, "worker", {**flags, "worker_id": name, "role": role})
 
 
-def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[ChildSpec, ...]:
+def plan(template: WorkerTemplate) -> tuple[ChildSpec, ...]:
     """Return the processes with which a cluster begins, the router first."""
+    spec, wiring = template.spec, template.wiring
     router = {
         **_shared(spec, wiring, Part.ROUTER),
         **_shown_to_clients(wiring),
@@ -192,7 +170,7 @@ def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[Child
     }
     counts = dict(zip(WORKER_ROLES, (spec.num_prefill, spec.num_decode, spec.num_mixed), strict=True))
     names = [(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
-    children = [] if spec.elsewhere else [workers.add(name, role) for name, role in names]
+    children = [] if spec.elsewhere else [template.worker(name, role) for name, role in names]
     if spec.autoscaling is not None:
         flags = {"policy": spec.autoscaling, "name": spec.name, **spec.autoscaler_flags}
         command = (*PDSERVE, "autoscale", "run", *flag_arguments(flags))
@@ -214,25 +192,6 @@ def _shown_to_clients(wiring: Wiring) -> Flags:
         return {}
     certificate, key = public_files(wiring.certificates)
     return {"ssl_certfile": certificate, "ssl_keyfile": key}
-
-
-def _user(worker: str, key: str) -> str:
-    return f"{worker}'s --{key.replace('_', '-')}"
-
-
-def _port(endpoint: str) -> str:
-    return endpoint.rpartition(":")[2]
-
-
-def _own_endpoint(key: str, endpoint: str, place: int, worker: str) -> str:
-    if not endpoint.startswith("tcp://"):
-        return f"{endpoint}.{worker}"
-    host, _, port = endpoint.rpartition(":")
-    if port in ANY_PORT:
-        return endpoint
-    if not port.isdecimal() or int(port) + place > MAX_PORT:
-        raise ConfigError(f"--{key.replace('_', '-')}: {endpoint} leaves {worker} no port")
-    return f"{host}:{int(port) + place}"
 
 
 def threads_each(num_workers: int, num_cores: int) -> int | None:

@@ -9,9 +9,9 @@ import grpc
 
 from pdserve.certificates import Part
 from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError, echo
+from pdserve.errors import echo
 from pdserve.launch.folder import ProcessState
-from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, ClusterSpec, WorkerPlans
+from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, WorkerTemplate
 from pdserve.launch.supervisor import Supervisor
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
@@ -33,13 +33,13 @@ class LauncherEndpoint(LauncherServiceServicer):
     """Starts and stops workers among the children of a supervisor."""
 
     def __init__(
-        self, supervisor: Supervisor, plans: WorkerPlans, spec: ClusterSpec, is_ready: Callable[[ProcessState], bool]
+        self, supervisor: Supervisor, template: WorkerTemplate, is_ready: Callable[[ProcessState], bool]
     ) -> None:
         """`is_ready`: whether a worker's process serves, as far as routers have reported it."""
         self._supervisor = supervisor
-        self._plans = plans
-        self._max_workers = spec.most_workers
-        self._end_within_s = spec.drain_timeout_s + WORKERS_END_S
+        self._template = template
+        self._max_workers = template.spec.most_workers
+        self._end_within_s = template.spec.drain_timeout_s + WORKERS_END_S
         self._is_ready = is_ready
 
     async def ListWorkers(  # noqa: N802
@@ -66,11 +66,7 @@ class LauncherEndpoint(LauncherServiceServicer):
                 leaving = sum(process.leaving for process in workers.values())
                 text = f"--max-workers: {len(workers)} are there, of which {leaving} drain; {self._max_workers} may be"
                 await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-            self._plans.keep(workers)
-            try:
-                self._supervisor.add(self._plans.add(name, role))
-            except ConfigError as error:
-                await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            self._supervisor.add(self._template.worker(name, role))
         elif workers[name].leaving:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker_id: {name} is still draining")
         return launcher.StartWorkerResponse()

@@ -179,9 +179,8 @@ def up(
     With --policy, an autoscaler starts and ends workers, and changes their roles, as the policy says. With --on ray,
     only the router and it run here; workers are owned by actors of Ray, which outlive a second Ctrl-C.
 
-    Each flag goes to every process that has it, and overrides the file of --config. Of an endpoint for KV events each
-    worker takes one of its own: the first one's port is as given, each further worker's is one higher; of a path, it
-    ends in the worker's name.
+    Each flag goes to every process that has it, and overrides the file of --config. A path at which
+    workers publish KV events gets each worker's name, and a port there has to be *: each takes a free one.
     """
     from pdserve.cli.cluster_file import read_cluster
     from pdserve.cli.running import Terminal, serve_until_signal

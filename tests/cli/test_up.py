@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.launch.folder import ClusterState, free_port, read_state
+from pdserve.launch.folder import ClusterState, read_state
 
 pytestmark = pytest.mark.slow
 
@@ -87,16 +87,13 @@ def until_every_page_is_free() -> None:
 @pytest.mark.slow
 def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    port = free_port("127.0.0.1")
     file = tmp_path / "cluster.yaml"
     file.write_text(f"{CLUSTER}  decode: {{<<: *small, max_num_seqs: 5}}\n")
-    with up("--config", str(file), "--kv-events-endpoint", f"tcp://127.0.0.1:{port}") as state:
+    with up("--config", str(file), "--kv-events-endpoint", "tcp://127.0.0.1:*") as state:
         endpoints = {process.name: process.kv_events_endpoint for process in state.processes}
-        assert endpoints == {
-            "router": "",
-            "prefill-0": f"tcp://127.0.0.1:{port}",
-            "decode-0": f"tcp://127.0.0.1:{port + 1}",
-        }
+        assert endpoints.pop("router") == ""
+        assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints.values())
+        assert len(set(endpoints.values())) == 2
         assert f"decode-0 publishes KV events on {endpoints['decode-0']}" in pdserve_("status")
         workers = [each["registration"] for each in json.loads(pdserve_("status", "--json"))["workers"]]
         assert {(each["worker_id"], each["max_num_seqs"]) for each in workers} == {("prefill-0", 64), ("decode-0", 5)}
