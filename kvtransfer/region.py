@@ -1,8 +1,8 @@
 """The KV pages of a process: where they lie, what their digests are, and how another process learns of them.
 
 Digests are 64 bits a page. They find torn and foreign pages, not forgeries. Both ends of a hand-off take the same kind:
-it is part of what their layouts must agree on. `xxh3` is the fastest on a CPU. `splitmix64` is what a GPU computes in
-place (`kernels.pageio.page_digests`); it is here for a CPU that exchanges pages with a GPU.
+it is part of what their layouts must agree on. `xxh3` is the fastest on a CPU; `splitmix64` is what a GPU computes in
+place (`kernels.pageio.page_digests`).
 """
 
 import struct
@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 
 from pdserve.errors import ProtocolError
-from pdserve.kvlayout import PageDigest
 from pdserve.kvtransfer.session import Pages
 
 ByteRows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
@@ -34,9 +33,6 @@ _VERSION = 1
 _HEADER = struct.Struct("!4sHiQQQQQI")
 _HOST = -1
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
@@ -53,12 +49,12 @@ class Region:
     gpu: int | None = None  # whose memory it is; None: the host's
 
     @classmethod
-    def of(cls, view: ByteRows, digest: PageDigest = "xxh3") -> "Region":
+    def of(cls, view: ByteRows) -> "Region":
         """Return the region that a contiguous [num_pages, page_bytes] array is."""
         if not view.flags.c_contiguous:
             raise ValueError("view: pages do not follow one another")
         probe = np.zeros((num_probe_rows(view.shape[1]), view.shape[1]), np.uint8)
-        return cls(view, probe, view.ctypes.data, probe.ctypes.data, host_digests(digest, view))
+        return cls(view, probe, view.ctypes.data, probe.ctypes.data, partial(_xxh3, view))
 
     @property
     def num_pages(self) -> int:
@@ -119,24 +115,6 @@ def num_probe_rows(page_bytes: int) -> int:
     return max(1, PROBE_BYTES // page_bytes)
 
 
-def host_digests(kind: PageDigest, view: ByteRows) -> Digests:
-    """Return what computes digests of pages in the host's memory, row i of `view` being page i."""
-    return partial(_xxh3 if kind == "xxh3" else _splitmix64, view)
-
-
 def _xxh3(view: ByteRows, pages: Pages) -> tuple[int, ...]:
     """XXH3, seed 0. Other threads run meanwhile."""
     return tuple(xxhash.xxh3_64_intdigest(view[page]) for page in pages)
-
-
-def _splitmix64(view: ByteRows, pages: Pages) -> tuple[int, ...]:
-    """Add up splitmix64's finalizer (Steele, Lea, Flood, OOPSLA 2014) of each word + golden ratio * (its index + 1)."""
-    words = view.view(np.uint64)
-    offsets = _GOLDEN * np.arange(1, words.shape[1] + 1, dtype=np.uint64)
-    return tuple(int(_mixed(words[page] + offsets).sum()) for page in pages)
-
-
-def _mixed(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    z = (z ^ (z >> np.uint64(30))) * _MIX[0]
-    z = (z ^ (z >> np.uint64(27))) * _MIX[1]
-    return z ^ (z >> np.uint64(31))

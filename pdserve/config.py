@@ -233,10 +233,6 @@ class WorkerConfig(ClientsConfig):
         description="What carries pages between workers; collective is torch.distributed's gloo over TCP, "
         "and copies a GPU's pages through host memory.",
     )
-    page_digest: Literal["auto", "xxh3", "splitmix64"] = Field(
-        "auto",
-        description="How digests of pages are taken, the same in both pools. auto: xxh3 on a CPU, splitmix64 on a GPU.",
-    )
     test_fail_copies: float = Field(
         0.0, ge=0.0, le=1.0, description="For testing alone: share of the copies between workers that are made to fail."
     )

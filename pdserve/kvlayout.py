@@ -6,7 +6,7 @@ A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]`.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-PageDigest = Literal["xxh3", "splitmix64"]  # how 64 bits are made of a page's bytes: `kvtransfer.digest`
+PageDigest = Literal["xxh3", "splitmix64"]  # how 64 bits are made of a page's bytes: `kvtransfer.region`
 PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -19,7 +19,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.kvlayout import KvLayout, PageDigest
+from pdserve.kvlayout import KvLayout
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
@@ -73,7 +73,7 @@ def build_engine(
         head_dim=model_config.head_dim,
         page_size=config.page_size,
         dtype=dtype,
-        page_digest=page_digest(config),
+        page_digest="splitmix64" if config.device == "cuda" else "xxh3",
     )
     device = engine_device(config)
     num_pages = pages_asked_for(config, layout, device)
@@ -104,15 +104,6 @@ def engine_device(config: WorkerConfig) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, and torch sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def page_digest(config: WorkerConfig) -> PageDigest:
-    """Return how digests of pages are taken; ConfigError if the device cannot take the one asked for."""
-    if config.page_digest == "auto":
-        return "splitmix64" if config.device in KERNEL_DEVICES else "xxh3"
-    if config.device == "cuda" and config.page_digest != "splitmix64":
-        raise ConfigError(f"page_digest: {config.page_digest} is not taken of pages in GPU memory, splitmix64 is")
-    return config.page_digest
 
 
 def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Limits:

@@ -46,7 +46,7 @@ def kv_region(engine: Engine) -> Region:
     """Return an engine's pages: page i is row i of the view."""
     kv = engine.runner.kv
     view = kv.view(torch.uint8).view(len(kv), -1)
-    return Region.of(view.numpy(), engine.layout.page_digest) if view.device.type == "cpu" else device_region(view)
+    return Region.of(view.numpy()) if view.device.type == "cpu" else device_region(view)
 
 
 def device_region(view: Tensor) -> Region:

@@ -8,7 +8,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout
-from pdserve.worker.boot import engine_device, page_digest, pages_asked_for
+from pdserve.worker.boot import engine_device, pages_asked_for
 
 
 def config_of(**settings: object) -> WorkerConfig:
@@ -38,24 +38,6 @@ def test_a_gpu_is_refused_for_no_movers_sake(mover: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert engine_device(config_of(device="cuda", mover=mover)) == torch.device("cuda", 1)
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "taken"),
-    [
-        ("cpu", "auto", "xxh3"),
-        ("cuda", "auto", "splitmix64"),
-        ("interpreter", "auto", "splitmix64"),
-        ("cpu", "splitmix64", "splitmix64"),
-    ],
-)
-def test_a_gpu_takes_the_digest_that_it_computes_in_place(device: str, asked: str, taken: str) -> None:
-    assert page_digest(config_of(device=device, page_digest=asked)) == taken
-
-
-def test_a_digest_that_a_gpu_does_not_take_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^page_digest: xxh3 is not taken of pages in GPU memory"):
-        page_digest(config_of(device="cuda", page_digest="xxh3"))
 
 
 def test_memory_that_holds_no_page_is_refused() -> None:
