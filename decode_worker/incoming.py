@@ -105,7 +105,7 @@ class Incoming:
         if expected.is_move:
             self._moves[expected.key] = arrival
         is_offered = not expected.is_move and self._leases.holds(expected.peer)
-        offered = self._advance(arrival, receiver.SenderAttached()) if is_offered else []
+        offered = self._advance(arrival, doors.SenderAttached(expected.peer)) if is_offered else []
         return [doors.Reserved(expected.key, len(arrival.reused)), *offered]
 
     def _offer_moves(self, now_s: float) -> list[Result]:
@@ -117,7 +117,7 @@ class Incoming:
         for move in waiting:
             if self._leases.holds(move.expected.peer):
                 move.offered_s = now_s
-                results += self._advance(move, receiver.SenderAttached())
+                results += self._advance(move, doors.SenderAttached(move.expected.peer))
         return results
 
     def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
@@ -131,25 +131,25 @@ class Incoming:
         match event:
             case doors.SenderMessage(peer, key, said):
                 return self._take(peer, key, said)
-            case doors.DigestsChecked(key, mismatch):
+            case doors.DigestsChecked(key):
                 arrival = self._arrivals.get(key)
-                return [] if arrival is None else self._advance(arrival, receiver.DigestsChecked(mismatch))
+                return [] if arrival is None else self._advance(arrival, event)
             case doors.SenderAttached(peer):
                 self._leases.begin(peer, now_s)
                 return self._attach(peer)
             case doors.SenderAlive(peer):
                 is_back = self._leases.renew(peer, now_s)
                 return self._attach(peer) if is_back else []
-            case doors.SenderLost(peer, reason):
+            case doors.SenderLost(peer):
                 self._leases.end(peer)
-                return self._advance_all(peer, receiver.SenderLost(reason))
+                return self._advance_all(peer, event)
             case doors.PeerGone(peer):
                 self._leases.end(peer)
                 lost = [expected.key for expected in self._ungranted if expected.peer == peer]
                 self._ungranted = [expected for expected in self._ungranted if expected.peer != peer]
                 reason = "the sender's process ended"
                 failed: list[Result] = [doors.NotAdmitted(key, Failure.PEER_LOST, reason) for key in lost]
-                return failed + self._advance_all(peer, receiver.SenderGone())
+                return failed + self._advance_all(peer, event)
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
         """Give up grants to senders whose leases have lapsed. Time in which this process was frozen does not count."""
@@ -188,7 +188,7 @@ class Incoming:
         """Offer a sender that can be reached its pages, but for those of continuations that move: they have a turn."""
         unoffered = receiver.State.RESERVED
         arrivals = [a for a in self._arrivals_of(peer) if not a.expected.is_move or a.receiver.state is not unoffered]
-        return [result for arrival in arrivals for result in self._advance(arrival, receiver.SenderAttached())]
+        return [result for arrival in arrivals for result in self._advance(arrival, doors.SenderAttached(peer))]
 
     def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
         return [result for arrival in self._arrivals_of(peer) for result in self._advance(arrival, event)]

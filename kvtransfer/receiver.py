@@ -8,6 +8,7 @@ import hmac
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
+from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
 from pdserve.kvtransfer.session import (
     Capsule,
     Commit,
@@ -33,25 +34,8 @@ class State(Enum):
 
 
 @value
-class SenderAttached:
-    """A stream from the sender is open."""
-
-
-@value
-class DigestsChecked:
-    mismatch: int | None  # position of the first page whose digest differs, of those under check
-
-
-@value
 class GaveUp:
     """The request ended here: cancelled or out of time."""
-
-    reason: str
-
-
-@value
-class SenderLost:
-    """The stream has ended. This proves nothing about writes under way."""
 
     reason: str
 
@@ -64,13 +48,8 @@ class LeaseLapsed:
 
 
 @value
-class SenderGone:
-    """The sender's process is known to have ended."""
-
-
-@value
 class CheckDigests:
-    """Compare the grant's pages from position `first` on. One check is under way at a time."""
+    """Compare the grant's pages from position `first` on; DigestsChecked follows. One check is under way at a time."""
 
     first: int
     digests: tuple[int, ...]
@@ -104,7 +83,7 @@ class Failed:
     reason: str
 
 
-Event = SenderAttached | DigestsChecked | GaveUp | SenderLost | LeaseLapsed | SenderGone | FromSender
+Event = SenderAttached | DigestsChecked | GaveUp | SenderLost | LeaseLapsed | PeerGone | FromSender
 Command = CheckDigests | Admit | QuarantinePages | FreePages | Failed | FromReceiver
 
 
@@ -131,23 +110,23 @@ class Receiver:
                 return self._landed(digests)
             case State.GRANTED, Commit():
                 return self._committed(event)
-            case ((State.GRANTED | State.LANDING | State.QUARANTINED), DigestsChecked(mismatch)):
+            case ((State.GRANTED | State.LANDING | State.QUARANTINED), DigestsChecked(_, mismatch)):
                 return self._checked(mismatch)
-            case State.RESERVED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
+            case State.RESERVED, (GaveUp(reason) | SenderLost(_, reason) | LeaseLapsed(reason)):
                 return (*_failures(event), Withdrawn(reason), *self._free())
-            case State.RESERVED, (Quiesced() | SenderGone()):
+            case State.RESERVED, (Quiesced() | PeerGone()):
                 return (*_failures(event), *self._free())
-            case State.GRANTED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
+            case State.GRANTED, (GaveUp(reason) | SenderLost(_, reason) | LeaseLapsed(reason)):
                 return (*_failures(event), *self._quarantine(reason))
-            case State.GRANTED, (Quiesced() | SenderGone()):
+            case State.GRANTED, (Quiesced() | PeerGone()):
                 return (*_failures(event), *self._free())
-            case State.QUARANTINED, (Quiesced() | SenderGone()):
+            case State.QUARANTINED, (Quiesced() | PeerGone()):
                 return self._free()
             case State.QUARANTINED, SenderAttached():
                 return (Withdrawn("given up while the stream was down"),)
             case State.LANDING, GaveUp(reason):
                 return (Withdrawn(reason), *self._free())  # a commit is proof: nothing is under way
-            case _, (SenderAttached() | Quiesced() | SenderLost() | LeaseLapsed() | SenderGone()):
+            case _, (SenderAttached() | Quiesced() | SenderLost() | LeaseLapsed() | PeerGone()):
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
             case _, (DigestsChecked() | GaveUp()):
                 return ()  # late news of a hand-off that is over
@@ -213,11 +192,11 @@ class Receiver:
 def _failures(event: Event) -> tuple[Failed, ...]:
     """Return what to report of an event that ends a hand-off. The router knows of requests that it ended itself."""
     match event:
-        case SenderLost(reason):
+        case SenderLost(_, reason):
             return (Failed(Failure.PEER_LOST, reason),)
         case LeaseLapsed(reason):
             return (Failed(Failure.LEASE_LAPSED, reason),)
-        case SenderGone():
+        case PeerGone():
             return (Failed(Failure.PEER_LOST, "the sender's process ended"),)
         case Quiesced(reason):
             return (Failed(Failure.SENDER_GAVE_UP, reason),)

@@ -9,21 +9,26 @@ from capsules import capsule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.ids import Generation, PageId
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
+from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
 from pdserve.kvtransfer.session import (
     Commit,
     FromReceiver,
     FromSender,
     Grant,
+    HandoffKey,
     Pages,
     PagesLanded,
+    Peer,
     Quiesced,
     Taken,
     Withdrawn,
 )
 
+PEER = Peer(WorkerId("p0"), Incarnation(1))
+KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
 SRC = tuple(PageId(n) for n in (5, 6, 7))
 DST = tuple(PageId(n) for n in (20, 21))
 GRANT = Grant(1, DST, (Generation(3), Generation(9)), b"c" * 16, 4.0)
@@ -109,7 +114,7 @@ class World:
             self.alive = False
             self.copies.clear()
             self.cut()
-            self.to_receiver(r.SenderGone())
+            self.to_receiver(PeerGone(PEER))
 
     # What the receiver's process does.
 
@@ -138,7 +143,7 @@ class World:
             landed = tuple(self.memory.get(page, 0) for page in DST[first : first + len(digests)])
             pairs = zip(landed, digests, strict=True)
             self.checking = None
-            self.to_receiver(r.DigestsChecked(next((i for i, (a, b) in enumerate(pairs) if a != b), None)))
+            self.to_receiver(DigestsChecked(KEY, next((i for i, (a, b) in enumerate(pairs) if a != b), None)))
 
     def receiver_gives_up(self) -> None:
         self.to_receiver(r.GaveUp("cancelled"))
@@ -148,7 +153,7 @@ class World:
     def attach(self) -> None:
         if self.alive and not self.attached:
             self.attached = True
-            self.to_receiver(r.SenderAttached())
+            self.to_receiver(SenderAttached(PEER))
 
     def cut(self) -> None:
         if self.attached:
@@ -156,7 +161,7 @@ class World:
             self.up.clear()
             self.down.clear()
             self.note(s.PeerLost("cut"))
-            self.to_receiver(r.SenderLost("cut"))
+            self.to_receiver(SenderLost(PEER, "cut"))
 
     def lapse(self) -> None:
         """The sender says nothing for so long that its lease lapses, and notices that itself, or not."""
@@ -168,7 +173,7 @@ class World:
 
     def hear_again(self) -> None:
         if self.attached and self.receiver.state is not r.State.GRANTED:
-            self.to_receiver(r.SenderAttached())
+            self.to_receiver(SenderAttached(PEER))
 
     def deliver_up(self) -> None:
         if self.up:

@@ -8,12 +8,12 @@ import pytest
 from capsules import capsule
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Generation, PageId
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
 from pdserve.kvtransfer.receiver import (
     Admit,
     CheckDigests,
     Command,
-    DigestsChecked,
     Event,
     Failed,
     FreePages,
@@ -21,15 +21,14 @@ from pdserve.kvtransfer.receiver import (
     LeaseLapsed,
     QuarantinePages,
     Receiver,
-    SenderAttached,
-    SenderGone,
-    SenderLost,
     State,
 )
-from pdserve.kvtransfer.session import Commit, Grant, PagesLanded, Quiesced, Taken, Withdrawn
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
 PAGE_SIZE = 16
+PEER = Peer(WorkerId("p0"), Incarnation(1))
+KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
 GRANT = Grant(1, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 LANDED = PagesLanded((21, 22))
 COMMIT = Commit(GRANT.capability, capsule(40, (0, 7), (2, 8)))
@@ -43,42 +42,42 @@ def fed(*events: Event) -> tuple[Receiver, list[Command]]:
 
 
 def test_pages_are_a_sequences_after_grant_commit_and_digests() -> None:
-    receiver, commands = fed(SenderAttached())
+    receiver, commands = fed(SenderAttached(PEER))
     assert commands == [GRANT]
     assert receiver.handle(PagesLanded((21,))) == (CheckDigests(0, (21,)),)
     assert receiver.handle(PagesLanded((22,))) == ()
     assert receiver.handle(COMMIT) == ()
-    assert receiver.handle(DigestsChecked(None)) == (CheckDigests(1, (22,)),)
-    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), Taken())
+    assert receiver.handle(DigestsChecked(KEY, None)) == (CheckDigests(1, (22,)),)
+    assert receiver.handle(DigestsChecked(KEY, None)) == (Admit(COMMIT.capsule, 2), Taken())
 
 
 def test_what_was_checked_before_the_commit_is_not_checked_again() -> None:
-    receiver, _ = fed(SenderAttached(), LANDED, DigestsChecked(None))
+    receiver, _ = fed(SenderAttached(PEER), LANDED, DigestsChecked(KEY, None))
     assert receiver.handle(COMMIT) == (Admit(COMMIT.capsule, 2), Taken())
 
 
 def test_a_commit_may_need_fewer_pages_than_were_granted() -> None:
-    receiver, _ = fed(SenderAttached(), PagesLanded((21,)), DigestsChecked(None))
+    receiver, _ = fed(SenderAttached(PEER), PagesLanded((21,)), DigestsChecked(KEY, None))
     assert receiver.handle(SHORTER) == (Admit(SHORTER.capsule, 1), Taken())
-    receiver, _ = fed(SenderAttached())
+    receiver, _ = fed(SenderAttached(PEER))
     nothing = Commit(GRANT.capability, capsule(7))
     assert receiver.handle(nothing) == (Admit(nothing.capsule, 0), Taken())
 
 
 def test_a_grant_that_is_given_up_is_quarantined_until_the_sender_has_quiesced() -> None:
-    receiver, _ = fed(SenderAttached())
+    receiver, _ = fed(SenderAttached(PEER))
     assert receiver.handle(GaveUp("cancelled")) == (Withdrawn("cancelled"), QuarantinePages())
     assert receiver.handle(COMMIT) == ()
     assert receiver.handle(Quiesced("q")) == (FreePages(0),)
 
 
 def test_a_hand_off_that_its_sender_gives_up_has_failed() -> None:
-    receiver, _ = fed(SenderAttached())
+    receiver, _ = fed(SenderAttached(PEER))
     failed = Failed(Failure.SENDER_GAVE_UP, "no copy")
     assert receiver.handle(Quiesced("no copy")) == (failed, FreePages(0))
 
 
-CHECKED = (PagesLanded((21,)), DigestsChecked(None))
+CHECKED = (PagesLanded((21,)), DigestsChecked(KEY, None))
 
 
 @pytest.mark.parametrize(
@@ -86,14 +85,14 @@ CHECKED = (PagesLanded((21,)), DigestsChecked(None))
     [
         ((PagesLanded((21,)), Quiesced("q")), 0),
         ((*CHECKED, Quiesced("q")), 1),
-        ((*CHECKED, SenderGone()), 1),
-        ((*CHECKED, PagesLanded((22,)), SenderGone()), 1),
-        ((LANDED, DigestsChecked(None), SenderGone()), 2),
-        ((LANDED, DigestsChecked(1), Quiesced("q")), 1),
-        ((*CHECKED, PagesLanded((22,)), DigestsChecked(0), Quiesced("q")), 1),
-        ((LANDED, SenderLost("cut"), DigestsChecked(None), SenderGone()), 2),
-        ((LANDED, SenderLost("cut"), DigestsChecked(1), SenderGone()), 1),
-        ((PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"), DigestsChecked(None), Quiesced("q")), 1),
+        ((*CHECKED, PeerGone(PEER)), 1),
+        ((*CHECKED, PagesLanded((22,)), PeerGone(PEER)), 1),
+        ((LANDED, DigestsChecked(KEY, None), PeerGone(PEER)), 2),
+        ((LANDED, DigestsChecked(KEY, 1), Quiesced("q")), 1),
+        ((*CHECKED, PagesLanded((22,)), DigestsChecked(KEY, 0), Quiesced("q")), 1),
+        ((LANDED, SenderLost(PEER, "cut"), DigestsChecked(KEY, None), PeerGone(PEER)), 2),
+        ((LANDED, SenderLost(PEER, "cut"), DigestsChecked(KEY, 1), PeerGone(PEER)), 1),
+        ((PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"), DigestsChecked(KEY, None), Quiesced("q")), 1),
         ((*CHECKED, GaveUp("g"), PagesLanded((22,)), Quiesced("q")), 1),
         ((LANDED, COMMIT, GaveUp("g")), 0),
         ((*CHECKED, PagesLanded((22,)), COMMIT, GaveUp("g")), 1),
@@ -102,49 +101,49 @@ CHECKED = (PagesLanded((21,)), DigestsChecked(None))
 def test_of_a_failed_hand_off_it_is_known_how_many_leading_pages_are_whole(
     events: tuple[Event, ...], num_checked: int
 ) -> None:
-    _, commands = fed(SenderAttached(), *events)
+    _, commands = fed(SenderAttached(PEER), *events)
     assert commands[-1] == FreePages(num_checked)
 
 
 def test_a_check_under_way_when_a_hand_off_is_given_up_is_followed_by_those_that_wait() -> None:
-    receiver, _ = fed(SenderAttached(), PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"))
-    assert receiver.handle(DigestsChecked(None)) == (CheckDigests(1, (22,)),)
-    assert receiver.handle(DigestsChecked(None)) == ()
-    assert receiver.handle(SenderGone()) == (FreePages(2),)
+    receiver, _ = fed(SenderAttached(PEER), PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"))
+    assert receiver.handle(DigestsChecked(KEY, None)) == (CheckDigests(1, (22,)),)
+    assert receiver.handle(DigestsChecked(KEY, None)) == ()
+    assert receiver.handle(PeerGone(PEER)) == (FreePages(2),)
 
 
 def test_a_lost_stream_proves_nothing() -> None:
-    receiver, commands = fed(SenderAttached(), SenderLost("cut"))
+    receiver, commands = fed(SenderAttached(PEER), SenderLost(PEER, "cut"))
     assert commands[1:] == [Failed(Failure.PEER_LOST, "cut"), Withdrawn("cut"), QuarantinePages()]
-    assert receiver.handle(SenderAttached()) == (Withdrawn("given up while the stream was down"),)
-    assert receiver.handle(SenderGone()) == (FreePages(0),)
+    assert receiver.handle(SenderAttached(PEER)) == (Withdrawn("given up while the stream was down"),)
+    assert receiver.handle(PeerGone(PEER)) == (FreePages(0),)
 
 
 def test_a_lapsed_lease_fails_the_attempt_and_quarantines_the_pages_until_proof() -> None:
-    receiver, commands = fed(SenderAttached(), LeaseLapsed("silent"))
+    receiver, commands = fed(SenderAttached(PEER), LeaseLapsed("silent"))
     assert commands[1:] == [Failed(Failure.LEASE_LAPSED, "silent"), Withdrawn("silent"), QuarantinePages()]
     assert receiver.handle(LeaseLapsed("still silent")) == ()
-    assert receiver.handle(SenderAttached()) == (Withdrawn("given up while the stream was down"),)
+    assert receiver.handle(SenderAttached(PEER)) == (Withdrawn("given up while the stream was down"),)
     assert receiver.handle(Quiesced("q")) == (FreePages(0),)
 
 
 def test_what_has_been_committed_needs_no_lease() -> None:
-    receiver, _ = fed(SenderAttached(), LANDED, COMMIT, LeaseLapsed("silent"))
-    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), Taken())
+    receiver, _ = fed(SenderAttached(PEER), LANDED, COMMIT, LeaseLapsed("silent"))
+    assert receiver.handle(DigestsChecked(KEY, None)) == (Admit(COMMIT.capsule, 2), Taken())
 
 
 def test_a_wrong_digest_fails_the_attempt_and_quarantines_the_pages() -> None:
     reason = "digest of page 1 differs from the sender's"
     wrong = [Failed(Failure.DIGEST_MISMATCH, reason), Withdrawn(reason), QuarantinePages()]
     for before in ((LANDED,), (LANDED, COMMIT)):
-        _, commands = fed(SenderAttached(), *before, DigestsChecked(1))
+        _, commands = fed(SenderAttached(PEER), *before, DigestsChecked(KEY, 1))
         assert commands[2:] == wrong
-    _, commands = fed(SenderAttached(), *CHECKED, PagesLanded((22,)), DigestsChecked(0))
+    _, commands = fed(SenderAttached(PEER), *CHECKED, PagesLanded((22,)), DigestsChecked(KEY, 0))
     assert commands[3:] == wrong
 
 
 def test_pages_that_were_never_offered_are_free_at_once() -> None:
-    for event in (GaveUp("g"), SenderLost("l"), LeaseLapsed("s"), Quiesced("q"), SenderGone()):
+    for event in (GaveUp("g"), SenderLost(PEER, "l"), LeaseLapsed("s"), Quiesced("q"), PeerGone(PEER)):
         _, commands = fed(event)
         assert commands[-1] == FreePages(0)
 
@@ -154,13 +153,13 @@ def test_pages_that_were_never_offered_are_free_at_once() -> None:
     [
         ((), COMMIT),
         ((), LANDED),
-        ((SenderAttached(), LANDED, COMMIT), COMMIT),
-        ((SenderAttached(), LANDED, COMMIT), LANDED),
-        ((SenderAttached(), LANDED), PagesLanded((23,))),
-        ((SenderAttached(),), COMMIT),
-        ((SenderAttached(), PagesLanded((21,))), COMMIT),
-        ((SenderAttached(), LANDED), SHORTER),
-        ((SenderAttached(), LANDED), replace(COMMIT, capability=b"x" * 16)),
+        ((SenderAttached(PEER), LANDED, COMMIT), COMMIT),
+        ((SenderAttached(PEER), LANDED, COMMIT), LANDED),
+        ((SenderAttached(PEER), LANDED), PagesLanded((23,))),
+        ((SenderAttached(PEER),), COMMIT),
+        ((SenderAttached(PEER), PagesLanded((21,))), COMMIT),
+        ((SenderAttached(PEER), LANDED), SHORTER),
+        ((SenderAttached(PEER), LANDED), replace(COMMIT, capability=b"x" * 16)),
     ],
 )
 def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event: Event) -> None:
@@ -172,7 +171,7 @@ def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event:
 
 
 def test_a_commit_for_anything_but_the_grant_is_refused_and_changes_nothing() -> None:
-    receiver, _ = fed(SenderAttached(), LANDED)
+    receiver, _ = fed(SenderAttached(PEER), LANDED)
     with pytest.raises(ProtocolError) as refused:
         receiver.handle(replace(COMMIT, capability=b"x" * 16))
     assert refused.value.refusal is Refusal.CAPABILITY
@@ -182,8 +181,8 @@ def test_a_commit_for_anything_but_the_grant_is_refused_and_changes_nothing() ->
 
 
 def test_a_capability_is_good_for_one_commit() -> None:
-    receiver, _ = fed(SenderAttached(), LANDED, COMMIT)
-    for event in (COMMIT, DigestsChecked(None), COMMIT):
+    receiver, _ = fed(SenderAttached(PEER), LANDED, COMMIT)
+    for event in (COMMIT, DigestsChecked(KEY, None), COMMIT):
         if isinstance(event, DigestsChecked):
             receiver.handle(event)
             continue
@@ -194,7 +193,7 @@ def test_a_capability_is_good_for_one_commit() -> None:
 
 def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
     receiver = Receiver(GRANT, PAGE_SIZE, checks_digests=False)
-    receiver.handle(SenderAttached())
+    receiver.handle(SenderAttached(PEER))
     assert receiver.handle(LANDED) == ()
     assert receiver.handle(COMMIT) == (Admit(COMMIT.capsule, 2), Taken())
     assert receiver.state is State.COMMITTED
@@ -202,23 +201,23 @@ def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
 
 def test_pages_that_were_not_checked_are_not_known_to_be_whole() -> None:
     receiver = Receiver(GRANT, PAGE_SIZE, checks_digests=False)
-    assert [receiver.handle(event) for event in (SenderAttached(), LANDED, SenderGone())][-1][-1] == FreePages(0)
+    assert [receiver.handle(event) for event in (SenderAttached(PEER), LANDED, PeerGone(PEER))][-1][-1] == FreePages(0)
 
 
 EVENTS: tuple[Event, ...] = (
-    SenderAttached(),
+    SenderAttached(PEER),
     PagesLanded((21,)),
     PagesLanded((22,)),
     COMMIT,
     SHORTER,
     replace(COMMIT, capability=b"x" * 16),
-    DigestsChecked(None),
-    DigestsChecked(0),
+    DigestsChecked(KEY, None),
+    DigestsChecked(KEY, 0),
     GaveUp("g"),
     Quiesced("q"),
-    SenderLost("l"),
+    SenderLost(PEER, "l"),
     LeaseLapsed("s"),
-    SenderGone(),
+    PeerGone(PEER),
 )
 
 
@@ -244,7 +243,7 @@ class Seen:
             commands = self.receiver.handle(event)
         except ProtocolError:
             return
-        if isinstance(event, Commit | Quiesced | SenderGone):
+        if isinstance(event, Commit | Quiesced | PeerGone):
             self.proven = True
         if isinstance(event, DigestsChecked):
             self.num_checked += self.num_checking if event.mismatch is None else event.mismatch
@@ -279,7 +278,7 @@ class Seen:
     def wind_up(self) -> None:
         """However it stands, giving up and the sender's end settle the pages."""
         self.feed(GaveUp("end"))
-        self.feed(SenderGone())
+        self.feed(PeerGone(PEER))
         assert self.num_ends == 1
         assert self.receiver.state in (State.FREE, State.COMMITTED)
 
@@ -304,6 +303,6 @@ def test_no_order_of_events_gives_pages_away_twice_or_without_proof() -> None:
 
 def test_no_order_of_events_after_a_commit_gives_pages_away_twice_or_without_proof() -> None:
     seen = Seen()
-    for event in (SenderAttached(), PagesLanded((21,)), PagesLanded((22,)), COMMIT):
+    for event in (SenderAttached(PEER), PagesLanded((21,)), PagesLanded((22,)), COMMIT):
         seen.feed(event)
     assert explore(seen, 4) > 1_000

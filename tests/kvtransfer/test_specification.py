@@ -9,19 +9,22 @@ import pytest
 from capsules import capsule
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Generation, PageId
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.session import Commit, Grant, PagesLanded, Quiesced, Taken, Withdrawn
+from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
 
+PEER = Peer(WorkerId("p0"), Incarnation(1))
+KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
 GRANT = Grant(0, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 CAPSULE = capsule(40, (0, 7))
 COMMIT = Commit(GRANT.capability, CAPSULE)
 WRITTEN = PagesLanded((21,))
-ATTACHED, GRANTED = r.SenderAttached(), GRANT
+ATTACHED, GRANTED = SenderAttached(PEER), GRANT
 READY, DONE = s.PagesReady((PageId(3),)), s.PrefillDone(CAPSULE)
 LANDED, FAILED, DOUBTED = s.CopyStopped((5,)), s.CopyStopped(None, "error"), s.CopyStopped(None, "error", True)
 
@@ -29,7 +32,7 @@ RECEIVER_STATES: dict[str, Sequence[r.Event]] = {
     "RESERVED": (),
     "GRANTED": (ATTACHED, WRITTEN),
     "LANDING": (ATTACHED, WRITTEN, COMMIT),
-    "COMMITTED": (ATTACHED, WRITTEN, COMMIT, r.DigestsChecked(None)),
+    "COMMITTED": (ATTACHED, WRITTEN, COMMIT, DigestsChecked(KEY, None)),
     "QUARANTINED": (ATTACHED, WRITTEN, r.GaveUp("cancelled")),
     "FREE": (r.GaveUp("cancelled"),),
 }
@@ -39,13 +42,13 @@ RECEIVER_EVENTS: dict[str, r.Event] = {
     "`Landed`, of more pages than were granted": PagesLanded((21, 22, 23)),
     "`Commit`, right": COMMIT,
     "`Commit`, for anything but the grant": replace(COMMIT, capability=b"x" * 16),
-    "digests agree": r.DigestsChecked(None),
-    "a digest differs": r.DigestsChecked(0),
+    "digests agree": DigestsChecked(KEY, None),
+    "a digest differs": DigestsChecked(KEY, 0),
     "the request has ended here": r.GaveUp("cancelled"),
     "`Quiesced`": Quiesced("no copy"),
-    "the stream has ended": r.SenderLost("cut"),
+    "the stream has ended": SenderLost(PEER, "cut"),
     "the lease has lapsed": r.LeaseLapsed("silent"),
-    "the sender's process has ended": r.SenderGone(),
+    "the sender's process has ended": PeerGone(PEER),
 }
 SENDER_STATES: dict[str, Sequence[s.Event]] = {
     "COMPUTING": (),

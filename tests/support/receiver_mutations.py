@@ -7,8 +7,11 @@ from breaking import Original, breaks, mutation, wrap
 
 from pdserve.decode_worker.granting import Arrival, Leases
 from pdserve.decode_worker.incoming import Incoming
-from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.session import Commit, Quiesced, Taken, Withdrawn
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvtransfer import doors, receiver
+from pdserve.kvtransfer.session import Commit, Peer, Quiesced, Taken, Withdrawn
+
+SOMEBODY = Peer(WorkerId("somebody"), Incarnation(1))
 
 
 @breaks(receiver.Receiver, "_quarantine")
@@ -24,7 +27,7 @@ def free_when_the_stream_is_lost(
     original: Original, self: receiver.Receiver, event: receiver.Event
 ) -> tuple[receiver.Command, ...]:
     """Take the end of the control stream for the end of the sender."""
-    return original(self, receiver.SenderGone() if isinstance(event, receiver.SenderLost) else event)
+    return original(self, doors.PeerGone(event.peer) if isinstance(event, doors.SenderLost) else event)
 
 
 @mutation
@@ -48,7 +51,7 @@ def free_when_the_lease_lapses(
     original: Original, self: receiver.Receiver, event: receiver.Event
 ) -> tuple[receiver.Command, ...]:
     """Take a silent sender for one that has ended."""
-    return original(self, receiver.SenderGone() if isinstance(event, receiver.LeaseLapsed) else event)
+    return original(self, doors.PeerGone(SOMEBODY) if isinstance(event, receiver.LeaseLapsed) else event)
 
 
 @breaks(Leases, "take_lapsed")
