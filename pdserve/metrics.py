@@ -217,24 +217,6 @@ CERTIFICATE_END = _gauge(
     "certificate",
 )
 
-_SHARED = (WAITING, RUNNING, KV_USAGE, REFUSED_MESSAGES, SPANS)
-SHOWN: Mapping[str, tuple[Metric, ...]] = {
-    "router": (
-        *(TTFT, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, PROMPT_TOKENS, ANSWER_TOKENS, FINISHED),
-        *(CACHE_QUERIES, CACHE_HITS, HANDOFF_S, HANDOFF_BYTES, OUTCOME_RATIO, ARRIVED, ENDED, INVALID, REFUSED),
-        *(DENIED, REFUSED_KEY_FILES, FRONTENDS, FRONTENDS_LOST),
-        *(ACTIVE, HELD, GOODPUT, JUDGED, ATTAINMENT, REPLACED, MOVES, WORKERS, *_SHARED),
-    ),
-    "worker": (
-        *(ITL, STEP_TOKENS, COMPUTED_TOKENS, SAMPLED_TOKENS, PREEMPTIONS, CACHE_CONFIG, ROLE, DRAINING, PAGES),
-        *(LEAKED, HANDOFFS, WAITING_TOKENS, KV_TOKENS, DIGEST_MISMATCHES, STALLED_PEERS, *_SHARED),
-    ),
-    "autoscaler": (DESIRED, REPLICAS, DECISIONS, LEADS),
-    "watcher": (REPORTED_ENDS, UNPROVED_ENDS),  # an autoscaler on Kubernetes has one
-    "any": (TLS_CONNECTIONS, TLS_CONNECTIONS_CALLED, CERTIFICATE_END),  # that has certificates
-}
-"""What each kind of process shows."""
-
 
 class Distribution:
     def __init__(self, metric: Metric) -> None:

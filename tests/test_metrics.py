@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shown_metrics import SHOWN
 from two_workers import Workers
 
 from pdserve import metrics
@@ -17,7 +18,7 @@ from pdserve.certificates import public_files
 from pdserve.config import ProcessConfig
 from pdserve.errors import ConfigError
 from pdserve.launch.authority import Authority, write_certificates
-from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families, span_samples
+from pdserve.metrics import Distribution, Kind, Metric, Sample, families, span_samples
 from pdserve.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
 from pdserve.router.config import RouterConfig

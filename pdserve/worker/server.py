@@ -61,12 +61,6 @@ PROGRESS_STEP = 0.02  # share of the model between two reports of loading
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    peer: Peer
-    credentials: Credentials
-
-
-@dataclass(frozen=True, slots=True)
 class Worker:
     core: WorkerCore
     identity: Identity
@@ -95,7 +89,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str 
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
     _name_process(config.termination_message_file, incarnation)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
-    identity = Identity(Peer(WorkerId(config.worker_id), incarnation), credentials)
+    peer = Peer(WorkerId(config.worker_id), incarnation)
     register = _registration(config, incarnation)
     inbox, clock = Inbox(), MonotonicClock()
     async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
@@ -124,7 +118,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str 
         with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s + closing_s):
             async with (
                 publishing(config, register) as publisher,
-                assemble(config, engine, identity, listener, reporter(publisher)) as worker,
+                assemble(config, engine, peer, credentials, listener, reporter(publisher)) as worker,
                 showing(config, partial(worker.samples, engine)) as register.metrics_address,
             ):
                 register.ready = True
@@ -144,7 +138,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str 
 
 @asynccontextmanager
 async def assemble(
-    config: WorkerConfig, engine: Engine, identity: Identity, listener: Listener, reporter: Reporter
+    config: WorkerConfig, engine: Engine, peer: Peer, credentials: Credentials, listener: Listener, reporter: Reporter
 ) -> AsyncIterator[Worker]:
     """Set up the core and both doors, and take them down again."""
     loop = asyncio.get_running_loop()
@@ -153,8 +147,7 @@ async def assemble(
         loop.call_soon_threadsafe(listener.put, said)
 
     host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]
-    secret = identity.credentials.secret
-    mover = build_mover(config, identity.peer, kv_region(engine), on_stopped, secret, (host, advertised))
+    mover = build_mover(config, peer, kv_region(engine), on_stopped, credentials.secret, (host, advertised))
     listener.guard(mover)
     rules = Rules(
         max_tasks=MAX_WORKER_TASKS,
@@ -165,16 +158,16 @@ async def assemble(
         step_tokens=config.step_tokens,
     )
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
-    me = Introduction(identity.peer, engine.layout)
+    me = Introduction(peer, engine.layout)
     servicer = HandoffServicer(me, mover, listener, reporter.refused)
     try:
         async with (
             asyncio.TaskGroup() as tasks,
             _tracing(config, core) as spans,
-            listening(servicer, config, identity.credentials, reporter.refuse) as address,
+            listening(servicer, config, credentials, reporter.refuse) as address,
         ):
             probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
-            client = HandoffClient(me, mover, identity.credentials, listener, tasks, reporter.refused)
+            client = HandoffClient(me, mover, credentials, listener, tasks, reporter.refused)
             carriers = Carriers(client, servicer, mover, probes)
             outbox = Outbox(carriers, reporter, listener, tasks, MonotonicClock(), spans)
             yield Worker(core, identity, outbox, reporter, address)

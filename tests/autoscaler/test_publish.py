@@ -6,6 +6,7 @@ from typing import cast
 import grpc
 import pytest
 from actuator_suite import ActuatorSuite, Stage, held, state_of
+from shown_metrics import SHOWN
 
 from pdserve.autoscaler.actuator import ActuatorError, Held
 from pdserve.autoscaler.journal import Journal
@@ -15,7 +16,7 @@ from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.server import samples
 from pdserve.demand import Demand
 from pdserve.launch.admin import AdminClient
-from pdserve.metrics import DECISIONS, DESIRED, SHOWN
+from pdserve.metrics import DECISIONS, DESIRED
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role

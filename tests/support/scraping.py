@@ -3,8 +3,9 @@
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
+from shown_metrics import SHOWN
 
-from pdserve.metrics import SHOWN, Kind
+from pdserve.metrics import Kind
 
 
 class Scraped:
