@@ -1,9 +1,9 @@
 """Sets pages aside for hand-offs that are to arrive, mints the grants that offer them, and keeps the senders' leases.
 
-Invariants: what a grant names is reserved for it alone; each running sequence keeps a page to grow into, what waits for
-pages and is more urgent keeps its pages; and grants leave the room of `engine.room`. A peer's lease lapses only when
-nothing was received from it for `lease_s` of the time in which this process was awake. That proves nothing about its
-writes: what was granted to it stays quarantined. Does no I/O.
+Invariants: the pages of a grant are reserved for it alone. A grant leaves a free page for each running sequence, the
+pages of more urgent sequences that wait, and the room that `engine.room` names. A peer's lease lapses only when nothing
+was received from it for `lease_s`, not counting time in which this process was frozen. That proves nothing about the
+peer's writes: the pages granted to it stay quarantined. Does no I/O.
 """
 
 from dataclasses import dataclass

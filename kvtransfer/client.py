@@ -1,4 +1,4 @@
-"""The prefill worker's end of the hand-off streams, one to each decode worker, around a `dialling.Dialling`."""
+"""The sender's end of the hand-off streams, one to each receiver, around a `dialling.Dialling`."""
 
 import asyncio
 import logging

@@ -20,7 +20,7 @@ HEARTBEAT_S = 0.5  # every process says so often that it lives, and lets its doo
 
 @value
 class Claim:
-    """The pages that one thing that goes on has: one hold on each, or a grant, or quarantined ones."""
+    """Pages that one task or hand-off uses: held ones, with one reference each, granted ones, and quarantined ones."""
 
     held: Sequence[PageId] = ()
     granted: Sequence[PageId] = ()
@@ -234,7 +234,7 @@ class Sink(Protocol[ReportT_contra]):
     """Takes what streams report, in order."""
 
     def put(self, report: ReportT_contra) -> None:
-        """Take a report on a stream itself; there are only so many."""
+        """Take a report about a stream itself. A stream has few of them, so this never waits."""
 
     async def offer(self, report: ReportT_contra) -> None:
-        """Take a message of the other end; waits while the process has too much to do."""
+        """Take a message of the other end; waits while too many events are queued."""

@@ -133,7 +133,7 @@ class Sender:
 
     @property
     def is_abreast(self) -> bool:
-        """Whether every page that is announced has landed."""
+        """Whether pages are granted and every page that is ready has been copied."""
         return self.state is State.SENDING and not self._copying and self._sent >= len(self._ready)
 
     def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901 - one match

@@ -1,4 +1,4 @@
-"""The decode worker's end of the hand-off streams: HandoffService, around a `roster.Roster`, and where it listens."""
+"""The receiver's end of the hand-off streams: HandoffService, around a `roster.Roster`, and where it listens."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ class _Stream:
 
 
 class HandoffServicer(HandoffServiceServicer):
-    """Lets prefill workers attach; one stream each, the latest."""
+    """Lets senders attach; one stream each, the latest."""
 
     def __init__(
         self, me: Introduction, mover: Mover, sink: Sink[doors.IncomingEvent], refused: Counter[Refusal]
@@ -103,7 +103,7 @@ class HandoffServicer(HandoffServiceServicer):
             await self._serve(stream, request_iterator, context)
         except ProtocolError as error:
             self._refused[error.refusal] += 1
-            logger.warning("a prefill worker is refused: %s", error)
+            logger.warning("a sender is refused: %s", error)
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         finally:
             del self._streams[stream.stream_id]

@@ -98,7 +98,7 @@ class _Handoff:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its copies do not stop: their peer may be frozen, and its pages come back with one process's end."""
+        """Whether its copies do not stop. The peer may be frozen; then the pages come back when one process ends."""
         return self.draining_s >= STUCK_S
 
 
@@ -121,7 +121,7 @@ class Outgoing:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether only hand-offs are open whose copies do not stop; they end with this process."""
+        """Whether the copies of all open hand-offs do not stop: their peers may be frozen, and nothing else is left."""
         return all(handoff.is_stuck for handoff in self._handoffs.values())
 
     @property

@@ -1,9 +1,10 @@
 """When prompts begin to be computed. Decides; does no I/O.
 
-Invariant: prompts that hold pages here before they are granted any leave the room of `engine.room`.
+Invariant: prompts that are computed before their receiver has granted them pages leave free the room that
+`engine.room` names.
 
-A receiver may have set pages aside for a prompt that is still to be computed here. If prompts that wait for its
-grants held all pages, each would wait for the other for ever.
+Two workers may wait for each other: prompts here hold all pages and wait for a grant, while the receiver keeps its
+pages for prompts that are still to be computed here. The room that is left lets the latter be computed.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Publishes what changes in a worker's prefix cache over ZMQ in vLLM's format, so that others' routers can follow.
 
-A message has three parts: topic, sequence number (8 bytes, big end first), and a msgpack batch. The batch is an array of
-time and events; an event is a map whose "type" names it. Subscribers that missed messages ask another socket for those
-that are still kept.
+A message has three parts: topic, sequence number (8 bytes, big end first), and a msgpack batch. The batch is an array
+of time and events; an event is a map whose "type" names it. Subscribers that missed messages ask another socket for
+those that are still kept.
 
 Events hold the tokens of prompts, and ZMQ asks no subscriber who it is: only this machine may reach the sockets.
 """

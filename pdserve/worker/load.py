@@ -22,7 +22,7 @@ AUDIT_EVERY_S = 10.0  # between two looks for leaked pages
 
 
 def leaked_pages(pool: PagePool, claims: Iterable[Claim]) -> tuple[PageId, ...]:
-    """Return the pages that nobody claims, or fewer than hold them; InvariantError where more claim than hold."""
+    """Return pages with fewer claims than references in the pool; InvariantError where one has more claims."""
     claims = tuple(claims)
     held = Counter(page for claim in claims for page in claim.held)
     granted = {page for claim in claims for page in claim.granted}
@@ -39,7 +39,7 @@ def leaked_pages(pool: PagePool, claims: Iterable[Claim]) -> tuple[PageId, ...]:
 
 
 def adds_up(pool: PagePool, claims: Iterable[Claim]) -> bool:
-    """Return whether as many pages are claimed as are taken: cheap, however many pages there are."""
+    """Return whether the totals of claimed pages are those of the pool: cheap, however many pages there are."""
     claims = tuple(claims)
     claimed = (
         sum(len(claim.held) for claim in claims),
@@ -50,11 +50,11 @@ def adds_up(pool: PagePool, claims: Iterable[Claim]) -> bool:
 
 
 class Auditor:
-    """Looks for leaked pages every AUDIT_EVERY_S, and whenever a worker has nothing to do but not all its pages.
+    """Looks for leaked pages every AUDIT_EVERY_S, and at each look while the worker is idle.
 
-    Invariant: each page that is not free belongs to something that is going on. A page that belongs to nothing is
-    leaked; one that something uses without holding it could be given out under it, which no worker may go on with.
-    It looks at single pages only where their numbers do not add up.
+    Invariant: each page that is not free is claimed by a task or a hand-off. A page that is not claimed is leaked. A
+    page with more claims than references could be given out while it is used, so the process stops. Pages are looked
+    at one by one only where their totals differ.
     """
 
     def __init__(self, pool: PagePool) -> None:
