@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.errors import ConfigError
@@ -93,19 +94,9 @@ def read_state(name: str) -> ClusterState:
         raise ConfigError(f"no cluster named {name!r} runs here: start one with `pdserve up`") from error
     except ValidationError as error:
         raise ConfigError(f"{path} was written by another version of pdserve") from error
-    if not (_is_alive(state.supervisor_pid) and _is_owned(path.parent)):
+    if not (psutil.pid_exists(state.supervisor_pid) and _is_owned(path.parent)):
         raise ConfigError(f"the cluster named {name!r} has ended without cleaning up: start it again")
     return state
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _is_owned(folder: Path) -> bool:
