@@ -194,13 +194,13 @@ class WorkerConfig(ClientsConfig):
         "worker drains and exits.",
     )
     kv_events_endpoint: str | None = Field(
-        None, description="Where KV events are published over ZMQ in vLLM's format, on this machine alone: tcp://127.0.0.1:port or ipc://path."
+        None,
+        description="Where KV events are published over ZMQ in vLLM's format: tcp://127.0.0.1:port or ipc://path, "
+        "for subscribers on this machine.",
     )
     kv_events_replay_endpoint: str | None = Field(None, description="Where subscribers ask for KV events they missed.")
     kv_events_topic: str = Field("", description="Topic of published KV events.")
-    kv_events_buffer_steps: int = Field(
-        10_000, ge=1, description="Batches of KV events kept for replay."
-    )
+    kv_events_buffer_steps: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
     handoff_host: str = Field(
         "127.0.0.1",
         description="Address of this worker in the network that carries pages; senders are awaited there.",

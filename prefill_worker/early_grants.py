@@ -42,10 +42,9 @@ class EarlyGrants:
     def handle(self, said: ReceiverMessage, now_s: float) -> list[Result]:
         """Answer what is said of a hand-off that is not open."""
         name = (said.peer, said.key)
-        if isinstance(said.event, Grant):
-            if name not in self._closed and len(self._early) < self._max_early:
-                self._early[name] = (now_s, said)
-                return []
+        if isinstance(said.event, Grant) and name not in self._closed and len(self._early) < self._max_early:
+            self._early[name] = (now_s, said)
+            return []
         if not isinstance(said.event, Grant | Withdrawn):
             return []
         self._early.pop(name, None)

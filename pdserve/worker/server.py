@@ -63,7 +63,7 @@ PROGRESS_STEP = 0.02  # share of the model between two reports of loading
 @dataclass(frozen=True, slots=True)
 class Worker:
     core: WorkerCore
-    identity: Identity
+    credentials: Credentials
     outbox: Outbox
     reporter: Reporter
     handoff_address: str
@@ -75,7 +75,7 @@ class Worker:
         yield from handoff_samples(self.core)
         yield from refusal_samples(self.reporter.refused)
         yield from span_samples(self.outbox.spans.counts if self.outbox.spans else {})
-        yield from connection_samples(self.identity.credentials.ports("handoff"))
+        yield from connection_samples(self.credentials.ports("handoff"))
 
 
 async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str = "", closing_s: float = 0.0) -> None:
@@ -170,7 +170,7 @@ async def assemble(
             client = HandoffClient(me, mover, credentials, listener, tasks, reporter.refused)
             carriers = Carriers(client, servicer, mover, probes)
             outbox = Outbox(carriers, reporter, listener, tasks, MonotonicClock(), spans)
-            yield Worker(core, identity, outbox, reporter, address)
+            yield Worker(core, credentials, outbox, reporter, address)
             await carriers.close()
     finally:
         await asyncio.to_thread(mover.close)

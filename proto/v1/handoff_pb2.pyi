@@ -236,15 +236,12 @@ class Grant(_message.Message):
     GENERATIONS_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
-    REGION_FIELD_NUMBER: _builtins.int
     first_page: _builtins.int
     """Leading pages that the receiver already holds; these are not sent."""
     capability: _builtins.bytes
     """Proof that this grant is ours, used once."""
     lease_ms: _builtins.int
     """The grant's lease, milliseconds: it is given up when the sender has said nothing for so long."""
-    region: _builtins.int
-    """Which of the receiver's regions the pages are of: 0, its KV pages, is the only one."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -266,11 +263,10 @@ class Grant(_message.Message):
         generations: _abc.Iterable[_builtins.int] | None = ...,
         capability: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
-        region: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "first_page", b"first_page", "generations", b"generations", "handoff", b"handoff", "lease_ms", b"lease_ms", "pages", b"pages", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "first_page", b"first_page", "generations", b"generations", "handoff", b"handoff", "lease_ms", b"lease_ms", "pages", b"pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -334,17 +330,12 @@ class Commit(_message.Message):
     CAPSULE_FIELD_NUMBER: _builtins.int
     HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
     HANDOFF_US_FIELD_NUMBER: _builtins.int
-    REGION_FIELD_NUMBER: _builtins.int
-    PAGES_FIELD_NUMBER: _builtins.int
-    GENERATIONS_FIELD_NUMBER: _builtins.int
     capability: _builtins.bytes
-    """The grant's own."""
+    """The grant's own: it says which pages were written to."""
     handoff_bytes: _builtins.int
     """Bytes written, for the request's ledger."""
     handoff_us: _builtins.int
     """From the first moment it could be sent until it had landed, microseconds."""
-    region: _builtins.int
-    """What was written to, as the grant named it."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -352,14 +343,6 @@ class Commit(_message.Message):
     @_builtins.property
     def capsule(self) -> Global___Capsule:
         """What the receiver goes on with."""
-
-    @_builtins.property
-    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The grant's pages, in its order: all of them, though the capsule's tokens may need fewer."""
-
-    @_builtins.property
-    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their generations."""
 
     def __init__(
         self,
@@ -369,13 +352,10 @@ class Commit(_message.Message):
         capsule: Global___Capsule | None = ...,
         handoff_bytes: _builtins.int = ...,
         handoff_us: _builtins.int = ...,
-        region: _builtins.int = ...,
-        pages: _abc.Iterable[_builtins.int] | None = ...,
-        generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capsule", b"capsule", "handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "generations", b"generations", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "pages", b"pages", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,8 +66,7 @@ class LauncherServiceServicer:
     def StartWorker(self, request, context):
         """Starts a worker, and starts it again whenever it dies. Changes nothing if one of this name is there, whatever its
         role. INVALID_ARGUMENT: no such name or role can be. RESOURCE_EXHAUSTED: there are as many workers as there may be.
-        FAILED_PRECONDITION: one of this name is still draining, or its endpoints would be another worker's. UNAVAILABLE:
-        the cluster is stopping.
+        FAILED_PRECONDITION: one of this name is still draining. UNAVAILABLE: the cluster is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,8 +40,7 @@ class LauncherServiceStub:
     StartWorker: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.StartWorkerRequest, _launcher_pb2.StartWorkerResponse]
     """Starts a worker, and starts it again whenever it dies. Changes nothing if one of this name is there, whatever its
     role. INVALID_ARGUMENT: no such name or role can be. RESOURCE_EXHAUSTED: there are as many workers as there may be.
-    FAILED_PRECONDITION: one of this name is still draining, or its endpoints would be another worker's. UNAVAILABLE:
-    the cluster is stopping.
+    FAILED_PRECONDITION: one of this name is still draining. UNAVAILABLE: the cluster is stopping.
     """
     StopWorker: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.StopWorkerRequest, _launcher_pb2.StopWorkerResponse]
     """Lets a worker drain and end for good; it is killed if its drain takes too long. Changes nothing if it drains
@@ -58,8 +57,7 @@ class LauncherServiceAsyncStub(LauncherServiceStub):
     StartWorker: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StartWorkerRequest, _launcher_pb2.StartWorkerResponse]  # type: ignore[assignment]
     """Starts a worker, and starts it again whenever it dies. Changes nothing if one of this name is there, whatever its
     role. INVALID_ARGUMENT: no such name or role can be. RESOURCE_EXHAUSTED: there are as many workers as there may be.
-    FAILED_PRECONDITION: one of this name is still draining, or its endpoints would be another worker's. UNAVAILABLE:
-    the cluster is stopping.
+    FAILED_PRECONDITION: one of this name is still draining. UNAVAILABLE: the cluster is stopping.
     """
     StopWorker: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StopWorkerRequest, _launcher_pb2.StopWorkerResponse]  # type: ignore[assignment]
     """Lets a worker drain and end for good; it is killed if its drain takes too long. Changes nothing if it drains
@@ -85,8 +83,7 @@ class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_launcher_pb2.StartWorkerResponse, _abc.Awaitable[_launcher_pb2.StartWorkerResponse]]:
         """Starts a worker, and starts it again whenever it dies. Changes nothing if one of this name is there, whatever its
         role. INVALID_ARGUMENT: no such name or role can be. RESOURCE_EXHAUSTED: there are as many workers as there may be.
-        FAILED_PRECONDITION: one of this name is still draining, or its endpoints would be another worker's. UNAVAILABLE:
-        the cluster is stopping.
+        FAILED_PRECONDITION: one of this name is still draining. UNAVAILABLE: the cluster is stopping.
         """
 
     @_abc_1.abstractmethod

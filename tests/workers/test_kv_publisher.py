@@ -184,9 +184,9 @@ async def test_what_breaks_the_replays_breaks_the_worker(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://somewhere:5557", "nonsense"])
 def test_endpoints_that_other_machines_may_reach_are_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="kv_events_endpoint: .* may be reached from other machines"):
+    with pytest.raises(ConfigError, match=r"kv_events_endpoint: .* may be reached from other machines"):
         KvPublisher(config_of(endpoint, None), endpoint)
-    with pytest.raises(ConfigError, match="kv_events_replay_endpoint: .* may be reached from other machines"):
+    with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint: .* may be reached from other machines"):
         KvPublisher(config_of(LOCAL, endpoint), LOCAL)
 
 
