@@ -1,7 +1,7 @@
 """Events on objects of Kubernetes, so that `kubectl describe` shows what was decided and why.
 
-They are for people to read: so many at once, then one every few seconds. What comes faster is dropped, and so is what
-the API does not take.
+They are for people to read. A burst of 20 is sent at once, then one event every 5 s. When more are waiting, the oldest
+are dropped. Events that the API refuses are dropped too.
 """
 
 import asyncio

@@ -61,7 +61,7 @@ _ROUTER = RouterRef(0)
 
 
 class SimCluster:
-    """Carries what the cores say to each other."""
+    """Carries messages between the core of the router and those of the workers."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class SimCluster:
         return self._so_far(max(max(outcome.last_s, outcome.sent_s) for outcome in outcomes))
 
     def expect(self, arrivals: Iterator[Arrival]) -> None:
-        """Let these requests come, in order of time; their lengths and blocks are the workload's."""
+        """Schedule these arrivals, in order of time; their lengths and blocks are the workload's."""
         self._coming = arrivals
         self._expect_next()
 
@@ -217,7 +217,7 @@ class SimCluster:
 
     def _move(self, move: Move) -> None:
         source, target, spec = self._workers[move.source.link], self._workers[move.target.link], move.spec
-        if not source.reports:  # nobody knows what its answers have gained
+        if not source.reports:  # the router does not know the tokens of its answers so far
             refused = (Failure.OVERLOADED, "moves are left out")
             failed = router_events.AttemptFailed(target.link, spec.request_id, spec.attempt, *refused)
             self._clock.soon(self._post, failed)
@@ -232,7 +232,7 @@ class SimCluster:
         source.offer(messages.MoveAsked(_ROUTER, *asked))
 
     def _share(self, spec: SequenceSpec, fetch: Fetch, target: Peer) -> messages.Fetch:
-        """Let the holder of a prompt's leading pages send them; return what their receiver is asked."""
+        """Ask the holder of a prompt's leading pages to send them; return what their receiver is told."""
         holder, deadline_s = self._workers[fetch.holder.link], self._clock.now_s() + fetch.within_s
         key, token_ids = HandoffKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
         asked = (key, token_ids, spec.cache_salt, target, "simulated", deadline_s)

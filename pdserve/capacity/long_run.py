@@ -160,7 +160,7 @@ class Point:
     attainment_interval: tuple[float, float]  # 95 %
     keeps_up: bool | None  # False: the number of requests in the cluster grows without end; None: not known
     growth: float  # share of the arrivals by which that number grows; noise where it keeps up
-    most_growth: float  # 95 %: it is not above
+    most_growth: float  # upper bound of it, with 95 % confidence
     is_settled: bool  # whether all of this is known as well as was asked for
     goodput_per_gpu: float  # requests per second that met both objectives
     refused: float  # share

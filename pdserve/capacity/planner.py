@@ -25,7 +25,7 @@ PRECISION = 0.04  # of the rate
 _SETTLED_WITHIN = 1.25  # between the rates that are kept and missed for sure
 _FIRST_RATES = (1.0, 0.25, 0.05, 0.01)  # requests per second and GPU, until one is kept
 _STEP, _SMALL_STEP = 2.0, 1.25  # upward, from a rate that says little and from one that others keep
-_STEPS = (1.05, 1.15, 1.5)  # from the answer to rates that differ from it for sure
+_STEPS = (1.05, 1.15, 1.5)  # from the answer to the rates below and above that are tried to be sure
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ MAX_REQUESTS = 6000  # at each rate: clusters that are alike within the noise of
 _CHUNKS = (256, 512, 1024)
 _PREFILL_CHUNKS = (1024, 2048)
 _LEAST_KV_SHARE = 1 / 32
-_BETTER = 1.02  # times the best rate: what another cluster has to keep to take its place
+_BETTER = 1.02  # a cluster replaces the best one if it sustains so many times its rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Scene:
 
 @value
 class Noted:
-    """A decision that was to be carried out, and what was not possible."""
+    """A decision with an action, and why the action failed if it did."""
 
     at_s: float
     decision: Decision

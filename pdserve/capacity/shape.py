@@ -36,10 +36,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What a cluster does beside computing prompts and handing them off. Measurements leave some of it out."""
+    """Features of a simulated cluster that measurements switch on or off to see what they bring."""
 
-    fetches: bool = True  # cached pages, from other workers
-    moves: bool = False  # answers, off workers that run out of pages: steps are then done one by one
+    fetches: bool = True  # of cached pages from other workers
+    moves: bool = False  # of answers, off workers that run out of pages; steps are then simulated one by one
 
 
 USUAL = Ways()

@@ -70,9 +70,9 @@ class SimWorker:
         self._inbox: list[Event] = []
         self._is_waiting = False  # for its turn
         self._is_stepping = False
-        self._due_s = inf  # when the core is woken
+        self._due_s = inf  # when the core asked to be woken
         self._leap: _Leap | None = None
-        self._num_turns = 0  # of leaps, an end that was moved has an older one
+        self._num_turns = 0  # ends of leaps that were arranged; only the last one counts
 
     def offer(self, event: Event) -> None:
         """Hand an event to the core, at this moment."""

@@ -79,7 +79,7 @@ class Reached:
     name: ClusterName = "default"
 
     def router(self) -> "tuple[str, Access | None]":
-        """Return the address of its gRPC port, and what a client shows there."""
+        """Return the address of its gRPC port, and a client's credentials."""
         from pdserve.launch.folder import read_state
 
         api_key = os.environ.get(API_KEY, "")
@@ -89,7 +89,7 @@ class Reached:
         return state.endpoint, self._access(state.ca_file, api_key)
 
     def http(self, url: str) -> "tuple[str, Access | None]":
-        """Return the URL of its HTTP port, `url` where that is given, and what a client shows there."""
+        """Return the URL of its HTTP port, `url` where that is given, and a client's credentials."""
         from pdserve.launch.folder import read_state
 
         if url:
@@ -102,7 +102,7 @@ class Reached:
         return state.http, self._access(state.ca_file, key_for(state.http))
 
     def doors(self, names: "Sequence[str]", http_url: str) -> "dict[Door, tuple[str, Access | None]]":
-        """Return where each door is, and what a client shows there. ConfigError where one is not known."""
+        """Return the address of each door, and a client's credentials. ConfigError where a door is not known."""
         from pdserve.measure.client import Door
 
         return {door: self.http(http_url) if door is Door.HTTP else self.router() for door in named_doors(names)}

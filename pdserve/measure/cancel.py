@@ -22,7 +22,7 @@ from pdserve.roles import POOLS, Role
 from pdserve.wire import ROLE_NUMBERS
 
 PATIENCE_S = 30.0
-LONGEST_PAUSE_S = 0.3  # between the status that shows a request where it is wanted, and its cancel
+LONGEST_PAUSE_S = 0.3  # of random pauses between the status that shows the wanted moment, and the cancel
 
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
 

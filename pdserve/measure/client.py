@@ -32,9 +32,9 @@ class Door(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a client knows a router, and what it shows."""
+    """How a client verifies a router, and the key that it sends."""
 
-    ca_file: Path  # with certificates that the router's must lead to
+    ca_file: Path  # of the authorities that may have signed the router's certificate
     api_key: str = ""
 
 

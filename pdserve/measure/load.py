@@ -17,7 +17,7 @@ from pdserve.measure.summary import Summary, percentiles, summarize
 from pdserve.measure.tables import counted
 from pdserve.measure.workload import Workload, random_prompts
 
-Reached = tuple[str, Access | None]  # an address and what is shown there; of HTTP, a URL
+Reached = tuple[str, Access | None]  # address of a door (of HTTP its URL) and credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def door_notes(runs: Iterable[Run]) -> list[str]:
 
 
 def _added(http: Run, grpc: Run, time_of: Callable[[Outcome], float | None]) -> str:
-    """Return how much longer one median is than the other, of all rounds and of each."""
+    """Return the difference of the medians: its median over the rounds, and that of each round."""
     pairs = [
         (_p50_ms(one, time_of), _p50_ms(other, time_of)) for one, other in zip(http.rounds, grpc.rounds, strict=True)
     ]

@@ -6,6 +6,7 @@ from statistics import median
 
 from rich.console import Console
 
+from pdserve.errors import CommandError
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import LiveCluster, Report, live_cluster, saturate
 from pdserve.measure.outcomes import ANY, Objective, Outcome
@@ -79,6 +80,10 @@ async def served(
         rate = load * goal.capacity_per_s
         report(f"measuring at {load:.0%} of the capacity, {rate:.2f} requests/s")
         arrivals = trial.workload.during(trial.seconds, rate, seed)
+        if not arrivals:
+            raise CommandError(
+                f"no request comes in {trial.seconds:g} s at {rate:.2f} requests/s: --seconds is too short"
+            )
         with counted(Console(stderr=True), "requests", len(arrivals)) as advance:
             outcomes = await cluster.run(arrivals, goal.objective, seed, advance)
         yield load, arrivals, outcomes

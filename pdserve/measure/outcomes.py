@@ -48,7 +48,7 @@ class Moved:
     """A move of one continuation to another worker, as the ledger has it."""
 
     index: int
-    num_tokens: int  # of it that were known when the other worker took charge
+    num_tokens: int  # of the continuation, known when the target took charge
     source: str
     target: str
     num_bytes: int

@@ -34,7 +34,7 @@ class _Sequence:
         self.index = index
         self.position = len(spec.token_ids) // TOKEN_ID_BYTES - spec.num_prompt_tokens
         self.max_tokens = spec.sampling.max_tokens
-        self.num_again = 0  # tokens that the decode worker reports too, in case the prefill worker's report comes later
+        self.num_again = 0  # tokens that the decode worker repeats: the prefill worker's report of them may come later
 
 
 class Replayed:

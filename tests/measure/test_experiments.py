@@ -7,14 +7,16 @@ from cluster_states import cluster_state
 
 from pdserve.capacity.replay import shape_of
 from pdserve.clock import MonotonicClock
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.kvlayout import KvLayout
 from pdserve.launch.folder import write_secret
 from pdserve.measure.client import Client, connect
 from pdserve.measure.live import LiveCluster
+from pdserve.measure.loads import Findings, Trial, served
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.profile import bursts, learnt_profile
 from pdserve.measure.summary import summarize
+from pdserve.measure.workload import fixed_lengths
 from pdserve.perfmodel.curve import Curve
 from pdserve.perfmodel.profile import read_profile, write_profile
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -25,7 +27,7 @@ OBJECTIVE = Objective(ttft_s=0.5, tpot_s=0.1)
 LAYOUT = layout_to_proto(KvLayout("w", 30, 3, 64, 16, "bfloat16"))
 
 
-def served(ttft_s: float) -> Outcome:
+def answered(ttft_s: float) -> Outcome:
     made = Outcome(1.0, 10, 2, status="OK")
     made.take(1, 1 + ttft_s)
     made.take(1, 1.05 + ttft_s)
@@ -63,7 +65,7 @@ def status(num_steps: int) -> admin.ClusterStatus:
 
 
 def test_those_refused_count_in_the_attainment_but_not_among_the_admitted() -> None:
-    outcomes = [served(0.1), served(0.2), served(0.9), refused(0.01, 0.5), refused(0.03, None)]
+    outcomes = [answered(0.1), answered(0.2), answered(0.9), refused(0.01, 0.5), refused(0.03, None)]
     found = summarize("goodput", outcomes, OBJECTIVE, duration_s=10.0)
     assert found.goodput_per_s == pytest.approx(0.2)
     assert found.attainment == pytest.approx(2 / 5)
@@ -121,6 +123,14 @@ def test_a_sweep_has_single_prompts_and_batches_and_fits_the_model() -> None:
     assert max(shape.prompt_tokens + shape.output_tokens for shape in shapes) <= 300
     assert max(shape.prompt_tokens for shape in shapes) > 200
     assert any(shape.output_tokens == 1 for shape in shapes)
+
+
+async def test_a_load_that_brings_no_request_in_its_time_is_an_error_in_words(tmp_path: Path) -> None:
+    trial = Trial(fixed_lengths("w", 1, 8, 2), (0.5,), seconds=1.0, calibration_s=2.0)
+    async with connect("127.0.0.1:1", None) as channel:
+        live = LiveCluster(cluster_state(write_secret(tmp_path)), Client(channel, MonotonicClock()), 1)
+        with pytest.raises(CommandError, match=r"no request comes in 1 s at 0\.00 requests/s: --seconds is too short"):
+            await anext(served(live, trial, Findings("w", 1e-9, OBJECTIVE), lambda _: None))
 
 
 async def test_a_measurement_shows_the_operators_certificate_where_the_cluster_asks_for_one(tmp_path: Path) -> None:
