@@ -7,7 +7,7 @@ stand go on as they are.
 
 import inspect
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,11 +19,13 @@ import grpc
 
 from pdserve import rpc
 from pdserve.certificates import IDENTITY_FILES, Identity, KeyPair, Part, may_call, read_identity, read_pair
+from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import ConfigError, Refusal, echo
 from pdserve.watched import Watched
 
 logger = logging.getLogger(__name__)
 
+PORT_KEPT_S = 60.0  # in which no port of a connection that has closed is taken again: as long as TIME_WAIT lasts
 PEER_KEY = "peer_spiffe_id"  # where gRPC puts the one URI of a caller's certificate
 
 _Content = TypeVar("_Content")
@@ -42,25 +44,35 @@ class Connections:
     """Counts connections to a port with TLS: all of them, and those that made a call.
 
     gRPC shows Python no handshake that fails. It does ask for certificates before each handshake, and a call comes
-    after one that succeeded.
+    after one that succeeded. Of a connection only address and port of its other end are known, and a client gives a
+    port to another connection some time after the one before has closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.num_opened = 0
         self.num_called = 0
-        self._callers: OrderedDict[str, None] = OrderedDict()  # the last to call comes last
+        self._clock = clock or MonotonicClock()
+        self._callers: OrderedDict[str, float] = OrderedDict()  # when each called last, the latest one last
+        self._silent: deque[float] = deque(maxlen=rpc.MAX_CONNECTIONS)  # when those began that have not called yet
 
     def note_opened(self) -> None:
         """Note that a handshake begins. gRPC's threads call it, one at a time."""
         self.num_opened += 1
+        self._silent.append(self._clock.now_s())
 
     def note_call(self, peer: str) -> None:
         """Note a call. `peer` is the address and port of the connection's other end."""
-        if peer in self._callers:
-            self._callers.move_to_end(peer)
+        now_s, called_s = self._clock.now_s(), self._callers.pop(peer, None)
+        self._callers[peer] = now_s
+        if called_s is not None and now_s - called_s < PORT_KEPT_S:
             return
+        while self._silent and self._silent[0] < now_s - rpc.HANDSHAKE_TIMEOUT_S:
+            self._silent.popleft()
+        if called_s is not None and not self._silent:
+            return  # the same connection: there is no later one that this could be the first call of
         self.num_called += 1
-        self._callers[peer] = None
+        if self._silent:
+            self._silent.popleft()
         if len(self._callers) > rpc.MAX_CONNECTIONS:
             self._callers.popitem(last=False)
 

@@ -11,10 +11,11 @@ import grpc
 import pytest
 
 from pdserve.certificates import CALLERS, Part, may_call, read_identity
-from pdserve.credentials import Connections, Credentials
+from pdserve.credentials import PORT_KEPT_S, Connections, Credentials
 from pdserve.errors import ConfigError, Refusal
 from pdserve.launch.authority import Authority
-from pdserve.rpc import MAX_CONNECTIONS, identify
+from pdserve.rpc import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, identify
+from pdserve.virtual_time import VirtualClock
 
 DAY = timedelta(days=1)
 TRUST_DOMAIN = "c.example"
@@ -179,6 +180,24 @@ async def test_a_connection_counts_once_however_many_calls_it_makes(cluster: Clu
         for _ in range(3):
             await identify(channel, cluster.secret, ATTACH)
     assert (router.connections.num_opened, router.connections.num_called) == (1, 1)
+
+
+def test_a_port_that_a_client_uses_again_is_another_connection_and_a_long_silence_is_none() -> None:
+    clock = VirtualClock()
+    counted = Connections(clock)
+    for number in range(1, 4):
+        counted.note_opened()
+        counted.note_call("ipv4:192.0.2.1:4000")
+        assert (counted.num_opened, counted.num_called) == (number, number)
+        for silence_s in (1.0, PORT_KEPT_S - 1, 10 * PORT_KEPT_S):
+            clock.advance(silence_s)
+            counted.note_call("ipv4:192.0.2.1:4000")
+        assert counted.num_called == number
+        clock.advance(PORT_KEPT_S)
+    counted.note_opened()  # of somebody who is refused
+    clock.advance(HANDSHAKE_TIMEOUT_S + PORT_KEPT_S)
+    counted.note_call("ipv4:192.0.2.1:4000")
+    assert (counted.num_opened, counted.num_called) == (4, 3)
 
 
 def test_no_more_callers_are_remembered_than_there_may_be_connections() -> None:
