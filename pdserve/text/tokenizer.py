@@ -6,6 +6,7 @@ import tokenizers
 
 from pdserve.errors import invalid
 from pdserve.text.detokenize import Detokenizer, read_pieces
+from pdserve.text.words import MAX_TEXT, Words, may_cut
 
 
 class Tokenizer:
@@ -14,6 +15,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, bos_token_id: int | None = None) -> None:
         self._backend = backend
         self._pieces = read_pieces(backend)
+        self._words = Words(backend) if may_cut(backend) else None
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = len(self._pieces.by_id)
 
@@ -23,12 +25,18 @@ class Tokenizer:
         About a second for a megabyte. Raises RequestError naming `field` for text that is no Unicode.
         """
         try:
-            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)  # without offsets
+            ids = self._encode(text, add_special)
         except TypeError as error:
             raise invalid(field, "holds half of a surrogate pair, which is no character") from error
-        ids: list[int] = encoded.ids
         if add_special and self._adds_bos and ids[1:2] == ids[:1]:
             return ids[1:]
+        return ids
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        if self._words is not None and len(text) <= MAX_TEXT:
+            return self._words.encode(text, add_special=add_special)
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)  # without offsets
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """Reads the model that a router serves, but for its weights."""
 
 import logging
+import os
 from functools import partial
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming, tokenizer_archive
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 def load_model(config: RouterConfig) -> ServedModel:
     """Read the model's config, tokenizer and chat template."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads are woken for the few new words of a prompt
     checkpoint = open_checkpoint(resolve_model(config.model))
     tokenizer = checkpoint.tokenizer()
     vocab_size = min(tokenizer.vocab_size, checkpoint.config.vocab_size)
