@@ -94,7 +94,7 @@ class Delivery:
     def _accept(self, request: Request, sequence: Sequence, delta: TokenDelta, num_known: int, now_s: float) -> bool:
         """Hand on what is news in a delta; return whether the continuation has ended by it."""
         token_ids = delta.token_ids[num_known:]  # a list, which is cheaper to look at than what came off the wire
-        logprobs = delta.logprobs[num_known:] if num_known else delta.logprobs
+        logprobs = () if request.params.logprobs is None else delta.logprobs[num_known:]
         finish_reason = delta.finish_reason
         if not token_ids and not finish_reason:
             return False

@@ -90,21 +90,22 @@ class TextDelta:
 class OutputText:
     """Text of one sequence. After a stop string or `finish`, it takes no more."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops")
+    __slots__ = ("_detokenizer", "_has_stops", "_min_tokens", "_num_tokens", "_stops")
 
     def __init__(
         self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int = 0, *, includes_stop: bool = False
     ) -> None:
         """No stop string ends the text within its first `min_tokens` tokens."""
         self._detokenizer = detokenizer
+        self._has_stops = bool(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._stops = StopMatcher(stops, includes_stop=includes_stop)
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take a step's tokens; the one that completes a stop string is the last that counts."""
-        if len(token_ids) == 1:
-            return TextDelta(self._push_token(token_ids), 1, self._stops.matched)
+        if not self._has_stops:
+            return TextDelta(self._detokenizer.push(token_ids), len(token_ids), None)
         texts = []
         for position in range(len(token_ids)):
             texts.append(self._push_token(token_ids[position : position + 1]))

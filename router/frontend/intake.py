@@ -101,13 +101,14 @@ class Intake:
         deadline_s, clock = opened.received_s + min(terms.deadline_s, remaining_s), self.backend.clock
         terms = await self.prompts.with_bad_words(request, terms, deadline_s - clock.now_s())
         await self.prompts.check_structured(terms, deadline_s - clock.now_s())
-        token_ids = await self.prompts.token_ids(request, self.max_model_len(), deadline_s - clock.now_s())
+        max_model_len = self.max_model_len()
+        token_ids = await self.prompts.token_ids(request, max_model_len, deadline_s - clock.now_s())
         if visit is not None:
             visit.spend(len(token_ids))
         event = RequestArrived(
             request_id=new_request_id(),
             token_ids=token_ids,
-            params=fitted(len(token_ids), terms, self.max_model_len()),
+            params=fitted(len(token_ids), terms, max_model_len),
             received_s=opened.received_s,
             deadline_s=deadline_s,
             priority=terms.priority,

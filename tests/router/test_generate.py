@@ -131,6 +131,8 @@ async def test_logprobs_pass_through(start_router: StartRouter) -> None:
     replies = await collect(router.generate(text="a", max_tokens=3, logprobs=2))
     logprobs = [entry for reply in replies for delta in reply.deltas for entry in delta.logprobs]
     assert [(entry.chosen, len(entry.top)) for entry in logprobs] == [(-0.5, 2)] * 3
+    replies = await collect(router.generate(text="a", max_tokens=3))
+    assert not any(delta.logprobs for reply in replies for delta in reply.deltas)  # nobody asked for them
 
 
 async def test_log_probabilities_of_the_prompt_come_before_the_first_token(start_router: StartRouter) -> None:
@@ -182,7 +184,7 @@ async def test_a_slow_reader_is_cut_off_and_nobody_else_waits(start_router: Star
     router = await start_router(max_unsent_bytes=32768)
     prefill, decode = await router.pair()
     prefill.logprobs_per_token = decode.logprobs_per_token = 1024  # fills the connection's own buffers soon
-    slow = router.generate(text="slow", max_tokens=1500, timeout_s=None)
+    slow = router.generate(text="slow", max_tokens=1500, logprobs=0, timeout_s=None)
     await decode.until(lambda: any(cancel.request_id for cancel in decode.cancels))
     await router.until_idle()
     prefill.logprobs_per_token = decode.logprobs_per_token = 0

@@ -157,6 +157,7 @@ class Response:
         self.num_prompt_tokens = 0
         self.id = dialect.id_prefix + secrets.token_hex(16)
         self._tokens = tokens
+        self._is_text_alone = shown.is_text_alone
         self._envelope = {"id": self.id, "created": int(time.time()), "model": model}
         head = encode({**self._envelope, "object": dialect.chunk})[:-1]
         self._before = b"data: " + head + b',"choices":['
@@ -168,7 +169,7 @@ class Response:
         gain = self._seen(choice, gain)
         if not (gain.token_ids or gain.text or gain.finish_reason):
             return b""  # all that came is of the prompt
-        if choice.is_begun and choice.filter is None and self.shown.is_text_alone and not gain.finish_reason:
+        if choice.is_begun and choice.filter is None and self._is_text_alone and not gain.finish_reason:
             return self._text(choice, gain.text) if gain.text else b""
         events = [] if choice.is_begun else self._beginning(choice)
         choice.is_begun = True
