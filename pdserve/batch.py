@@ -27,6 +27,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 300.0
 ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S = 1200.0, 10.0  # the former beyond a router's longest deadline
 MAX_SHOWN = 5  # mistakes of a file
+MAX_PORT = 65535
 
 Json = Mapping[str, object]
 
@@ -52,12 +53,16 @@ def client(server: str, api_key: str = "", ca_file: Path | None = None) -> httpx
         url = httpx2.URL(server)
     except httpx2.InvalidURL as error:
         raise ConfigError(f"--server: {server!r} is no URL: {error}") from error
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > MAX_PORT:
         raise ConfigError(f"--server: {server!r} is no URL of the form http://host:port")
+    try:
+        trusted = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl's own errors are such
+        raise ConfigError(f"--ca-file: {ca_file} holds no certificates: {error.strerror or error}") from error
     return httpx2.AsyncClient(
         base_url=url,
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-        verify=ssl.create_default_context(cafile=ca_file),
+        verify=trusted,
         timeout=httpx2.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         limits=httpx2.Limits(max_connections=None),
     )
@@ -87,7 +92,7 @@ async def run_batch(
             tally.num_failed += not is_answered
             advance()
 
-    with _results(out) as (file, known):
+    with _results(source, out) as (file, known):
         waiting = unanswered(known)
 
         async def work() -> None:
@@ -179,23 +184,35 @@ def _item(line: Json) -> Item:
 
 
 @contextmanager
-def _results(out: Path) -> Iterator[tuple[IO[bytes], Mapping[str, bool]]]:
+def _results(source: Path, out: Path) -> Iterator[tuple[IO[bytes], Mapping[str, bool]]]:
     """Open the output for this run alone, to be appended to: with its final results, once each, and nothing else.
 
-    Yields it with the ids that it has, and whether these have answers.
+    Yields it with the ids that it has, and whether these have answers. ConfigError for a file of something else, which
+    is left as it is.
     """
     out = out.resolve()  # a link stays one
     known: dict[str, bool] = {}
-    with _opened(out) as before, _opened(out.with_name(f".{out.name}.tmp")) as file:  # both are locked until the end
-        file.truncate()
-        for raw in before:
-            line = _final(raw)
-            if line is not None and line["custom_id"] not in known:
-                known[str(line["custom_id"])] = _is_answered(line)
-                file.write(raw)
-        file.flush()
-        Path(file.name).replace(out)
-        yield file, known
+    with _opened(out) as before:  # both are locked until the end
+        _check_results(before, out, source)
+        with _opened(out.with_name(f".{out.name}.tmp")) as file:
+            file.truncate()
+            for raw in before:
+                line = _final(raw)
+                if line is not None and line["custom_id"] not in known:
+                    known[str(line["custom_id"])] = _is_answered(line)
+                    file.write(raw)
+            file.flush()
+            Path(file.name).replace(out)
+            yield file, known
+
+
+def _check_results(file: IO[bytes], path: Path, source: Path) -> None:
+    """Raise ConfigError where a file begins with something else than a result: it would be lost."""
+    raw = file.readline()
+    line = _object(raw)
+    if path.samefile(source) or (raw.endswith(b"\n") and (line is None or "response" not in line)):
+        raise ConfigError(f"--output: {path} is there, and holds something else than results")
+    file.seek(0)
 
 
 def _opened(path: Path) -> IO[bytes]:

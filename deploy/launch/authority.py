@@ -116,7 +116,11 @@ def _name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigError(f"--host: {host!r} is no name of a host: {error}") from error
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

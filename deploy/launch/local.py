@@ -198,7 +198,8 @@ class LocalCluster:
                     elif self._published != before:
                         self._publish()
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                # Later nothing that a router answers ends what serves: a router that is killed may also leave INTERNAL.
+                if not self.ready.is_set() and error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise LaunchError(f"the router does not report its state: {error.details()}") from error
             await asyncio.sleep(RECONNECT_S)  # the router is gone; its successor needs longer than this to listen
 

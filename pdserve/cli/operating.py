@@ -25,8 +25,16 @@ def new_key(
 
     Only the key's hash stands in the file. To revoke a key take its line out; routers read the file again at once.
     """
+    from pydantic import TypeAdapter, ValidationError
+
+    from pdserve.errors import ConfigError
+    from pdserve.router.frontend.api_keys import TenantName
     from pdserve.router.frontend.api_keys import new_key as made
 
+    try:
+        TypeAdapter(TenantName).validate_python(tenant)
+    except ValidationError as error:
+        raise ConfigError(f"TENANT: {tenant!r} is refused: 1 to 64 printable ASCII characters are needed") from error
     key, digest = made()
     typer.echo(key)
     typer.echo(f"tenants:\n  {tenant}:\n    keys:\n      - {{id: {name}, sha256: {digest}}}", err=True)

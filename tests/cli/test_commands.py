@@ -151,6 +151,7 @@ def test_bench_without_a_command_of_its_own_sends_load(pdserve: Command) -> None
         (("down", "nobody"), "no cluster named 'nobody' runs here"),
         (("logs", "nobody"), "nobody: no logs of any process are here"),
         (("generate", "x", "--name", "nobody"), "pdserve up"),
+        (("keys", "new", "a b"), "TENANT: 'a b' is refused"),
         (("generate", "a\udcff", "--endpoint", "h:1"), "PROMPT: 'a\\udcff' is not UTF-8"),
         (("generate", "x", "--stop", "\udcff", "--endpoint", "h:1"), "--stop: '\\udcff' is not UTF-8"),
         (("chat", "--once", "\udcff", "--endpoint", "h:1"), "--once: '\\udcff' is not UTF-8"),
@@ -186,6 +187,12 @@ def test_a_number_that_no_request_and_no_port_can_have_is_refused_by_the_name_of
     ended = pdserve(command, "/", flag, value)
     assert ended.returncode == 2
     assert f"'{flag}'" in ended.stderr
+
+
+def test_a_host_that_no_certificate_can_name_is_refused(pdserve: Command, tmp_path: Path) -> None:
+    ended = pdserve("certs", str(tmp_path), "--host", "\N{LATIN SMALL LETTER E WITH ACUTE}.example")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith("pdserve: --host: ")
 
 
 def test_what_cannot_be_written_to_a_terminal_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ class Operators(AdminServiceServicer):
         self.gone: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.status = admin.ClusterStatus()
         self.changed = asyncio.Event()
+        self.fails = False
 
     async def ReportProcessGone(  # noqa: N802
         self, request: admin.ReportProcessGoneRequest, context: object
@@ -56,10 +57,15 @@ class Operators(AdminServiceServicer):
         return admin.ReportProcessGoneResponse()
 
     async def WatchStatus(  # noqa: N802
-        self, request: admin.WatchStatusRequest, context: object
+        self,
+        request: admin.WatchStatusRequest,
+        context: "grpc.aio.ServicerContext[admin.WatchStatusRequest, admin.WatchStatusResponse]",
     ) -> AsyncIterator[admin.WatchStatusResponse]:
-        del request, context
+        del request
         while True:
+            if self.fails:
+                self.fails = False
+                await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
             self.changed.clear()
             yield admin.WatchStatusResponse(status=self.status)
             await self.changed.wait()
@@ -180,6 +186,17 @@ async def test_a_cluster_is_ready_when_the_running_incarnations_are() -> None:
         assert state.ready
         assert state.model == "m"
         assert [(p.name, p.role, p.num_restarts) for p in state.processes] == [("decode-0", "decode", 0)]
+
+
+async def test_a_cluster_that_serves_outlives_whatever_its_router_answers() -> None:
+    async with scene(ChildSpec("decode-0", "decode", SLEEPER)) as stage:
+        before = await started(stage)
+        stage.operators.fails = True
+        stage.operators.changed.set()
+        stage.heard.clear()
+        await stage.heard.wait()
+        assert not stage.operators.fails
+        assert read_state("tests") == before
 
 
 @pytest.mark.parametrize(("status", "how", "drains"), [(0, "stop", True), (75, "stop", False), (0, "kill", False)])

@@ -67,6 +67,23 @@ async def test_each_line_has_its_answer_under_its_custom_id(tmp_path: Path) -> N
     }
 
 
+async def test_a_file_of_something_else_is_no_output_and_stays_as_it_is(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", line("a"))
+    for other in (source, write(tmp_path / "other", line("b")), write(tmp_path / "notes", "notes")):
+        before = other.read_bytes()
+        with pytest.raises(ConfigError, match="something else than results"):
+            await sent(source, other, echo)
+        assert other.read_bytes() == before
+
+
+def test_a_server_and_an_authority_that_cannot_be_are_refused_by_their_flags(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--server"):
+        batch.client("http://127.0.0.1:99999")
+    for authority in (tmp_path / "none", write(tmp_path / "text", "x")):
+        with pytest.raises(ConfigError, match=f"--ca-file: {authority}"):
+            batch.client("https://127.0.0.1:1", ca_file=authority)
+
+
 async def test_no_more_requests_are_under_way_than_asked(tmp_path: Path) -> None:
     under_way = most = 0
 
