@@ -102,6 +102,7 @@ EXTRAS = {  # by the name that is imported
     "safetensors": "worker",
     "gguf": "worker",
     "nixl_cu12": "worker",
+    "zmq": "worker",
     "ray": "ray",
     "lightkube": "kubernetes",
     "matplotlib": "plots",

@@ -16,7 +16,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 """
-WORKERS = {"torch", "triton", "safetensors", "gguf", "nixl_cu12"}
+WORKERS = {"torch", "triton", "safetensors", "gguf", "nixl_cu12", "zmq"}
 NEED_NONE = (
     *("router.server", "autoscaler.server", "launch.local", "checkpoint.open", "cli.app", "cli.running"),
     *("capacity.long_run", "capacity.planner", "measure.live", "measure.routers", "measure.router_speed"),
