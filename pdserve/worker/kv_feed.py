@@ -7,13 +7,16 @@ nothing else to send, so a router that reads slowly delays nothing, and costs no
 
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.prefix_hash import PrefixHash
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker.kv_publisher import KvPublisher
 from pdserve.worker.link import Links
 from pdserve.worker.messages import RouterRef
+
+if TYPE_CHECKING:
+    from pdserve.worker.kv_publisher import KvPublisher  # needs ZMQ, which workers alone have
 
 MAX_PAGES = 65_536  # in one message: 1 MiB of hashes, put together in a few ms
 
@@ -22,7 +25,7 @@ class KvFeed:
     """Takes the cache's changes after each step."""
 
     def __init__(
-        self, cache: KvCache, links: Links, publisher: KvPublisher | None = None, max_pages: int = MAX_PAGES
+        self, cache: KvCache, links: Links, publisher: "KvPublisher | None" = None, max_pages: int = MAX_PAGES
     ) -> None:
         self._cache = cache
         self._cache.take_changes()
