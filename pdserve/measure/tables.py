@@ -125,7 +125,7 @@ def _rows(path: str, value: object) -> Iterator[tuple[str, str]]:
         case int() | float():
             yield label, _numbers(path, value)
         case _:
-            yield label, str(value)
+            yield label, str(value) or "-"
 
 
 def _numbers(path: str, *values: float) -> str:

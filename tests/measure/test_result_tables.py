@@ -51,6 +51,7 @@ def cells(result: object) -> dict[str, str]:
         ("failures", {}, ("failures", "none")),
         ("utilization", {"prefill": 0.5, "decode": 0.25}, ("utilization: prefill / decode", "0.5 / 0.25")),
         ("free_after_s", None, ("free after", "-")),
+        ("left_over", "", ("left over", "-")),
         ("keeps_up", False, ("keeps up", "no")),
         ("interval", (0.25, 0.75), ("interval", "0.25 / 0.75")),
     ],
