@@ -8,14 +8,13 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from pdserve.errors import echo
-from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
 from pdserve.router import learnt
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
-from pdserve.router.live import live, running
 from pdserve.router.predict import Predictor
 from pdserve.router.recent import Kind
 from pdserve.router.routing import difference
@@ -43,13 +42,12 @@ class AdminEndpoint(AdminServiceServicer):
         self._router_id = router_id
         self._model = model
         self.metrics_address = ""  # host:port; empty: nowhere
-        self._started_s = shell.clock.now_s()
 
     async def GetStatus(  # noqa: N802
         self, request: admin.GetStatusRequest, context: object
     ) -> admin.GetStatusResponse:
         del request, context
-        return admin.GetStatusResponse(status=self._status(), unix_time_ms=time.time_ns() // 1_000_000)
+        return admin.GetStatusResponse(status=self.status(), unix_time_ms=time.time_ns() // 1_000_000)
 
     async def WatchStatus(  # type: ignore[override]  # noqa: N802
         self, request: admin.WatchStatusRequest, context: WatchContext
@@ -60,24 +58,11 @@ class AdminEndpoint(AdminServiceServicer):
         try:
             while True:
                 news.clear()
-                await context.write(admin.WatchStatusResponse(status=self._status()))
+                await context.write(admin.WatchStatusResponse(status=self.status()))
                 await asyncio.sleep(MIN_INTERVAL_S)
                 await news.wait()
         finally:
             self._shell.watchers.discard(news)
-
-    async def GetLive(self, request: admin.GetLiveRequest, context: object) -> admin.GetLiveResponse:  # noqa: N802
-        del context
-        return await self.live(request)
-
-    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
-        core, now_s, unix_s = self._shell.core, self._shell.clock.now_s(), time.time()
-        if asked.request_id:
-            found = running(core, _id_of(asked.request_id), now_s, unix_s)
-            return admin.GetLiveResponse(requests=[] if found is None else [found])
-        shown = live(core, self._status(), asked.after, now_s, unix_s)
-        shown.uptime_ms = round((now_s - self._started_s) * 1e3)
-        return shown
 
     async def ReportDecisions(  # noqa: N802
         self, request: admin.ReportDecisionsRequest, context: object
@@ -169,7 +154,7 @@ class AdminEndpoint(AdminServiceServicer):
     def _has_left(self, worker: WorkerView) -> bool:
         return self._shell.core.workers.get(worker.link) is not worker
 
-    def _status(self) -> admin.ClusterStatus:
+    def status(self) -> admin.ClusterStatus:
         core = self._shell.core
         names, unroutable = {worker.name for worker in core.workers}, core.unroutable()
         return admin.ClusterStatus(
@@ -204,14 +189,6 @@ class AdminEndpoint(AdminServiceServicer):
             step_ms=worker.step_s * 1e3,
             pairs=[pair for name, pair in stream.pairs.items() if name in names],
         )
-
-
-def _id_of(text: str) -> RequestId:
-    """Return the id that a text names; one that no request has where it names none."""
-    try:
-        return RequestId(bytes.fromhex(text))
-    except ValueError:
-        return RequestId(b"")
 
 
 def _all_leave(source: WorkerView) -> str:

@@ -10,7 +10,6 @@ import msgspec
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import RequestId
-from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
@@ -155,7 +154,9 @@ class FrontendLink:
         hub = self._hub
         match asked.what:
             case "live":
-                return (await hub.live(admin.GetLiveRequest.FromString(asked.data))).SerializeToString()
+                return msgspec.msgpack.encode(await hub.live())
+            case "request":
+                return msgspec.msgpack.encode(await hub.live_request(asked.data.decode()))
             case "metrics":
                 return b"" if hub.metrics is None else await hub.metrics()
             case "engine":

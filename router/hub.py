@@ -1,23 +1,25 @@
 """The core's side of what frontends need: the `Backend` of those in this process, and of the links of all others."""
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from math import inf
+from typing import Any
 
 from pdserve.clock import Clock
 from pdserve.credentials import Connections
 from pdserve.ids import RequestId
 from pdserve.metrics import FRONTENDS, FRONTENDS_LOST, Sample, connection_samples
 from pdserve.metrics_server import metrics_text
-from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Answer
 from pdserve.router.events import ClientEvent, RequestArrived
-from pdserve.router.frontend.backend import Abort, EngineState, Standing
+from pdserve.router.frontend.backend import Abort, EngineState, Standing, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
+from pdserve.router.live import Live
 from pdserve.router.metrics import Ends, router_samples
 from pdserve.router.shell import Shell
 
@@ -52,6 +54,7 @@ class Hub:
         self.admin = AdminEndpoint(shell, config.router_id, model)
         self.connections = Connections()  # to the public port
         self.ports = {} if config.ssl_certfile is None else {"public": self.connections}  # with TLS, by name
+        self._live = Live(shell.core, self.admin.status, shell.clock.now_s())
         self.num_frontends = 1  # processes that serve clients now
         self.num_frontends_lost = 0
         self.num_spans: Counter[str] = Counter()  # of frontends in other processes, by what became of them
@@ -90,8 +93,11 @@ class Hub:
     def fail(self, error: Exception) -> None:
         self._shell.fail(error)
 
-    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
-        return await self.admin.live(asked)
+    async def live(self) -> State:
+        return self._live.state(self.clock.now_s(), time.time())
+
+    async def live_request(self, name: str) -> dict[str, Any] | None:
+        return self._live.request(name, self.clock.now_s(), time.time())
 
     @property
     def metrics(self) -> Callable[[], Awaitable[bytes]] | None:

@@ -99,7 +99,6 @@ class Kind(StrEnum):
 @value
 class Happening:
     key: int  # stays while the count grows
-    number: int
     at_s: float
     kind: Kind
     subject: str  # a worker, or empty
@@ -125,7 +124,6 @@ class Second:
     """What ended in one second."""
 
     at: int  # whole seconds of the core's clock
-    number: int = 0  # of the last end in it
     num_ended: int = 0  # requests; a client that left counts for nothing
     num_missed: int = 0  # of these, those that missed an objective or have no answer
     num_judged: int = 0  # requests with objectives
@@ -134,31 +132,31 @@ class Second:
 
 
 class Recent:
-    """Keeps the rings. Entries have numbers that grow, so that a watcher can ask for what came since the last time."""
+    """Keeps the rings."""
 
     def __init__(self) -> None:
         self.now_s = 0.0  # of the event that the core handles
-        self.number = 0  # of the newest entry
+        self._number = 0  # of the newest entry
         self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self.happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self.seconds: deque[Second] = deque(maxlen=MAX_SECONDS)
 
     def note(self, kind: Kind, subject: str, text: str) -> None:
         """Note that something happened. The same again at once only raises its count."""
-        self.number += 1
-        text, key, count = text[:MAX_TEXT], self.number, 1
+        self._number += 1
+        text, key, count = text[:MAX_TEXT], self._number, 1
         last = self.happenings[-1] if self.happenings else None
         is_same = last is not None and (last.kind, last.subject, last.text) == (kind, subject, text)
         if last is not None and is_same and self.now_s < last.at_s + _TOGETHER_S:
             key, count = last.key, last.count + 1
             self.happenings.pop()
-        self.happenings.append(Happening(key, self.number, self.now_s, kind, subject, text, count))
+        self.happenings.append(Happening(key, self.now_s, kind, subject, text, count))
 
     def end(self, request: Request, outcome: Finished | Refused) -> None:
-        self.number += 1
+        self._number += 1
         self.ended.append(
             Ended(
-                number=self.number,
+                number=self._number,
                 at_s=self.now_s,
                 request_id=request.request_id,
                 tenant=request.tenant,
@@ -176,7 +174,6 @@ class Recent:
         if not self.seconds or self.seconds[-1].at != at:
             self.seconds.append(Second(at))
         second, verdict = self.seconds[-1], judge(request.slo_s, outcome)
-        second.number = self.number
         second.num_answer_tokens += request.num_delivered
         if isinstance(outcome, Refused) and outcome.status is Status.CANCELLED:
             return

@@ -1,13 +1,12 @@
 """What frontends need of the router's core, which decides in this process or in another."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pdserve.clock import Clock
 from pdserve.credentials import Connections
 from pdserve.errors import Status
 from pdserve.ids import RequestId
-from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.desk import Answer
 from pdserve.router.events import RequestArrived
@@ -15,6 +14,8 @@ from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.values import value
 
 Slos = tuple[float | None, float | None]  # of TTFT and TPOT, in seconds
+State = dict[str, dict[str, Any]]  # of the live page: sections of entries by name
+MAX_OF_STAGE = 16  # requests under way that the page shows of each stage
 Abort = Callable[[str, Sequence[str]], None]  # a tenant, and the names that it gave its requests
 
 
@@ -104,8 +105,11 @@ class Backend(Protocol):
     def fail(self, error: Exception) -> None:
         """Stop the process: an error that is ours leaves its state unknown."""
 
-    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
-        """Return what there is to watch."""
+    async def live(self) -> State:
+        """Return what the live page shows, of all tenants."""
+
+    async def live_request(self, name: str) -> dict[str, Any] | None:
+        """Return all that is known of one request, by its id in hexadecimal; None where it is not known."""
 
     @property
     def metrics(self) -> Callable[[], Awaitable[bytes]] | None:

@@ -22,7 +22,7 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 MAX_UNREAD_BYTES = 64 * 1024 * 1024  # that wait for a peer which does not read
 _LENGTH_BYTES = 4
 
-What = Literal["live", "metrics", "engine"]
+What = Literal["live", "request", "metrics", "engine"]
 
 
 class _Message(msgspec.Struct, array_like=True, gc=False):
@@ -152,7 +152,7 @@ class Deny(_Message, tag=27):
 
 
 class Ask(_Message, tag=28):
-    """Ask for what there is to watch (a GetLiveRequest, for a GetLiveResponse), metrics as text, or an EngineState."""
+    """Ask for the live page's state, for all that is known of one request, metrics as text, or an EngineState."""
 
     number: int
     what: What

@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -12,14 +13,13 @@ from pdserve.clock import MonotonicClock
 from pdserve.credentials import Connections
 from pdserve.errors import ProtocolError, Status
 from pdserve.ids import RequestId
-from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.desk import Answer
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
-from pdserve.router.frontend.backend import Abort, EngineState, RequestEnd, Standing
+from pdserve.router.frontend.backend import Abort, EngineState, RequestEnd, Standing, State
 from pdserve.router.frontend.channel import Channel
 from pdserve.token_ids import pack
 
@@ -66,8 +66,11 @@ class Remote:
         await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=ours)
         self._send_counts()
 
-    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
-        return admin.GetLiveResponse.FromString(await self.asking.ask("live", asked.SerializeToString()))
+    async def live(self) -> State:
+        return msgspec.msgpack.decode(await self.asking.ask("live"), type=State)
+
+    async def live_request(self, name: str) -> dict[str, Any] | None:
+        return msgspec.msgpack.decode(await self.asking.ask("request", name.encode()), type=dict[str, Any] | None)
 
     @property
     def metrics(self) -> Callable[[], Awaitable[bytes]] | None:

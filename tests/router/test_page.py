@@ -13,15 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.clock import MonotonicClock
-from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.backend import MAX_OF_STAGE, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.frontend.page import app as page_app
-from pdserve.router.frontend.page.app import MAX_OF_TENANT, MAX_WATCHERS, Page
-from pdserve.router.frontend.page.board import MAX_KEPT, MAX_OF_STAGE, Board, State, difference
+from pdserve.router.frontend.page.app import MAX_OF_TENANT, MAX_WATCHERS, Page, difference, visible
 
 STATIC = files("pdserve.router.frontend.page") / "static"
 NAMES = st.text("abc", min_size=1, max_size=2)
@@ -59,46 +56,28 @@ class Router:
     def __init__(self) -> None:
         self.num_asked = 0
         self.was_asked_often = asyncio.Event()
-        self.ended: list[admin.EndedRequest] = []
-        self.requests: list[admin.LiveRequest] = []
-        self.unlisted: list[admin.LiveRequest] = []  # under way too
+        self.ended: dict[str, dict[str, Any]] = {}
+        self.requests: dict[str, dict[str, Any]] = {}
+        self.unlisted: dict[str, dict[str, Any]] = {}  # under way too
         self.workers: list[str] = ["p0"]
 
-    async def show(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
-        if asked.request_id:
-            found = [each for each in [*self.requests, *self.unlisted] if each.request_id == asked.request_id]
-            return admin.GetLiveResponse(requests=found)
+    async def live(self) -> State:
         self.num_asked += 1
         if self.num_asked > 5:
             self.was_asked_often.set()
-        workers = [
-            admin.WorkerStatus(
-                registration=link.Register(worker_id=name, ready=True, num_pages=100, role=link.ROLE_PREFILL),
-                load=link.Heartbeat(pages_free=90, pages_cached=40, pages_held=7, pages_granted=3),
-            )
-            for name in self.workers
-        ]
-        return admin.GetLiveResponse(
-            status=admin.ClusterStatus(model="m", workers=workers),
-            number=len(self.ended),
-            unix_time_ms=1_700_000_000_000,
-            uptime_ms=5000,
-            requests=self.requests,
-            ended=[ended for ended in self.ended if ended.number > asked.after],
-        )
+        return {
+            "clock": {"unix_time_ms": 1_700_000_000_000, "uptime_ms": 5000},
+            "workers": {name: {"role": "prefill"} for name in self.workers},
+            "requests": dict(self.requests),
+            "ended": dict(self.ended),
+        }
+
+    async def live_request(self, name: str) -> dict[str, Any] | None:
+        known = {**self.requests, **self.unlisted, **{each["request_id"]: each for each in self.ended.values()}}
+        return known.get(name)
 
     def end(self, request_id: str, tenant: str = "") -> None:
-        number = len(self.ended) + 1
-        steps = [inference.LedgerStep(name="received"), inference.LedgerStep(name="first_token", at_ms=7)]
-        self.ended.append(
-            admin.EndedRequest(
-                number=number,
-                request_id=request_id,
-                tenant=tenant,
-                status="OK",
-                ledger=inference.Ledger(steps=steps, ttft_ms=7, attempts=1),
-            )
-        )
+        self.ended[str(len(self.ended) + 1)] = {"request_id": request_id, "tenant": tenant, "ledger": {"ttft_ms": 7}}
 
 
 class Visit:
@@ -164,7 +143,7 @@ class Visit:
 
 
 def page_of(router: Router, keys: Path | None = None, is_closing: Callable[[], bool] = lambda: False) -> Page:
-    return Page(router.show, Clients(keys, Uses(MonotonicClock())), MonotonicClock(), is_closing)
+    return Page(router, Clients(keys, Uses(MonotonicClock())), MonotonicClock(), is_closing)
 
 
 @pytest.fixture
@@ -231,15 +210,6 @@ async def test_a_snapshot_comes_first_and_then_what_has_changed() -> None:
     assert visit.events[2][1] == {"workers": {"p0": None}}
 
 
-async def test_pages_of_a_worker_are_shown_so_that_they_add_up() -> None:
-    visit = Visit(page_of(Router()), "/page/events")
-    await visit.until(lambda: visit.events)
-    await visit.leave()
-    worker: Any = visit.state["workers"]["p0"]
-    assert worker["pages"] == {"held": 7, "granted": 3, "cached": 40, "quarantined": 0, "free": 50}
-    assert sum(worker["pages"].values()) == worker["num_pages"]
-
-
 async def test_nothing_is_asked_while_nobody_watches_and_watchers_share_what_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,17 +271,16 @@ async def test_one_tenant_does_not_take_all_the_watchers_that_there_may_be(keys:
 
 async def test_a_request_that_is_not_in_the_list_has_its_timeline() -> None:
     router = Router()
-    router.unlisted = [admin.LiveRequest(request_id="55", stage="decode")]
+    router.unlisted = {"55": {"tenant": "", "stage": "decode"}}
     found = await Visit(page_of(router), "/page/requests/55").done()
     assert (found.status, json.loads(found.body)["stage"]) == (200, "decode")
 
 
-def test_of_each_stage_a_state_has_the_newest_requests() -> None:
-    board = Board()
+def test_of_each_stage_a_page_gets_the_newest_requests() -> None:
     stages = ("queue", "decode")
-    requests = [admin.LiveRequest(request_id=f"{i}", stage=stages[i % 2], tenant=f"{i % 5}") for i in range(100)]
-    board.take(admin.GetLiveResponse(requests=requests))
-    assert list(board.state(None)["requests"]) == [str(i) for i in range(100 - 2 * MAX_OF_STAGE, 100)]
+    requests = {str(i): {"stage": stages[i % 2], "tenant": f"{i % 5}"} for i in range(100)}
+    shown = visible({"requests": requests, "ended": {}}, None)
+    assert list(shown["requests"]) == [str(i) for i in range(100 - 2 * MAX_OF_STAGE, 100)]
 
 
 async def test_a_watcher_that_reads_slowly_gets_the_latest_state_and_none_of_those_before_it() -> None:
@@ -338,17 +307,6 @@ async def test_a_router_that_shuts_down_ends_the_streams() -> None:
     await visit.done()
 
 
-def test_what_the_board_keeps_is_bounded() -> None:
-    board = Board()
-    for start in range(0, 2000, 500):
-        ended = [admin.EndedRequest(number=start + i) for i in range(500)]
-        happenings = [admin.Happening(key=start + i, number=start + i) for i in range(500)]
-        seconds = [admin.LiveSecond(at_s=start + i) for i in range(500)]
-        board.take(admin.GetLiveResponse(ended=ended, happenings=happenings, seconds=seconds))
-    sizes = {section: len(entries) for section, entries in board.state(None).items()}
-    assert (sizes["ended"], sizes["happenings"], sizes["seconds"]) == (MAX_KEPT, MAX_KEPT, 300)
-
-
 # ---- who may see what
 
 
@@ -367,7 +325,7 @@ async def test_a_tenant_sees_its_own_requests_alone(keys: tuple[Path, dict[str, 
     router = Router()
     router.end("11", "a")
     router.end("22", "b")
-    router.requests = [admin.LiveRequest(request_id="33", tenant="a"), admin.LiveRequest(request_id="44", tenant="b")]
+    router.requests = {"33": {"tenant": "a", "stage": "queue"}, "44": {"tenant": "b", "stage": "queue"}}
     page = page_of(router, keys[0])
     for tenant, ended, running in (("a", "11", "33"), ("b", "22", "44")):
         headers = {"authorization": keys[1][tenant]}
@@ -375,12 +333,13 @@ async def test_a_tenant_sees_its_own_requests_alone(keys: tuple[Path, dict[str, 
         await visit.until(lambda visit=visit: visit.events)
         await visit.leave()
         (shown,) = visit.state["ended"].values()
-        assert shown["request_id"] == ended  # type: ignore[index]
+        assert shown["request_id"] == ended
         assert list(visit.state["requests"]) == [running]
         statuses = {
-            each: (await Visit(page, f"/page/requests/{each}", **headers).done()).status for each in ("11", "22")
+            each: (await Visit(page, f"/page/requests/{each}", **headers).done()).status
+            for each in ("11", "22", "33", "44")
         }
-        assert statuses == {"11": 200 if tenant == "a" else 404, "22": 200 if tenant == "b" else 404}
+        assert statuses == {each: 200 if each in (ended, running) else 404 for each in statuses}
 
 
 async def test_a_stream_ends_when_its_key_is_taken_away(keys: tuple[Path, dict[str, str]]) -> None:

@@ -52,7 +52,7 @@ class App:
         }
         self._intake = intake
         backend = intake.backend
-        self._page = Page(backend.live, intake.clients, MonotonicClock(), lambda: not backend.standing().is_live)
+        self._page = Page(backend, intake.clients, MonotonicClock(), lambda: not backend.standing().is_live)
         self.routes = routes(intake)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

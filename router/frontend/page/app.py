@@ -10,6 +10,7 @@ for, a browser must have reached the router by a loopback name: a page of elsewh
 
 Invariant: nothing is asked of the router while nobody watches, and no more often than each PERIOD_S however many do; a
 watcher that reads slowly misses states, and nothing is kept for it. The connection ends one that does not read at all.
+A page that applies each change has the state that it was made of; and of requests it gets those that its tenant may see.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 from importlib.resources import files
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -26,16 +28,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.clock import Clock
-from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.router.frontend.api_keys import bearer
+from pdserve.router.frontend.backend import MAX_OF_STAGE, State
 from pdserve.router.frontend.clients import Clients, DeniedError
-from pdserve.router.frontend.page.board import Board, State, difference
 
 PERIOD_S = 0.25  # between two states
 PULSE_S = 1.0  # without a change: by this a page knows that it is still connected
 MAX_WATCHERS = 16
 MAX_OF_TENANT = 4  # of these, where clients have keys
-Source = Callable[[admin.GetLiveRequest], Awaitable[admin.GetLiveResponse]]
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
@@ -50,23 +50,57 @@ _HEADERS = {
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
+class Source(Protocol):
+    """As of `backend.Backend`."""
+
+    async def live(self) -> State: ...
+    async def live_request(self, name: str) -> dict[str, Any] | None: ...
+
+
 class Feed:
     """The latest state, asked for when somebody wants it."""
 
     def __init__(self, source: Source, clock: Clock) -> None:
         self._source = source
         self._clock = clock
-        self._board = Board()
+        self._state: State = {}
         self._asked_s = float("-inf")
         self._asking = asyncio.Lock()
 
-    async def board(self) -> Board:
+    async def state(self) -> State:
         """Return what is shown; at most PERIOD_S old."""
         async with self._asking:
             if self._clock.now_s() >= self._asked_s + PERIOD_S:
-                self._board.take(await self._source(admin.GetLiveRequest(after=self._board.number)))
+                self._state = await self._source.live()
                 self._asked_s = self._clock.now_s()
-        return self._board
+        return self._state
+
+
+def visible(state: State, tenant: str | None) -> State:
+    """Return what a tenant may see of a state: of requests its own, or with None all, the newest of each stage."""
+
+    def own(section: str) -> dict[str, Any]:
+        return {name: each for name, each in state[section].items() if tenant is None or each["tenant"] == tenant}
+
+    requests, newest = own("requests"), dict[str, Any]()
+    num_left = Counter(each["stage"] for each in requests.values())
+    for name, each in requests.items():
+        if num_left[each["stage"]] <= MAX_OF_STAGE:
+            newest[name] = each
+        num_left[each["stage"]] -= 1
+    return {**state, "requests": newest, "ended": own("ended")}
+
+
+def difference(before: State, after: State) -> dict[str, dict[str, object]]:
+    """Return the entries of each section that are other than before; None stands for one that is gone."""
+    changes: dict[str, dict[str, object]] = {}
+    for section, entries in after.items():
+        known = before.get(section, {})
+        changed = {name: entry for name, entry in entries.items() if known.get(name) != entry}
+        gone = dict.fromkeys(name for name in known if name not in entries)
+        if changed or gone:
+            changes[section] = {**changed, **gone}
+    return changes
 
 
 class Page:
@@ -115,10 +149,8 @@ class Page:
             return _error(401, error.message)
         except _ElsewhereError as error:
             return _error(403, str(error))
-        request_id = request.path_params["request_id"]
-        running = (await self._source(admin.GetLiveRequest(request_id=request_id))).requests
-        known = (await self._feed.board()).request(request_id, tenant, running)
-        if known is None:
+        known = await self._source.live_request(request.path_params["request_id"])
+        if known is None or tenant not in (None, known["tenant"]):
             return _error(404, "the request is not known, or no longer")
         return JSONResponse(known, headers=_HEADERS)
 
@@ -168,11 +200,11 @@ class Page:
         sent: State = {}
         sent_s = float("-inf")
         while not left.done() and not self._is_closing():
-            board = await self._feed.board()
-            state = board.state(self._tenant(headers))
+            state = visible(await self._feed.state(), self._tenant(headers))
+            clock = state.pop("clock")
             changes, now_s = difference(sent, state), self._clock.now_s()
             if not sent:
-                changes["clock"] = board.clock
+                changes["clock"] = clock
             if changes or now_s >= sent_s + PULSE_S:
                 text = json.dumps(changes, separators=(",", ":"))
                 body = f"event: {'change' if sent else 'snapshot'}\ndata: {text}\n\n".encode()
