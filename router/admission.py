@@ -102,10 +102,6 @@ class HoldQueue:
 
     # ---- tenants
 
-    @property
-    def num_tenants(self) -> int:
-        return len(self._counters)
-
     def counter(self, tenant: str) -> Counter:
         """Return the counter of a tenant of which a request has come; lift it if no other one waits."""
         waiting = {each: requests[0].counter for one in self._classes.values() for each, requests in one.items()}

@@ -38,6 +38,7 @@ class FrontendLink:
         self._begun: Counter[str] = Counter()  # requests, by tenant
         self._replies: set[asyncio.Task[None]] = set()
         self._num_unanswered = 0  # pings
+        self._counted = messages.Pong({}, 0, 0)  # as last reported
         self._standing: Standing | None = None  # that the frontend knows
 
     def show(self, standing: Standing) -> None:
@@ -70,14 +71,14 @@ class FrontendLink:
                 task.add_done_callback(self._replies.discard)
             case messages.Abort():
                 self._abort(message)
-            case messages.Counts(spans, num_opened, num_called):
-                hub.num_spans.update(spans)
-                hub.connections.num_opened += num_opened
-                hub.connections.num_called += num_called
             case messages.Ready():
                 self.ready.set_result(None)
             case messages.Pong():
                 self._num_unanswered = 0
+                before, self._counted = self._counted, message
+                hub.num_spans.update(Counter(message.num_spans) - Counter(before.num_spans))
+                hub.connections.num_opened += message.num_opened - before.num_opened
+                hub.connections.num_called += message.num_called - before.num_called
             case _:
                 self._take_use(message)
 
@@ -117,9 +118,7 @@ class FrontendLink:
         slo_s = event.ttft_slo_s, event.tpot_slo_s
         self._hub.outcomes.end(RequestEnd(event.request_id, event.priority, slo_s, outcome, finish_reasons))
 
-    def _take_use(
-        self, message: messages.Begin | messages.Spend | messages.Done | messages.Keep | messages.Deny
-    ) -> None:
+    def _take_use(self, message: messages.Begin | messages.Spend | messages.Done | messages.Deny) -> None:
         tenants = self._hub.tenants
         match message:
             case messages.Begin(number, tenant, limits):
@@ -134,8 +133,6 @@ class FrontendLink:
                 self._check_begun(tenant)
                 self._begun[tenant] -= 1
                 tenants.end(tenant)
-            case messages.Keep(names):
-                tenants.keep(names)
             case messages.Deny(reason):
                 tenants.deny(reason)
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.channel import Abort, Aborted, Hello, Stop
+from pdserve.router.frontend.channel import Abort, Aborted, Stop
 from pdserve.router.frontend.doors import Doors, check_doors, http_url
 from pdserve.router.frontend_link import FrontendLink
 from pdserve.router.hub import Hub
@@ -81,13 +81,14 @@ def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
     return port
 
 
-async def _start(number: int) -> tuple[socket.socket, Process]:
+async def _start(number: int, config: RouterConfig) -> tuple[socket.socket, Process]:
     """Start a frontend's process; return this end of its channel, too."""
     ours, theirs = socket.socketpair()
     with theirs, ExitStack() as failed:
         failed.enter_context(ours)
+        arguments = *map(str, (theirs.fileno(), number, os.getpid())), config.model_dump_json()
         process = await asyncio.create_subprocess_exec(
-            *COMMAND, *map(str, (theirs.fileno(), number, os.getpid())), pass_fds=(theirs.fileno(),), stdin=DEVNULL
+            *COMMAND, *arguments, pass_fds=(theirs.fileno(),), stdin=DEVNULL
         )
         failed.pop_all()
     return ours, process
@@ -170,14 +171,13 @@ class Frontends:
     async def _run(self, number: int, opened: asyncio.Future[None]) -> str:
         """Run a frontend's process until it ends; return why it did, or why it could not be started."""
         try:
-            ours, process = await _start(number)
+            ours, process = await _start(number, self._config)
         except OSError as error:  # of processes, descriptors or memory there are too few at the moment
             return str(error)
         link, ended = FrontendLink(self._hub, self._abort), asyncio.ensure_future(process.wait())
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=ours)
-            link.channel.post(Hello(self._config.model_dump_json().encode()))
-            self._links.add(link)  # from here on it is sent what all are sent: the hello comes first
+            self._links.add(link)
             link.show(self._hub.standing())
             await asyncio.wait((link.ready, link.lost, ended), timeout=START_TIMEOUT_S, return_when=FIRST_COMPLETED)
             if link.ready.done():

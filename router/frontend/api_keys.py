@@ -90,7 +90,6 @@ class ApiKeys:
     """The clients of a file, by their keys."""
 
     def __init__(self, file: KeysFile) -> None:
-        self.tenants = frozenset(file.tenants)
         hashes = [(bytes.fromhex(key.sha256), name) for name, tenant in file.tenants.items() for key in tenant.keys]
         self._clients = {digest[:INDEX_BYTES]: (digest, Client(name, file.tenants[name])) for digest, name in hashes}
 

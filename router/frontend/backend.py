@@ -1,6 +1,6 @@
 """What frontends need of the router's core, which decides in this process or in another."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pdserve.clock import Clock
@@ -52,9 +52,6 @@ class Tenants(Protocol):
 
     def end(self, tenant: str) -> None:
         """Note that a request has ended."""
-
-    def keep(self, tenants: Iterable[str]) -> None:
-        """Forget all other tenants, but those with requests under way."""
 
     def deny(self, reason: str) -> None:
         """Count a call or a connection that is denied; `reason` is one of clients.DENIALS."""

@@ -5,7 +5,6 @@ bytes, little end first, and an array in MessagePack.
 """
 
 import asyncio
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -30,12 +29,6 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 
 
 # ---- from the core
-
-
-class Hello(_Message, tag=0):
-    """The first message. The frontend reads it before its event loop runs."""
-
-    config: bytes  # a RouterConfig as JSON
 
 
 class Stands(_Message, tag=1):
@@ -143,10 +136,6 @@ class Done(_Message, tag=25):
     tenant: str
 
 
-class Keep(_Message, tag=26):
-    tenants: list[str]
-
-
 class Deny(_Message, tag=27):
     reason: str
 
@@ -164,23 +153,18 @@ class Abort(_Message, tag=29):
     names: Sequence[str]
 
 
-class Counts(_Message, tag=30):
-    """What was counted since this was sent last: what became of spans, and connections as `Connections` has them."""
+class Pong(_Message, tag=31):
+    """The answer to Ping, with what was counted so far: what became of spans, and connections as `Connections`."""
 
-    spans: dict[str, int]
+    num_spans: dict[str, int]
     num_opened: int
     num_called: int
 
 
-class Pong(_Message, tag=31):
-    """The answer to Ping."""
-
-
-FromCore = Hello | Stands | Tokens | Ended | Reply | Aborted | Stop | Ping
+FromCore = Stands | Tokens | Ended | Reply | Aborted | Stop | Ping
 FromFrontend = (
-    Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected
-    | Begin | Spend | Done | Keep | Deny | Ask | Abort | Counts | Pong
-)  # fmt: skip
+    Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected | Begin | Spend | Done | Deny | Ask | Abort | Pong
+)
 
 _encoder = msgspec.msgpack.Encoder()
 core_decoder = msgspec.msgpack.Decoder(list[FromCore])
@@ -191,21 +175,6 @@ def frame(messages: Sequence[_Message]) -> bytes:
     """Return messages as they travel."""
     packed = _encoder.encode(messages)
     return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
-
-
-def read_frame(connection: socket.socket) -> bytes:
-    """Wait for a frame; return its messages. EOFError where none comes."""
-    return _read(connection, int.from_bytes(_read(connection, _LENGTH_BYTES), "little"))
-
-
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    received = b""
-    while len(received) < num_bytes:
-        part = connection.recv(num_bytes - len(received))
-        if not part:
-            raise EOFError("the channel has ended")
-        received += part
-    return received
 
 
 class Channel(asyncio.Protocol):

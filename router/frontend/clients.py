@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pdserve.errors import echo, invalid
 from pdserve.router.commands import Refused
-from pdserve.router.frontend.api_keys import ApiKeys, Client, read_keys
+from pdserve.router.frontend.api_keys import Client, read_keys
 from pdserve.router.frontend.backend import Tenants
 from pdserve.router.frontend.prompts import Terms
 from pdserve.values import value
@@ -40,7 +40,6 @@ class Clients:
     def __init__(self, file: Path | None, tenants: Tenants) -> None:
         """`file`: the API keys; None asks nobody for one."""
         self._keys = None if file is None else Watched((file,), partial(read_keys, file))
-        self._seen: ApiKeys | None = None
         self._tenants = tenants
 
     @property
@@ -59,11 +58,7 @@ class Clients:
         """Return whose key a call shows; None where no keys are asked for. Raises DeniedError."""
         if self._keys is None:
             return None
-        keys = self._keys.look()
-        if keys is not self._seen:
-            self._seen = keys
-            self._tenants.keep(keys.tenants)
-        client = None if key is None else keys.find(key)
+        client = None if key is None else self._keys.look().find(key)
         if client is None:
             reason = NO_KEY if key is None else WRONG_KEY
             self._tenants.deny(reason)

@@ -6,7 +6,6 @@ charged when its length is known, an answer as a whole when it ends: those under
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -78,7 +77,7 @@ class Uses:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._uses: dict[str, Use] = {}
+        self._uses: dict[str, Use] = {}  # of all tenants that have called: as many as the file of keys has named
         self.denied: Counter[str] = Counter()  # calls, by what was wrong
         self.over_limit: Counter[Cause] = Counter()  # requests, by the limit
 
@@ -97,10 +96,6 @@ class Uses:
 
     def end(self, tenant: str) -> None:
         self._uses[tenant].end()
-
-    def keep(self, tenants: Iterable[str]) -> None:
-        kept = frozenset(tenants)
-        self._uses = {name: use for name, use in self._uses.items() if name in kept or use.num_running}
 
     def deny(self, reason: str) -> None:
         self.denied[reason] += 1

@@ -2,8 +2,7 @@
 
 import asyncio
 import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from pdserve.router.frontend.backend import Abort, EngineState, RequestEnd, Stan
 from pdserve.router.frontend.channel import Channel
 from pdserve.token_ids import pack
 
-COUNTS_PERIOD_S = 1.0
 _LIMITS = set(TenantLimits.model_fields)
 
 
@@ -40,11 +38,11 @@ class Remote:
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: the core wants it
         self.changed: Callable[[], None] = lambda: None  # called when the standing has changed
         self._shows_metrics = shows_metrics
+        self._span_counts: Callable[[], Mapping[str, int]] = dict
         self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
         self._answers: dict[RequestId, Answer] = {}
         self._aborts: list[Abort] = []
         self._span_counts: Callable[[], Mapping[str, int]] = dict
-        self._sent = (Counter[str](), 0, 0)  # of the counts: spans, connections opened and called
 
     def standing(self) -> Standing:
         return self._standing
@@ -64,7 +62,6 @@ class Remote:
     async def connect(self, ours: socket.socket) -> None:
         """Begin to use the channel."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=ours)
-        self._send_counts()
 
     async def live(self) -> State:
         return msgspec.msgpack.decode(await self.asking.ask("live"), type=State)
@@ -91,17 +88,7 @@ class Remote:
     def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
         self._span_counts = counts
 
-    def _send_counts(self) -> None:
-        """Send what was counted since this was done last; again each COUNTS_PERIOD_S."""
-        spans, counted = Counter(self._span_counts()), self.connections
-        counts = (spans, counted.num_opened, counted.num_called)
-        if counts != self._sent:
-            sent_spans, num_opened, num_called = self._sent
-            self.channel.post(messages.Counts(dict(spans - sent_spans), counts[1] - num_opened, counts[2] - num_called))
-            self._sent = counts
-        asyncio.get_running_loop().call_later(COUNTS_PERIOD_S, self._send_counts)
-
-    def take(self, message: messages.FromCore) -> None:  # noqa: C901 - one match
+    def take(self, message: messages.FromCore) -> None:
         """Carry out a message of the core's."""
         match message:
             case messages.Tokens():
@@ -120,11 +107,10 @@ class Remote:
                 for abort in self._aborts:
                     abort(tenant, names)
             case messages.Ping():
-                self.channel.post(messages.Pong())
+                counted = self.connections
+                self.channel.post(messages.Pong(dict(self._span_counts()), counted.num_opened, counted.num_called))
             case messages.Stop():
                 self._end("")
-            case messages.Hello():
-                raise ProtocolError("a second hello")
 
     def _deliver(self, tokens: messages.Tokens) -> None:
         request_id, index = tokens.request_id, tokens.index
@@ -193,9 +179,6 @@ class _Tenants:
 
     def end(self, tenant: str) -> None:
         self._channel.post(messages.Done(tenant))
-
-    def keep(self, tenants: Iterable[str]) -> None:
-        self._channel.post(messages.Keep(list(tenants)))
 
     def deny(self, reason: str) -> None:
         self._channel.post(messages.Deny(reason))

@@ -142,7 +142,7 @@ def test_the_table_of_tenants_is_bounded_and_debts_outlast_it() -> None:
     for number in range(2 * MAX_TENANTS):
         q.push(f"tenant {number}", tokens=1)
         q.serve()
-        assert q.queue.num_tenants <= MAX_TENANTS + len(q.queue)
+        assert len(q.queue._counters) <= MAX_TENANTS + len(q.queue)
     greedy, other = q.push("greedy"), q.push("tenant 1")
     assert next(q.queue.in_turn()) is other
     assert q.order()[-2:] == [greedy, waits]

@@ -119,7 +119,7 @@ async def test_two_frontends_are_one_router(start_router: StartRouter, model: Pa
 
 def shares_channel(frontend: psutil.Process) -> bool:
     """Whether processes that a frontend starts have its channel."""
-    flags = Path(f"/proc/{frontend.pid}/fdinfo/{frontend.cmdline()[-3]}").read_text().split()[3]
+    flags = Path(f"/proc/{frontend.pid}/fdinfo/{frontend.cmdline()[-4]}").read_text().split()[3]
     return not int(flags, 8) & os.O_CLOEXEC
 
 
