@@ -9,7 +9,7 @@ from pdserve.config import TRACES_HELP, TRACES_PATTERN, ClientsConfig
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.perfmodel.profile import read_profile
 
-PolicyName = Literal["goodput", "least_loaded", "prefix_affinity", "round_robin"]
+PolicyName = Literal["goodput", "least_loaded", "round_robin"]
 
 KvEvents = Literal["link", "off"]
 # Objects, made and kept since, after which Python looks for cycles in a router's process: few of its objects are in

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import lcm
 
-from pdserve.router.events import LinkId
 from pdserve.router.goodput import Goodput
 from pdserve.router.predict import Predictor
 from pdserve.router.routing import Decision, Demand, Group, Pair, Placed, Policy, paired
@@ -71,43 +70,8 @@ def _in_turn(workers: Seq[WorkerView], turn: int) -> WorkerView | None:
     return sorted(workers, key=lambda worker: worker.name)[turn % len(workers)] if workers else None
 
 
-class PrefixAffinity:
-    """Places a request where most of its prefix is, unless more waits there than that saves.
-
-    `predictor` is the router's; its prefix table is all this policy asks.
-    """
-
-    def __init__(self, predictor: Predictor) -> None:
-        self._prefixes = predictor.prefixes
-
-    def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
-        cached = self._prefixes.match(demand.hashes, demand.now_s)
-
-        def to_wait_for(worker: WorkerView) -> tuple[int, int, str]:
-            fresh = demand.num_tokens - cached.get(worker.link, 0)
-            return worker.pending_prefill_tokens + fresh, worker.num_placed, worker.name
-
-        def computes(group: Group) -> tuple[int, int, str]:
-            return min(map(to_wait_for, group.prefills or group.decodes))
-
-        group = min(groups, key=computes)
-        if group.prefills:
-            prefill = min(group.prefills, key=to_wait_for)
-            return _affine(paired(prefill, min(group.decodes, key=_fullness, default=None)), prefill, cached, demand)
-        alone = min(group.decodes, key=lambda worker: (to_wait_for(worker)[0], _fullness(worker)))
-        return _affine(Pair(None, alone), alone, cached, demand)
-
-
-def _affine(pair: Pair, worker: WorkerView, cached: dict[LinkId, int], demand: Demand) -> Placed:
-    """Return a placement whose prompt this worker computes. The score is the share of the prompt that it holds."""
-    num_held = min(cached.get(worker.link, 0), demand.num_tokens - 1)
-    reason = f"prefix affinity: {worker.name} holds about {num_held} of {demand.num_tokens} tokens"
-    return Placed(pair, reason, num_held, score=num_held / demand.num_tokens)
-
-
 POLICIES: dict[str, Callable[[Predictor], Policy]] = {
     "goodput": Goodput,
     "least_loaded": lambda _: least_loaded,
-    "prefix_affinity": PrefixAffinity,
     "round_robin": lambda _: round_robin,
 }

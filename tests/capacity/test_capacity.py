@@ -72,7 +72,7 @@ def test_a_lone_request_takes_what_the_profile_says() -> None:
 def test_shared_prefixes_are_computed_once() -> None:
     blocks = tuple(range(30))
     same = Workload("same", tuple(Arrival(i * 10.0, 1930, 4, blocks) for i in range(5)), block_tokens=64)
-    outcomes = simulate(PROFILE, Shape(1, 1), "prefix_affinity", same, OBJECTIVE).outcomes
+    outcomes = simulate(PROFILE, Shape(1, 1), "goodput", same, OBJECTIVE).outcomes
     assert outcomes[1].ttft_s < 0.3 * outcomes[0].ttft_s
 
 

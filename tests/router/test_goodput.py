@@ -201,9 +201,8 @@ def test_decode_workers_alone_serve_when_they_may() -> None:
     assert refused(Cluster(workers="d0").arrive(100)).status is Status.UNAVAILABLE
 
 
-@pytest.mark.parametrize("policy", ["goodput", "prefix_affinity"])
-def test_a_prefix_leads_to_the_worker_that_holds_it(policy: str) -> None:
-    cluster = Cluster(policy, workers="p0 p1 p2 d0")
+def test_a_prefix_leads_to_the_worker_that_holds_it() -> None:
+    cluster = Cluster(workers="p0 p1 p2 d0")
     prefix = list(range(2048))
     home = placed(cluster.arrive(tokens=[*prefix, 1])).prefill
     cluster.teach()
@@ -247,14 +246,10 @@ def test_the_score_of_a_placement_is_what_it_leaves_of_the_tighter_objective() -
     assert decision_of(Cluster(knows=False), ttft_s=0.001).endswith("score 0.00"), "taken without being sure"
 
 
-def test_the_score_by_load_is_what_is_free_and_by_prefix_what_is_held() -> None:
+def test_the_score_by_load_is_what_is_free() -> None:
     cluster = Cluster("least_loaded", workers="p0 d0")
     assert decision_of(cluster).endswith("score 1.00")
     assert decision_of(cluster).endswith(f"score {1 - 1000 / 4096:.2f}"), "of the longest prompt's room in the queue"
-    cluster = Cluster("prefix_affinity", workers="p0 d0")
-    tokens = list(range(8 * 64))
-    assert decision_of(cluster, tokens=tokens).endswith("score 0.00")  # type: ignore[arg-type]
-    assert decision_of(cluster, tokens=tokens * 2).endswith("score 0.50")  # type: ignore[arg-type]
 
 
 def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow_one_is_complained_of() -> None:
