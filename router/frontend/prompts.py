@@ -1,8 +1,7 @@
 """What is done for a request before the core knows of it: its terms are checked, and its prompt is made of token ids.
 
 Long prompts are tokenized in threads, so that they keep nobody else waiting; a short one takes less than the way to
-a thread and back. Errors name the field, its value and the
-limit.
+a thread and back. Errors name the field, its value and the limit.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
@@ -19,11 +18,11 @@ from pdserve.grammar.checker import Checker
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.conversation import messages_of, options_of
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
-from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
-from pdserve.text.detokenize import Detokenizer
+from pdserve.text.chat import ChatTemplate
 from pdserve.text.parsers.reasoning import Reasoning
 from pdserve.text.parsers.tool_calls import FORMATS, ToolFormat
 from pdserve.text.stop import check_stops
+from pdserve.text.tokenizer import Tokenizer
 from pdserve.token_ids import TokenIds, largest, pack
 from pdserve.wire import structured_from_proto
 
@@ -37,23 +36,6 @@ INLINE_BYTES = 2048  # of a request that is tokenized on the event loop: under h
 INLINE_BAD_WORDS = 8  # each is tokenized twice
 SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
-
-
-class Tokenizer(Protocol):
-    """What the router needs of a model's tokenizer."""
-
-    def encode(self, text: str, *, add_special: bool) -> list[int]: ...
-    def decode(self, token_ids: Seq[int]) -> str: ...
-    def to_json(self) -> str: ...
-    def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer: ...
-    def token_id(self, token: str) -> int | None: ...
-    def piece(self, token_id: int) -> bytes: ...
-
-
-class ChatTemplate(Protocol):
-    source: str
-
-    def render(self, messages: Seq[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Never, TypeAlias
 
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -29,6 +29,16 @@ CHUNK_BYTES = 64 * 1024  # of a tokenizer's archive
 
 Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[vllm.GenerateRequest, vllm.GenerateResponse]"
+
+
+def _unimplemented(text: str) -> Callable[[VllmEngineServicer, object, Context], Awaitable[Never]]:
+    """Return a method that says why it is not served."""
+
+    async def refuse_call(self: VllmEngineServicer, request: object, context: Context) -> Never:
+        del self, request
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, text)
+
+    return refuse_call
 
 
 class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no types
@@ -179,32 +189,11 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             chunk = common.GetTokenizerChunk(data=data[start : start + CHUNK_BYTES], sha256=digest if is_last else "")
             await context.write(chunk)
 
-    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:  # noqa: N802
-        del request
-        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "Embed: the models served here generate text")
-
-    async def FlushCache(  # noqa: N802
-        self, request: common.FlushCacheRequest, context: Context
-    ) -> common.FlushCacheResponse:
-        del request
-        text = "FlushCache: workers keep their prefix caches; a tenant of its own shares none of them"
-        await abort(context, grpc.StatusCode.UNIMPLEMENTED, text)
-
-    async def StartProfile(  # noqa: N802
-        self, request: common.StartProfileRequest, context: Context
-    ) -> common.ProfileResponse:
-        del request
-        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "StartProfile: routers run no profiler; they export traces")
-
-    async def StopProfile(  # noqa: N802
-        self, request: common.StopProfileRequest, context: Context
-    ) -> common.ProfileResponse:
-        del request
-        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "StopProfile: routers run no profiler; they export traces")
-
-    async def SubscribeKvEvents(  # noqa: N802
-        self, request: common.SubscribeKvEventsRequest, context: Context
-    ) -> None:
-        del request
-        text = "SubscribeKvEvents: routers place by prefixes themselves; each worker publishes its events over ZMQ"
-        await abort(context, grpc.StatusCode.UNIMPLEMENTED, text)
+    Embed = _unimplemented("Embed: the models served here generate text")
+    FlushCache = _unimplemented(
+        "FlushCache: workers keep their prefix caches; a tenant of its own shares none of them"
+    )
+    StartProfile = StopProfile = _unimplemented("routers run no profiler; they export traces")
+    SubscribeKvEvents = _unimplemented(
+        "SubscribeKvEvents: routers place by prefixes themselves; each worker publishes its events over ZMQ"
+    )

@@ -17,7 +17,8 @@ from pdserve.router.frontend.openai.errors import HttpError
 from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest
 from pdserve.router.frontend.openai.generation import key_of
 from pdserve.router.frontend.openai.translate import chat_of
-from pdserve.router.frontend.prompts import Tokenizer, check_model
+from pdserve.router.frontend.prompts import check_model
+from pdserve.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 1 << 20
 PATHS = TOKENIZE, DETOKENIZE = ("/tokenize", "/detokenize")
