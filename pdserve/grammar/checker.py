@@ -1,18 +1,19 @@
 """Checks what clients want answers to match, before they are admitted.
 
 Each is compiled in a process of its own, which ends where that takes too much: nobody else waits for it, and nobody
-else ends with it. What was found is remembered; that it took too much only for a while, since a busy machine does
-that to anything. No tenant has all of the places.
+else ends with it. What was found is remembered for its tenant; that it took too much only for a while, since a busy
+machine does that to anything. So many are compiled at once, and fewer of one tenant: the others wait for a place.
 """
 
 import asyncio
 import json
 import logging
 import sys
+from asyncio import Semaphore
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -130,14 +131,16 @@ MAX_WAITING_OF_TENANT = 32
 MAX_REMEMBERED = 256
 
 
+Key = tuple[str, StructuredOutput]  # a tenant's specification
+
+
 @dataclass(slots=True, eq=False)
 class _Check:
     """One specification's."""
 
-    tenant: str = ""  # whose place it has
-    may_begin: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[str | None] = field(init=False)
-    waiting: Counter[str] = field(default_factory=Counter)  # clients, by tenant
+    num_waiting: int = 0  # clients
+    has_place: bool = False  # it is compiled, or was
     forget_at_s: float = inf  # on the event loop's clock
 
 
@@ -147,28 +150,27 @@ class Checker:
     def __init__(self, tokenizer_json: Callable[[], str], eos_token_ids: Sequence[int]) -> None:
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
-        self._checks: OrderedDict[StructuredOutput, _Check] = OrderedDict()
-        self._queue: dict[_Check, None] = {}  # for a place
-        self._num_placed: Counter[str] = Counter()  # checks with a place, by tenant
+        self._checks: OrderedDict[Key, _Check] = OrderedDict()
         self._num_waiting: Counter[str] = Counter()  # checks not done, by tenant
+        self._places = Semaphore(MAX_AT_ONCE)
+        self._places_of: dict[str, Semaphore] = {}  # of tenants with checks that are not done
         self._starting: asyncio.Task[CompilerProcess] | None = None
 
     async def check(self, structured: StructuredOutput, tenant: str) -> None:
         """Return if a text can match; RequestError names what is wrong, or that too many others are checked."""
-        check = self._checks.get(structured)
+        key = tenant, structured
+        check = self._checks.get(key)
         if check is None or check.forget_at_s <= asyncio.get_running_loop().time():
-            check = self._begin(structured, tenant)
-        self._checks.move_to_end(structured)
-        check.waiting[tenant] += 1
-        self._give_places()  # this tenant may have one for it
+            check = self._begin(key)
+        self._checks.move_to_end(key)
+        check.num_waiting += 1
         try:
             problem = await asyncio.shield(check.task)
         finally:
-            check.waiting -= Counter((tenant,))
-            if not check.waiting and not check.may_begin.is_set():
-                self._queue.pop(check, None)
+            check.num_waiting -= 1
+            if not check.num_waiting and not check.has_place:
                 check.task.cancel()
-                self._forget(structured, check)
+                self._forget(key, check)
         if problem is not None:
             raise invalid(structured.field, echo(problem))
 
@@ -185,39 +187,46 @@ class Checker:
             if isinstance(ended, CompilerProcess):
                 await ended.close()
 
-    def _begin(self, structured: StructuredOutput, tenant: str) -> _Check:
+    def _begin(self, key: Key) -> _Check:
+        tenant, structured = key
         if self._num_waiting.total() >= MAX_WAITING:
             raise _too_many(f"{MAX_WAITING} others")
         if self._num_waiting[tenant] >= MAX_WAITING_OF_TENANT:
             raise _too_many(f"{MAX_WAITING_OF_TENANT} others of this tenant")
         self._num_waiting[tenant] += 1
-        check = self._checks[structured] = _Check()
+        own_places = self._places_of.setdefault(tenant, Semaphore(MAX_AT_ONCE_OF_TENANT))
+        check = self._checks[key] = _Check()
 
         def note_done(task: asyncio.Task[str | None]) -> None:
             self._num_waiting -= Counter((tenant,))  # leaves out who has none
+            if not self._num_waiting[tenant]:
+                del self._places_of[tenant]
             if task.cancelled() or task.exception() is not None:
-                self._forget(structured, check)
+                self._forget(key, check)
 
-        check.task = asyncio.create_task(self._look(structured, check), name="grammar")
+        check.task = asyncio.create_task(self._look(structured, check, own_places), name="grammar")
         check.task.add_done_callback(note_done)
         if len(self._checks) > MAX_REMEMBERED:
             self._checks.popitem(last=False)  # who waits for it keeps it
         return check
 
-    def _forget(self, structured: StructuredOutput, check: _Check) -> None:
-        if self._checks.get(structured) is check:
-            del self._checks[structured]
+    def _forget(self, key: Key, check: _Check) -> None:
+        if self._checks.get(key) is check:
+            del self._checks[key]
 
-    async def _look(self, structured: StructuredOutput, check: _Check) -> str | None:
+    async def _look(self, structured: StructuredOutput, check: _Check, own_places: Semaphore) -> str | None:
         """Return what is wrong with a specification, or None; RequestError where that cannot be found out."""
         await self._process()  # whose start takes longer than a place does
-        await self._take_place(check)
-        try:
+        async with AsyncExitStack() as places:
+            try:
+                async with asyncio.timeout(PLACE_S):
+                    for each in (own_places, self._places):  # who waits for its tenant's takes nobody else's
+                        await places.enter_async_context(each)
+            except TimeoutError as error:
+                raise _too_many("too many others") from error
+            check.has_place = True
             process = await self._process()  # another one if that has ended
             outcome, text = await process.compile(structured, COMPILE_S, COMPILE_CPU_S)
-        finally:
-            self._num_placed -= Counter((check.tenant,))
-            self._give_places()
         match outcome:
             case Outcome.COMPILED:
                 return None
@@ -229,30 +238,6 @@ class Checker:
             case Outcome.OVER_LIMIT:
                 check.forget_at_s = asyncio.get_running_loop().time() + FORGET_S
                 return text
-
-    async def _take_place(self, check: _Check) -> None:
-        """Wait for a place among those that are compiled."""
-        self._queue[check] = None
-        self._give_places()
-        try:
-            async with asyncio.timeout(PLACE_S):
-                await check.may_begin.wait()
-        except TimeoutError as error:
-            if not check.may_begin.is_set():
-                raise _too_many(f"{self._num_placed.total()} others") from error
-        finally:
-            self._queue.pop(check, None)
-
-    def _give_places(self) -> None:
-        for check in list(self._queue):
-            if self._num_placed.total() >= MAX_AT_ONCE:
-                return
-            tenant = min(check.waiting, key=self._num_placed.__getitem__)
-            if self._num_placed[tenant] < MAX_AT_ONCE_OF_TENANT:
-                del self._queue[check]
-                check.tenant = tenant
-                self._num_placed[tenant] += 1
-                check.may_begin.set()
 
     async def _process(self) -> CompilerProcess:
         """Return the process that compiles; RequestError where it cannot serve this model."""
