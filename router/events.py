@@ -32,7 +32,7 @@ class Registration:
     max_num_seqs: int
     max_model_len: int
     handoff_address: str
-    max_num_batched_tokens: int = 0  # in a step; 0: unknown
+    max_num_batched_tokens: int  # in a step
     age_s: float = 0.0  # of its process, when it said this
     device: str = ""  # what it computes on; empty: unknown
     role_epoch: int = 0  # how often its role has changed

@@ -12,7 +12,6 @@ from pdserve.roles import Role
 from pdserve.router.events import Registration
 from pdserve.values import value
 
-_UNKNOWN_STEP_TOKENS = 2048
 _FAILING_STEPS = 2  # one may be the fault of the only request in it
 PlacementKey = tuple[RequestId, Attempt]
 
@@ -240,7 +239,7 @@ class WorkerView:
 
     @property
     def step_tokens(self) -> int:
-        return self.registration.max_num_batched_tokens or _UNKNOWN_STEP_TOKENS
+        return self.registration.max_num_batched_tokens
 
     @property
     def num_sequences(self) -> int:

@@ -162,8 +162,8 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         raise ProtocolError(f"register.launch_id: at most {MAX_LAUNCH_ID_BYTES} bytes are allowed")
     if register.incarnation == 0:
         raise ProtocolError("register.incarnation: 0 stands for unknown")
-    if register.ready and not (register.max_num_seqs and register.max_model_len):
-        raise ProtocolError("register: max_num_seqs and max_model_len have to be over 0")
+    if register.ready and not (register.max_num_seqs and register.max_model_len and register.max_num_batched_tokens):
+        raise ProtocolError("register: max_num_seqs, max_model_len and max_num_batched_tokens have to be over 0")
     return Registration(
         link=link_id,
         worker_id=WorkerId(register.worker_id),

@@ -2,7 +2,7 @@
 
 Each is compiled in a process of its own, which ends where that takes too much: nobody else waits for it, and nobody
 else ends with it. What was found is remembered for its tenant; that it took too much only for a while, since a busy
-machine does that to anything. So many are compiled at once, and fewer of one tenant: the others wait for a place.
+machine does that to anything. At most MAX_AT_ONCE are compiled at once, MAX_AT_ONCE_OF_TENANT of one tenant.
 """
 
 import asyncio

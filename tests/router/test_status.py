@@ -32,9 +32,8 @@ def cluster_of(num_pairs: int) -> AdminEndpoint:
     for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
         for number in range(num_pairs):
             stream, name = shell.open_stream(None), WorkerId(f"{letter}{number}")
-            told = Registration(
-                stream.link_id, name, Incarnation(1), role, PROTOCOL_VERSION, True, "m", LAYOUT, 100, 8, 1024, name
-            )
+            process = stream.link_id, name, Incarnation(1), role
+            told = Registration(*process, PROTOCOL_VERSION, True, "m", LAYOUT, 100, 8, 1024, name, 2048)
             shell.post(told)
             if role is Role.PREFILL:
                 stream.pairs = {f"d{i}": link.PairMeasured(decode_worker_id=f"d{i}") for i in range(num_pairs)}

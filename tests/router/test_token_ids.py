@@ -38,9 +38,8 @@ def placement(token_ids: list[int]) -> link.AttachResponse:
         0,
     )
     layout = KvLayout("w", 1, 1, 8, 16, "float32")
-    worker = Registration(
-        LinkId(1), WorkerId("p0"), Incarnation(1), Role.PREFILL, PROTOCOL_VERSION, True, "m", layout, 100, 8, 1000, ""
-    )
+    process = LinkId(1), WorkerId("p0"), Incarnation(1), Role.PREFILL
+    worker = Registration(*process, PROTOCOL_VERSION, True, "m", layout, 100, 8, 1000, "", 2048)
     ((_, message),) = router_wire.messages(Place(spec, worker, None))
     return message
 

@@ -88,7 +88,7 @@ class Driver:
         self._num_links += 1
         role = {"p": Role.PREFILL, "m": Role.MIXED}.get(name[0], Role.DECODE)
         process = LinkId(self._num_links), WorkerId(name), Incarnation(incarnation), role
-        told = Registration(*process, PROTOCOL_VERSION, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1")
+        told = Registration(*process, PROTOCOL_VERSION, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1", 2048)
         self.post(replace(told, **changes))  # type: ignore[arg-type]
         return LinkId(self._num_links)
 
