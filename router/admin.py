@@ -53,16 +53,11 @@ class AdminEndpoint(AdminServiceServicer):
         self, request: admin.WatchStatusRequest, context: WatchContext
     ) -> None:
         del request
-        news = asyncio.Event()
-        self._shell.watchers.add(news)
-        try:
-            while True:
-                news.clear()
-                await context.write(admin.WatchStatusResponse(status=self.status()))
-                await asyncio.sleep(MIN_INTERVAL_S)
-                await news.wait()
-        finally:
-            self._shell.watchers.discard(news)
+        while True:
+            num_changes = self._shell.num_changes
+            await context.write(admin.WatchStatusResponse(status=self.status()))
+            await asyncio.sleep(MIN_INTERVAL_S)
+            await self._shell.until(lambda num=num_changes: self._shell.num_changes != num)  # type: ignore[misc]
 
     async def ReportDecisions(  # noqa: N802
         self, request: admin.ReportDecisionsRequest, context: object

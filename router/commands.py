@@ -4,9 +4,8 @@ from collections.abc import Sequence as Seq
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.roles import Role
 from pdserve.router.because import Because
-from pdserve.router.events import LinkId, Registration
+from pdserve.router.events import DrainAsked, LinkId, Registration, RoleAsked
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import PromptLogprobs, SamplingParams
 from pdserve.tracecontext import TraceContext
@@ -85,21 +84,6 @@ class CancelAttempt:
 
 
 @value
-class SendDrain:
-    link: LinkId
-    cancel: bool = False
-
-
-@value
-class SendRole:
-    """Let a worker take a role, unless it has one of the same epoch, or of a greater one."""
-
-    link: LinkId
-    role: Role
-    epoch: int
-
-
-@value
 class SendProcessGone:
     link: LinkId
     worker_id: WorkerId
@@ -164,4 +148,4 @@ class Warn:
     names_request: bool = False  # it is the operator's alone: watchers of other tenants are not shown it
 
 
-Command = Place | Move | CancelAttempt | SendDrain | SendRole | SendProcessGone | DropLink | Deliver | End | Warn
+Command = Place | Move | CancelAttempt | DrainAsked | RoleAsked | SendProcessGone | DropLink | Deliver | End | Warn

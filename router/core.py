@@ -11,7 +11,7 @@ from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import IDLE
 from pdserve.router.admission import SHUTTING_DOWN, Admission
-from pdserve.router.commands import Command, Refused, SendDrain, SendRole, Warn, reads_too_slowly
+from pdserve.router.commands import Command, Refused, Warn, reads_too_slowly
 from pdserve.router.config import Limits
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
@@ -150,8 +150,8 @@ class RouterCore:
                 self._membership.note_ended(event, now_s)
             case DrainAsked():
                 self._drain(event, now_s)
-            case RoleAsked(link, role, epoch):
-                self._ask_for_role(SendRole(link, role, epoch))
+            case RoleAsked():
+                self._ask_for_role(event)
             case MovesAsked():
                 self.moving.ask(event, now_s)
             case ShutdownAsked():
@@ -195,7 +195,7 @@ class RouterCore:
         worker.is_drain_asked = not asked.cancel
         worker.draining |= not asked.cancel  # until it reports that it takes work again
         self._note_drain(worker, was_draining)
-        self.placements.emit(SendDrain(asked.link, asked.cancel))
+        self.placements.emit(asked)
         self._membership.note_change(now_s)
         self.moving.look(worker, now_s)
 
@@ -204,7 +204,7 @@ class RouterCore:
             text = "drains: takes no more requests" if worker.draining else "takes requests again"
             self.placements.recent.note(Kind.DRAIN, worker.name, text)
 
-    def _ask_for_role(self, asked: SendRole) -> None:
+    def _ask_for_role(self, asked: RoleAsked) -> None:
         worker = self.workers.get(asked.link)
         if worker is not None:
             worker.asked = asked.role, asked.epoch

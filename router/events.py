@@ -186,17 +186,19 @@ class ProcessEnded:
 
 @value
 class DrainAsked:
+    """An operator wants a worker to drain. As a command it is for that worker."""
+
     link: LinkId
     cancel: bool = False  # let it take work again, where it has not ended
 
 
 @value
 class RoleAsked:
-    """An operator wants a worker to take a role."""
+    """An operator wants a worker to take a role. As a command it is for that worker."""
 
     link: LinkId
     role: Role
-    epoch: int  # greater than that of its present role
+    epoch: int  # greater than that of its present role: a worker takes no role of its own epoch or an earlier one
 
 
 @value

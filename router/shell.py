@@ -58,7 +58,7 @@ class Shell:
         self.core = core
         self.clock = clock
         self.streams: dict[LinkId, WorkerStream] = {}
-        self.watchers: set[asyncio.Event] = set()  # set whenever something may have changed
+        self.num_changes = 0  # how often something may have changed
         self._awaited: dict[asyncio.Event, Callable[[], bool]] = {}  # set once it holds
         self.refused: Counter[Refusal] = Counter()  # messages of workers, and workers, since start
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # our own error
@@ -109,8 +109,7 @@ class Shell:
         except Exception as error:
             self.fail(error)
             raise
-        for watcher in self.watchers:
-            watcher.set()
+        self.num_changes += 1
         for news, holds in self._awaited.items():
             if holds():
                 news.set()

@@ -18,19 +18,19 @@ from pdserve.router.commands import (
     Fetch,
     Move,
     Place,
-    SendDrain,
     SendProcessGone,
-    SendRole,
     SequenceSpec,
 )
 from pdserve.router.events import (
     AttemptFailed,
+    DrainAsked,
     KvChanged,
     LinkId,
     LoadReported,
     PairMeasured,
     PromptScored,
     Registration,
+    RoleAsked,
     StageReached,
     StepReported,
     WorkerEvent,
@@ -185,7 +185,7 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
 
 
 def messages(
-    command: Place | Move | CancelAttempt | SendDrain | SendRole | SendProcessGone,
+    command: Place | Move | CancelAttempt | DrainAsked | RoleAsked | SendProcessGone,
 ) -> list[tuple[LinkId, link.AttachResponse]]:
     """Return which worker is sent what for a command."""
     match command:
@@ -196,9 +196,9 @@ def messages(
         case CancelAttempt(link_id, request_id, attempt, indices):
             cancel = link.Cancel(request_id=request_id, attempt=attempt, indices=indices)
             return [(link_id, link.AttachResponse(cancel=cancel))]
-        case SendDrain(link_id, cancel):
+        case DrainAsked(link_id, cancel):
             return [(link_id, link.AttachResponse(drain=link.Drain(cancel=cancel)))]
-        case SendRole(link_id, role, epoch):
+        case RoleAsked(link_id, role, epoch):
             return [(link_id, link.AttachResponse(set_role=link.SetRole(role=ROLE_NUMBERS[role], epoch=epoch)))]
         case SendProcessGone(link_id, worker_id, incarnation):
             gone = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)

@@ -40,14 +40,12 @@ from pdserve.router.commands import (
     Fetch,
     Move,
     Place,
-    SendDrain,
     SendProcessGone,
-    SendRole,
     SequenceSpec,
 )
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Event, LinkId, PairMeasured, StepReported
+from pdserve.router.events import DrainAsked, Event, LinkId, PairMeasured, RoleAsked, StepReported
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams
@@ -182,9 +180,9 @@ class SimCluster:
                 self._move(command)
             case CancelAttempt(link, request_id, attempt, indices):
                 self._offer(link, messages.Cancelled(request_id, attempt, indices))
-            case SendDrain(link):
+            case DrainAsked(link):
                 self._offer(link, messages.DrainAsked())
-            case SendRole(link, role, epoch):
+            case RoleAsked(link, role, epoch):
                 self._offer(link, messages.RoleGiven(role, epoch))
             case SendProcessGone(link, worker_id, incarnation):
                 self._offer(link, PeerGone(Peer(worker_id, incarnation)))

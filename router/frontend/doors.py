@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,11 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.credentials import Connections, NoteCallers, public_credentials
 from pdserve.errors import ConfigError
 from pdserve.health import HealthMethods
+from pdserve.proto.v1.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients
-from pdserve.router.frontend.dialects.doors import DIALECTS, add_dialects
+from pdserve.router.frontend.dialects.open_inference import OpenInference
 from pdserve.router.frontend.generate import INFERENCE_SERVICE, InferenceEndpoint
 from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
 from pdserve.router.frontend.intake import Intake
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HAS_VLLM = find_spec("smg_grpc_proto") is not None  # the extra `dialects` installs it
+DIALECTS = ("inference.GRPCInferenceService", *(("vllm.grpc.engine.VllmEngine",) if HAS_VLLM else ()))  # services
 LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when a server stops
 
 
@@ -107,7 +111,13 @@ def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.
     )
     InferenceEndpoint(intake).add_to(server)
     shown.add_to(server, may_watch=True)
-    add_dialects(server, intake)
+    add_GRPCInferenceServiceServicer_to_server(OpenInference(intake), server)
+    if HAS_VLLM:
+        from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server  # noqa: PLC0415
+
+        from pdserve.router.frontend.dialects.vllm_engine import VllmEngine  # noqa: PLC0415
+
+        add_VllmEngineServicer_to_server(VllmEngine(intake), server)
     names = (INFERENCE_SERVICE, *DIALECTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server

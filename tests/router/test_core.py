@@ -9,7 +9,6 @@ from pdserve.errors import Status
 from pdserve.ids import PROTOCOL_VERSION
 from pdserve.reports import LoadPart, ReportedLoad
 from pdserve.roles import Role
-from pdserve.router.commands import SendDrain
 from pdserve.router.config import Limits
 from pdserve.router.events import ClientGone, DrainAsked, LoadReported
 
@@ -123,7 +122,7 @@ def test_taking_turns_visits_every_pair() -> None:
 def test_a_draining_worker_gets_nothing_more() -> None:
     d = Driver(Limits(pool_grace_s=0))
     prefill, decode = d.pair()
-    assert d.post(DrainAsked(decode)) == [SendDrain(decode)]
+    assert d.post(DrainAsked(decode)) == [DrainAsked(decode)]
     request = d.arrive()
     assert d.refusal(request).message == "no decode worker is ready (d0: it is draining)"
     d.post(LoadReported(prefill, ReportedLoad(100, draining=True)))

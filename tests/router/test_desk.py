@@ -8,7 +8,7 @@ import pytest
 from pdserve.errors import InvariantError, Refusal, Status
 from pdserve.ids import Attempt, RequestId
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.router.commands import CancelAttempt, Deliver, DropLink, End, Finished, Refused, SendDrain, Warn
+from pdserve.router.commands import CancelAttempt, Deliver, DropLink, End, Finished, Refused, Warn
 from pdserve.router.commands import Command as CoreCommand
 from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientGone, DrainAsked, Event, LinkId, LinkLost, StopStringFound, Tick
@@ -105,7 +105,7 @@ def test_a_client_that_leaves_after_its_answer_ended_is_no_news() -> None:
 
 def test_a_link_is_lost_once_and_nothing_is_sent_to_it_afterwards() -> None:
     office = Office()
-    office.core.script = {TICK: [CancelAttempt(office.link, NAME, Attempt(0)), SendDrain(office.link)]}
+    office.core.script = {TICK: [CancelAttempt(office.link, NAME, Attempt(0)), DrainAsked(office.link)]}
     sent = office.handle(TICK)
     assert [command.message.WhichOneof("message") for command in sent if isinstance(command, Send)] == [
         "cancel",
@@ -149,7 +149,7 @@ def test_the_alarm_rings_at_the_earliest_time_that_the_core_has_named() -> None:
 
 def test_orders_are_sent_as_messages() -> None:
     office = Office()
-    office.core.script = {TICK: [SendDrain(office.link)]}
+    office.core.script = {TICK: [DrainAsked(office.link)]}
     assert office.handle(TICK) == [Send(office.link, link.AttachResponse(drain=link.Drain()))]
 
 
@@ -159,7 +159,7 @@ async def test_a_worker_that_does_not_read_can_be_dropped_in_the_same_moment() -
     stream = shell.open_stream(None)
     stream.outbound = asyncio.Queue(1)
     silent = DropLink(stream.link_id, "silent for 4.0 s")
-    core.script = {TICK: [SendDrain(stream.link_id), SendDrain(stream.link_id), silent]}
+    core.script = {TICK: [DrainAsked(stream.link_id), DrainAsked(stream.link_id), silent]}
     shell.post(TICK)
     assert stream.closed == "it does not read: 4096 messages wait"
     assert not shell.broken.done()

@@ -16,7 +16,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import ReportedLoad
 from pdserve.roles import Role
 from pdserve.router import admin as endpoint
-from pdserve.router.commands import DropLink, SendRole
+from pdserve.router.commands import DropLink
 from pdserve.router.events import LinkId, LoadReported, RoleAsked
 from pdserve.router.policies import POLICIES
 from pdserve.wire import layout_to_proto
@@ -113,7 +113,7 @@ def test_mixed_workers_share_what_comes() -> None:
 def test_a_role_is_sent_to_the_worker_alone_and_believed_once_it_reports_it() -> None:
     driver = Driver()
     _, decode = driver.pair()
-    assert driver.post(RoleAsked(decode, Role.MIXED, 1)) == [SendRole(decode, Role.MIXED, 1)]
+    assert driver.post(RoleAsked(decode, Role.MIXED, 1)) == [RoleAsked(decode, Role.MIXED, 1)]
     assert role_of(driver, decode) is Role.DECODE
     assert driver.post(RoleAsked(LinkId(99), Role.MIXED, 1)) == []
 

@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.dialects.doors import DIALECTS
+from pdserve.router.frontend.doors import DIALECTS
 from pdserve.router.hub import Awaited
 from pdserve.router.server import LAST_WORDS_S
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret

@@ -40,6 +40,7 @@ REGISTER = link.Register(
     layout=layout_to_proto(LAYOUT),
     num_pages=NUM_PAGES,
     max_num_seqs=8,
+    max_num_batched_tokens=2048,
     max_model_len=4096,
 )
 HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat(pages_free=NUM_PAGES))
@@ -84,14 +85,8 @@ class Router:
 
     async def until_known(self, token_ids: list[int]) -> None:
         """Wait until this router knows that a worker holds a prompt."""
-        hashes, news = block_hashes(HASHER, token_ids, ""), asyncio.Event()
-        self.shell.watchers.add(news)
-        try:
-            while max(self.shell.core.predictor.prefixes.match(hashes, 1e9).values(), default=0) < len(token_ids):
-                await news.wait()
-                news.clear()
-        finally:
-            self.shell.watchers.discard(news)
+        hashes, prefixes = block_hashes(HASHER, token_ids, ""), self.shell.core.predictor.prefixes
+        await self.shell.until(lambda: max(prefixes.match(hashes, 1e9).values(), default=0) >= len(token_ids))
 
 
 @asynccontextmanager
