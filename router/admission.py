@@ -79,10 +79,11 @@ class HoldQueue:
         return self.remove(longest[-1].request_id)
 
     def in_turn(self, lacks_workers: Callable[[Request], bool] = lambda _: False) -> Iterator[Request]:
-        """Yield whose turn it is, and who comes next: after one that was left in the queue, those behind it.
+        """Yield waiting requests in their order; one that the caller leaves in the queue is passed over.
 
-        Of a tenant, a few are passed over at most. Requests are only taken out meanwhile, and only the one yielded.
-        `lacks_workers` says which requests no worker can serve whatever room there is: they are left out, uncounted.
+        At most _MAX_PASSED of one tenant are passed over. Between two yields the caller may remove the request that it
+        was given, and no other. Requests that no pair of workers can serve (`lacks_workers`) are left out: they do not
+        count as passed over.
         """
         for priority in sorted(self._classes, reverse=True):
             tenants = self._classes[priority]

@@ -1,4 +1,4 @@
-"""What an engine step's tokens mean for the requests they belong to.
+"""Takes the tokens of engine steps: hands on what is new to the requests' clients, and ends what is complete.
 
 Runs once for each sequence and step: the one part of the core where microseconds count.
 """

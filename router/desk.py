@@ -1,4 +1,4 @@
-"""What reaches a router's core, one event at a time, and who receives what the core says. Decides; does no I/O.
+"""Feeds events to a router's core one at a time, and hands its commands to whom they are for. No I/O.
 
 Invariant: what an event leads to is done before the next is handled; a link is reported as lost once at most, and
 nothing is sent to it afterwards; each answer ends once.

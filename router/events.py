@@ -116,7 +116,7 @@ class PromptScored:
 
 @value
 class StepReported:
-    """What an engine step brought, or under virtual time several alike that only decode."""
+    """The results of an engine step, or under virtual time of several equal ones that only decode."""
 
     link: LinkId
     deltas: Seq[TokenDelta]

@@ -61,7 +61,8 @@ async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Doors]:
 def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
     """Keep a port (0: a free one) from all but this router's processes; return its number.
 
-    What is bound does not listen. Frontends may bind it too, since it is bound alone at first and shared afterwards.
+    The socket never listens. It is bound without SO_REUSEPORT, so that a port in use is refused; with it set afterwards,
+    frontends can bind the port too.
     """
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(

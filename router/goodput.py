@@ -30,7 +30,7 @@ _LOCAL_SHARE = 0.8
 _MAX_LOOKED_AT = 8
 # Choices whose cost differs by less are as good as equal: requests that come together do not all go to one worker.
 _NEAR = 0.02
-_NO_ROOM_S = 1.0  # a step: a decode worker without room is the last choice
+_NO_ROOM_S = 1.0  # added to the step of a decode worker without room: it is the last choice
 
 
 @value
@@ -47,8 +47,8 @@ class _Option:
 class Goodput:
     """The policy. `predictor` is the router's.
 
-    The score of a placement is the share of the tighter objective that is left by what is predicted, widened; 0 where
-    it is placed though it may miss one.
+    The score of a placement is the share of the tighter objective that the prediction with its margin leaves; 0 where it
+    is placed though it may miss one.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -61,12 +61,12 @@ class Goodput:
         if cached and self._predictor.may_fetch:
             prompt = replace(prompt, holders=self._holders(groups, some, cached, demand.hashes))
         options = [option for group in some for option in self._options(group, prompt, demand)]
-        judge = _Judge(self._predictor, demand, _crowding(some))
-        spares = [judge.spare(option) for option in options]
-        good = [place for place, spare in enumerate(spares) if spare >= 0]
+        judge = _Judge(self._predictor, demand, _share_queued(some))
+        slacks = [judge.slack(option) for option in options]
+        good = [place for place, slack in enumerate(slacks) if slack >= 0]
         chosen = min(good or range(len(options)), key=lambda place: options[place].cost_s)
         if good or demand.is_admitted or not self._may_refuse(options[chosen].pair, demand):
-            return _placed(options[chosen], prompt, demand, max(0.0, spares[chosen]))
+            return _placed(options[chosen], prompt, demand, max(0.0, slacks[chosen]))
         return self._hopeless(some, prompt, demand) or judge.put_off(options, self._room_s(options))
 
     def _holders(
@@ -180,13 +180,15 @@ class Goodput:
 class _Judge:
     """Compares predictions with what one request asks for.
 
-    Predictions are widened as they have come out lately. To refuse what might just have been in time pays where others
-    want its place. Where nobody waits, the chance is taken.
+    Predictions are multiplied by margins, which are learnt from how predictions have come out lately. Refusing a
+    request that might just have been in time pays only if another one takes its place. So the margin of TTFT counts as
+    far as prompts wait.
     """
 
-    def __init__(self, predictor: Predictor, demand: Demand, crowding: float) -> None:
+    def __init__(self, predictor: Predictor, demand: Demand, share_queued: float) -> None:
+        """`share_queued`: of the workers that could compute the prompt, those that have others to compute."""
         wide = predictor.ttft_margin.factor
-        self._wide_ttft = wide**crowding if wide > 1 else wide
+        self._wide_ttft = wide**share_queued if wide > 1 else wide
         self._wide_tpot = predictor.tpot_margin.factor
         self._demand = demand
         self._ttft_slo_s, self._tpot_slo_s = demand.ttft_slo_s or inf, demand.tpot_slo_s or inf
@@ -199,14 +201,14 @@ class _Judge:
         wide = self._wide_tpot if option.num_sequences else min(1.0, self._wide_tpot)
         return option.prediction.tpot_s * wide
 
-    def spare(self, option: _Option) -> float:
+    def slack(self, option: _Option) -> float:
         """Return the share of the tighter objective that is left; below 0: it is missed, or there is no room."""
-        demand, spare = self._demand, 1.0
+        demand, slack = self._demand, 1.0
         if demand.needs_decode and not option.prediction.has_room:
             return -1.0
         if not demand.is_admitted:
-            spare = 1 - self._first_s(option) / self._ttft_slo_s
-        return min(spare, 1 - self._each_s(option) / self._tpot_slo_s) if demand.needs_decode else spare
+            slack = 1 - self._first_s(option) / self._ttft_slo_s
+        return min(slack, 1 - self._each_s(option) / self._tpot_slo_s) if demand.needs_decode else slack
 
     def put_off(self, options: list[_Option], room_s: float) -> Decision:
         """Let a request wait while that can still meet its objectives; refuse it else."""
@@ -294,7 +296,7 @@ def _around(workers: Seq[WorkerView], prompt: Prompt, draw: int) -> Seq[WorkerVi
     return around + nlargest(_MAX_LOOKED_AT, holders, key=lambda worker: prompt.cached[worker.link])
 
 
-def _crowding(groups: Seq[Group]) -> float:
+def _share_queued(groups: Seq[Group]) -> float:
     """Return the share of the workers that could compute a prompt which have others to compute, 0 to 1."""
     workers = [worker for group in groups for worker in (group.prefills or group.decodes)]
     return sum([worker.pending_prefill_tokens > 0 for worker in workers]) / len(workers)

@@ -1,4 +1,4 @@
-"""The core's side of what frontends need: the `Backend` of those in this process, and of the links of all others."""
+"""The `Backend` in the router's own process: of a frontend that runs here, and of the links to those that do not."""
 
 import time
 from collections import Counter
@@ -25,7 +25,10 @@ from pdserve.router.shell import Shell
 
 
 class Awaited:
-    """Whether requests may come: some pair of workers can serve, or could so lately that they wait for another."""
+    """Whether the router is ready: some pair of workers can serve, or could less than a grace period ago.
+
+    Requests that come meanwhile wait for workers as long.
+    """
 
     def __init__(self, is_ready: Callable[[], bool], grace_s: float, clock: Clock) -> None:
         self._is_ready = is_ready

@@ -14,9 +14,9 @@ MAX_KINDS = 64  # remembered without a worker of theirs
 _MEMORY = 50  # answers in running means
 _START_TOKENS = 128.0  # of an answer, before one was seen
 PairName = tuple[str, str]  # of a fetch: holder and receiver
-_START_SHARE = 0.8  # that comes where nothing is known: a transfer pays that takes less than 3/4 of computing
-_STEP = 0.3  # by how much one fetch moves what is known of its pair: two that do not come end them
-_LIFE_S = 60.0  # in which that is forgotten: so a pair is tried again
+_START_SHARE = 0.8  # of a pair's fetches that arrive, before one was seen
+_STEP = 0.3  # weight of a pair's latest fetch: after two that did not arrive, no more are tried
+_LIFE_S = 60.0  # in which what a pair has shown fades to 1/e: so it is tried again
 _START_DELAY_S = 0.005  # of messages between router, holder and receiver, beyond the transfer
 _RATE_S = 10.0  # over which, at least, rates of what was sent to a worker are taken
 
@@ -149,7 +149,7 @@ class _Record:
 
 
 class Fetches:
-    """Learns which share of each pair's fetches comes, and how late."""
+    """Learns which share of each pair's fetches arrives, and with what delay."""
 
     def __init__(self) -> None:
         self._records: dict[PairName, _Record] = {}

@@ -1,8 +1,9 @@
 """Which workers are attached: they register, fall silent, leave, end, and follow one another under one name.
 
 Invariant: a worker is among those attached from its registration until its link is lost or dropped, and what it was
-doing is then placed again; no process is attached that is known to have ended, or to have a successor; and none is
-taken for ended because of another one that started before it, or before it was last heard, or that found it attached.
+doing is then placed again; no process is attached that is known to have ended, or to have a successor. That a later
+process of the same name attaches proves that the earlier one has ended only if the later one started after the earlier
+one was last heard, and did not find it attached.
 """
 
 from math import inf

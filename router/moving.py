@@ -25,11 +25,10 @@ from pdserve.values import value
 MAX_LEAVING = 4
 MAX_COMING = 8
 _AGAIN_S = 1.0  # between two moves of a continuation
-_REFUSED_S = 5.0  # between two moves of a continuation to a worker to which it could not move
 _LEAST_EXTRA_PAGES = 2
-# Half and twice of these four make no difference that can be measured (docs/measurements/simulated-goodput.md).
+# Half and twice of these make no difference that can be measured (docs/measurements/simulated-goodput.md).
 _FEW = 2  # that are on their way from a worker for want of pages: most of a batch stays where it is
-_SETTLE_S = 10.0  # between two moves of a continuation off workers that want pages: what moved does not move back
+_SETTLE_S = 5.0  # between two moves of a continuation to where it could not move, or off workers that want pages
 _PAGES_AHEAD = 2  # for each sequence: a worker with fewer free pages is about to preempt
 _ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that has room
 
@@ -224,7 +223,7 @@ class Moving:
         speeds = [
             (target.worker.pending_prefill_tokens > 0, speed_s, target.worker.name, target.worker)
             for target in targets
-            if now_s - candidate.sequence.refused_s.get(target.worker.link, -inf) >= _REFUSED_S
+            if now_s - candidate.sequence.refused_s.get(target.worker.link, -inf) >= _SETTLE_S
             if why is not Why.PAGES or _pages_left(target.worker, _ROOM_AHEAD) >= num_pages
             if (speed_s := self._speed_s(candidate, target, now_s)) is not None
         ]

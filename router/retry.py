@@ -1,4 +1,4 @@
-"""What a lost worker's requests do next, and any attempt that failed: they are placed again, or they end.
+"""Places requests again whose worker was lost or whose attempt failed, or ends them.
 
 Invariant: each sequence given up here is placed again, or waits for an alarm or a pair of workers, or its request
 ends.
@@ -38,7 +38,7 @@ class Retry:
     def __init__(self, placements: Placements, limits: Limits) -> None:
         self._placements = placements
         self._limits = limits
-        # Continuations that wait for a pair of workers, or for what explains the losses of theirs.
+        # Continuations that wait for a pair of workers, or for a launcher to report what ended theirs.
         self._waiting: list[tuple[Request, tuple[int, ...]]] = []
 
     # ---- what went wrong

@@ -159,7 +159,7 @@ class Workers:
         pool = self._pools.get(role)
         if pool is None:
             ready = [w for w in self if w.role.is_in(role) and w.registration.ready]
-            pool = self._pools[role] = [worker for worker in ready if not self._strangeness(worker)]
+            pool = self._pools[role] = [worker for worker in ready if not self._incompatibility(worker)]
         return [worker for worker in pool if not worker.draining]
 
     def unroutable(self, worker: WorkerView) -> str:
@@ -168,7 +168,7 @@ class Workers:
             return "it is loading"
         if worker.draining:
             return "it is draining"
-        return self._strangeness(worker)
+        return self._incompatibility(worker)
 
     def refusal(self, worker: WorkerView) -> str:
         """Return, for an operator, why a worker takes no orders; empty when it does."""
@@ -193,7 +193,7 @@ class Workers:
                 return f"{worker.name} is the only worker that {work}: make it mixed, or force this"
         return ""
 
-    def _strangeness(self, worker: WorkerView) -> str:
+    def _incompatibility(self, worker: WorkerView) -> str:
         """Return what will never let this router and a worker work together; empty when nothing does."""
         known = worker.registration
         if known.protocol_version != PROTOCOL_VERSION:

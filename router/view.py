@@ -173,9 +173,10 @@ class WorkerView:
         return self._prompts[0] if self._num_begun else None
 
     def stepped(self, step: Step, now_s: float) -> None:
-        """Note a step's end, once the prompts that it completed are noted: what it brought the others, and the next.
+        """Note that a step has ended, and that the next begins. The prompts that it completed are noted before.
 
-        Only one prompt at a time is computed in part. Steps tell of other routers' prompts too, hence the bounds.
+        The rest of what it computed belongs to the first prompt that waits: only one at a time is computed in part. It
+        may be another router's, hence the bounds.
         """
         self._stepped_tokens += step.prefill_tokens
         self._stepped_work += step.prefill_work

@@ -60,7 +60,7 @@ class CallReader:
         return self._news(), text[place:]
 
     def _take(self, text: str, place: int) -> int:
-        """Take what has no meaning of its own, and the character behind it that has; return where that ends."""
+        """Take plain text and the quote, bracket, comma or colon behind it; return the place after that."""
         if self._is_escaped:
             self._is_escaped = False
             self._keep(text[place])
