@@ -61,8 +61,8 @@ async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Doors]:
 def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
     """Keep a port (0: a free one) from all but this router's processes; return its number.
 
-    The socket never listens. It is bound without SO_REUSEPORT, so that a port in use is refused; with it set afterwards,
-    frontends can bind the port too.
+    The socket never listens. It is bound without SO_REUSEPORT, so that a port in use is refused; that is set
+    afterwards, so that frontends can bind the port too.
     """
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -88,9 +88,7 @@ async def _start(number: int, config: RouterConfig) -> tuple[socket.socket, Proc
     with theirs, ExitStack() as failed:
         failed.enter_context(ours)
         arguments = *map(str, (theirs.fileno(), number, os.getpid())), config.model_dump_json()
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND, *arguments, pass_fds=(theirs.fileno(),), stdin=DEVNULL
-        )
+        process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, pass_fds=(theirs.fileno(),), stdin=DEVNULL)
         failed.pop_all()
     return ours, process
 

@@ -47,8 +47,8 @@ class _Option:
 class Goodput:
     """The policy. `predictor` is the router's.
 
-    The score of a placement is the share of the tighter objective that the prediction with its margin leaves; 0 where it
-    is placed though it may miss one.
+    The score of a placement is the share of the tighter objective that the prediction with its margin leaves; 0 where
+    the request is placed though it may miss one.
     """
 
     def __init__(self, predictor: Predictor) -> None:

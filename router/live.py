@@ -1,7 +1,7 @@
 """What the live page shows of a router: sections of entries by name, as JSON has them.
 
-Of a request it has lengths, times and names, and nothing of what it says. Entries of requests have their tenant, so that
-a door can leave out those of others.
+Of a request it has lengths, times and names, and nothing of what it says. Entries of requests have their tenant, so
+that a door can leave out those of others.
 """
 
 from collections import Counter

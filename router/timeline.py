@@ -13,8 +13,8 @@ from pdserve.reports import Stage
 from pdserve.values import value
 
 STAGES = tuple(Stage.__members__.values())  # the order reported for stages reached at the same moment
-# Stages on workers are dated by when their messages arrive, less the age that those name. What the way took is not known:
-# so a stage is never shown later than the next one of its line.
+# A stage on a worker is dated by when its message arrives, less the age that it names. How long the message was on its
+# way is not known: so a stage is never shown later than the next one of its line.
 _PREFILL = (Stage.PREFILL_QUEUED, Stage.FETCHED, Stage.PREFILL_STARTED, Stage.PREFILL_DONE, Stage.FIRST_TOKEN)
 _HANDOFF = (Stage.GRANTED, Stage.LANDED, Stage.COMMITTED, Stage.DECODE_JOINED)
 _FIRST_TOKEN = Stage.FIRST_TOKEN

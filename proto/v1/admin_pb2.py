@@ -22,19 +22,16 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from pdserve.proto.v1 import inference_pb2 as proto_dot_v1_dot_inference__pb2
 from pdserve.proto.v1 import link_pb2 as proto_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/admin.proto\x12\npdserve.v1\x1a\x18proto/v1/inference.proto\x1a\x13proto/v1/link.proto\"\x12\n\x10GetStatusRequest\"T\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x04\"\x14\n\x12WatchStatusRequest\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"3\n\x0eGetLiveRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x85\x03\n\x0fGetLiveResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x37\n\x06stages\x18\x04 \x03(\x0b\x32\'.pdserve.v1.GetLiveResponse.StagesEntry\x12)\n\x08requests\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.LiveRequest\x12\'\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.EndedRequest\x12)\n\nhappenings\x18\x07 \x03(\x0b\x32\x15.pdserve.v1.Happening\x12\'\n\x07seconds\x18\x08 \x03(\x0b\x32\x16.pdserve.v1.LiveSecond\x12\x11\n\tuptime_ms\x18\t \x01(\x04\x1a-\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd2\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\ranswer_tokens\x18\x05 \x01(\r\x12\x11\n\twaits_for\x18\x06 \x01(\t\x12\x15\n\rdecode_worker\x18\x07 \x01(\t\x12\"\n\x06ledger\x18\x08 \x01(\x0b\x32\x12.pdserve.v1.Ledger\x12\x14\n\x0cunix_time_ms\x18\t \x01(\x04\"\x88\x02\n\x0c\x45ndedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0e\n\x06status\x18\x05 \x01(\t\x12\x0f\n\x07\x62\x65\x63\x61use\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\x1c\n\x03slo\x18\t \x01(\x0b\x32\x0f.pdserve.v1.Slo\x12\"\n\x06ledger\x18\n \x01(\x0b\x32\x12.pdserve.v1.Ledger\x12\x10\n\x03met\x18\x0b \x01(\x08H\x00\x88\x01\x01\x42\x06\n\x04_met\"z\n\tHappening\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x14\n\x0cunix_time_ms\x18\x03 \x01(\x04\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x0f\n\x07subject\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\r\n\x05\x63ount\x18\x07 \x01(\r\"\x97\x01\n\nLiveSecond\x12\x0c\n\x04\x61t_s\x18\x07 \x01(\x04\x12\x14\n\x0cunix_time_ms\x18\x01 \x01(\x04\x12\x11\n\tnum_ended\x18\x02 \x01(\r\x12\x12\n\nnum_missed\x18\x03 \x01(\r\x12\x12\n\nnum_judged\x18\x04 \x01(\r\x12\x0f\n\x07num_met\x18\x05 \x01(\r\x12\x19\n\x11num_answer_tokens\x18\x06 \x01(\r\"+\n\x16ReportDecisionsRequest\x12\x11\n\tdecisions\x18\x01 \x03(\t\"\x19\n\x17ReportDecisionsResponse\"Z\n\x18ReportProcessGoneRequest\x12(\n\x07process\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProcessGone\x12\x14\n\x0c\x66rom_outside\x18\x02 \x01(\x08\"\x1b\n\x19ReportProcessGoneResponse\"7\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"X\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"&\n\x15SetWorkerRoleResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"Z\n\x14MoveSequencesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x10target_worker_id\x18\x02 \x01(\t\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\".\n\x15MoveSequencesResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\"\xe9\x05\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x05\x65nded\x18\x06 \x03(\x0b\x32$.pdserve.v1.ClusterStatus.EndedEntry\x12\x14\n\x0cnum_replaced\x18\x07 \x01(\x04\x12&\n\x05\x63osts\x18\x08 \x03(\x0b\x32\x17.pdserve.v1.LearntCosts\x12\x37\n\x07refused\x18\t \x03(\x0b\x32&.pdserve.v1.ClusterStatus.RefusedEntry\x12\x46\n\x0frefused_because\x18\n \x03(\x0b\x32-.pdserve.v1.ClusterStatus.RefusedBecauseEntry\x12\x33\n\x05moves\x18\x0b \x03(\x0b\x32$.pdserve.v1.ClusterStatus.MovesEntry\x12\"\n\x06\x64\x65mand\x18\x0c \x01(\x0b\x32\x12.pdserve.v1.Demand\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\x12\x1b\n\x13num_without_handoff\x18\x0e \x01(\x04\x12\x1f\n\x17without_handoff_because\x18\x0f \x01(\t\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13RefusedBecauseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nMovesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xe4\x01\n\x06\x44\x65mand\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\x12\x15\n\ranswer_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07prompts\x18\x05 \x03(\x04\x12\x0f\n\x07\x61nswers\x18\x06 \x03(\x04\x12\x12\n\nnum_judged\x18\x07 \x01(\x04\x12\x17\n\x0fnum_within_ttft\x18\x08 \x01(\x04\x12\x17\n\x0fnum_within_tpot\x18\t \x01(\x04\x12\x17\n\x0fnum_within_both\x18\n \x01(\x04\"\x9a\x03\n\x0bLearntCosts\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x16\n\x0eprefill_step_s\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_work_s\x18\x04 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x05 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_sequence_s\x18\x06 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_kv_token_s\x18\x07 \x01(\x01\x12\x19\n\x11num_prefill_steps\x18\n \x01(\x04\x12\x18\n\x10num_decode_steps\x18\x0b \x01(\x04\x12\x15\n\rprefill_error\x18\x0c \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_error\x18\r \x01(\x01\x12\x31\n\x0e\x64\x65\x63ode_batches\x18\x0e \x03(\x0b\x32\x19.pdserve.v1.LearntBatches\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12$\n\x06layout\x18\x10 \x01(\x0b\x32\x14.pdserve.v1.KvLayoutJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"q\n\rLearntBatches\x12\x15\n\rmax_sequences\x18\x01 \x01(\r\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\x12\x12\n\nsequence_s\x18\x03 \x01(\x01\x12\x12\n\nkv_token_s\x18\x04 \x01(\x01\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\"\xd6\x01\n\x0cWorkerStatus\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.Register\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.Heartbeat\x12\x14\n\x0cnum_assigned\x18\x03 \x01(\r\x12\x11\n\tsilent_ms\x18\x04 \x01(\r\x12\x12\n\nunroutable\x18\x05 \x01(\t\x12\'\n\x05pairs\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.PairMeasured\x12\x0f\n\x07step_ms\x18\x07 \x01(\x01\x32\xa8\x05\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12P\n\x0bWatchStatus\x12\x1e.pdserve.v1.WatchStatusRequest\x1a\x1f.pdserve.v1.WatchStatusResponse0\x01\x12\x42\n\x07GetLive\x12\x1a.pdserve.v1.GetLiveRequest\x1a\x1b.pdserve.v1.GetLiveResponse\x12Z\n\x0fReportDecisions\x12\".pdserve.v1.ReportDecisionsRequest\x1a#.pdserve.v1.ReportDecisionsResponse\x12`\n\x11ReportProcessGone\x12$.pdserve.v1.ReportProcessGoneRequest\x1a%.pdserve.v1.ReportProcessGoneResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponse\x12T\n\rSetWorkerRole\x12 .pdserve.v1.SetWorkerRoleRequest\x1a!.pdserve.v1.SetWorkerRoleResponse\x12T\n\rMoveSequences\x12 .pdserve.v1.MoveSequencesRequest\x1a!.pdserve.v1.MoveSequencesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/admin.proto\x12\npdserve.v1\x1a\x13proto/v1/link.proto\"\x12\n\x10GetStatusRequest\"T\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x04\"\x14\n\x12WatchStatusRequest\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"+\n\x16ReportDecisionsRequest\x12\x11\n\tdecisions\x18\x01 \x03(\t\"\x19\n\x17ReportDecisionsResponse\"Z\n\x18ReportProcessGoneRequest\x12(\n\x07process\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProcessGone\x12\x14\n\x0c\x66rom_outside\x18\x02 \x01(\x08\"\x1b\n\x19ReportProcessGoneResponse\"7\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"X\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"&\n\x15SetWorkerRoleResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"Z\n\x14MoveSequencesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x10target_worker_id\x18\x02 \x01(\t\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\".\n\x15MoveSequencesResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\"\xe9\x05\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x05\x65nded\x18\x06 \x03(\x0b\x32$.pdserve.v1.ClusterStatus.EndedEntry\x12\x14\n\x0cnum_replaced\x18\x07 \x01(\x04\x12&\n\x05\x63osts\x18\x08 \x03(\x0b\x32\x17.pdserve.v1.LearntCosts\x12\x37\n\x07refused\x18\t \x03(\x0b\x32&.pdserve.v1.ClusterStatus.RefusedEntry\x12\x46\n\x0frefused_because\x18\n \x03(\x0b\x32-.pdserve.v1.ClusterStatus.RefusedBecauseEntry\x12\x33\n\x05moves\x18\x0b \x03(\x0b\x32$.pdserve.v1.ClusterStatus.MovesEntry\x12\"\n\x06\x64\x65mand\x18\x0c \x01(\x0b\x32\x12.pdserve.v1.Demand\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\x12\x1b\n\x13num_without_handoff\x18\x0e \x01(\x04\x12\x1f\n\x17without_handoff_because\x18\x0f \x01(\t\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13RefusedBecauseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nMovesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xe4\x01\n\x06\x44\x65mand\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\x12\x15\n\ranswer_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07prompts\x18\x05 \x03(\x04\x12\x0f\n\x07\x61nswers\x18\x06 \x03(\x04\x12\x12\n\nnum_judged\x18\x07 \x01(\x04\x12\x17\n\x0fnum_within_ttft\x18\x08 \x01(\x04\x12\x17\n\x0fnum_within_tpot\x18\t \x01(\x04\x12\x17\n\x0fnum_within_both\x18\n \x01(\x04\"\x9a\x03\n\x0bLearntCosts\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x16\n\x0eprefill_step_s\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_work_s\x18\x04 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x05 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_sequence_s\x18\x06 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_kv_token_s\x18\x07 \x01(\x01\x12\x19\n\x11num_prefill_steps\x18\n \x01(\x04\x12\x18\n\x10num_decode_steps\x18\x0b \x01(\x04\x12\x15\n\rprefill_error\x18\x0c \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_error\x18\r \x01(\x01\x12\x31\n\x0e\x64\x65\x63ode_batches\x18\x0e \x03(\x0b\x32\x19.pdserve.v1.LearntBatches\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12$\n\x06layout\x18\x10 \x01(\x0b\x32\x14.pdserve.v1.KvLayoutJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"q\n\rLearntBatches\x12\x15\n\rmax_sequences\x18\x01 \x01(\r\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\x12\x12\n\nsequence_s\x18\x03 \x01(\x01\x12\x12\n\nkv_token_s\x18\x04 \x01(\x01\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\"\xd6\x01\n\x0cWorkerStatus\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.Register\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.Heartbeat\x12\x14\n\x0cnum_assigned\x18\x03 \x01(\r\x12\x11\n\tsilent_ms\x18\x04 \x01(\r\x12\x12\n\nunroutable\x18\x05 \x01(\t\x12\'\n\x05pairs\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.PairMeasured\x12\x0f\n\x07step_ms\x18\x07 \x01(\x01\x32\xe4\x04\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12P\n\x0bWatchStatus\x12\x1e.pdserve.v1.WatchStatusRequest\x1a\x1f.pdserve.v1.WatchStatusResponse0\x01\x12Z\n\x0fReportDecisions\x12\".pdserve.v1.ReportDecisionsRequest\x1a#.pdserve.v1.ReportDecisionsResponse\x12`\n\x11ReportProcessGone\x12$.pdserve.v1.ReportProcessGoneRequest\x1a%.pdserve.v1.ReportProcessGoneResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponse\x12T\n\rSetWorkerRole\x12 .pdserve.v1.SetWorkerRoleRequest\x1a!.pdserve.v1.SetWorkerRoleResponse\x12T\n\rMoveSequences\x12 .pdserve.v1.MoveSequencesRequest\x1a!.pdserve.v1.MoveSequencesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.proto.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETLIVERESPONSE_STAGESENTRY']._loaded_options = None
-  _globals['_GETLIVERESPONSE_STAGESENTRY']._serialized_options = b'8\001'
   _globals['_CLUSTERSTATUS_ENDEDENTRY']._loaded_options = None
   _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_options = b'8\001'
   _globals['_CLUSTERSTATUS_REFUSEDENTRY']._loaded_options = None
@@ -43,66 +40,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_options = b'8\001'
   _globals['_CLUSTERSTATUS_MOVESENTRY']._loaded_options = None
   _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_options = b'8\001'
-  _globals['_GETSTATUSREQUEST']._serialized_start=83
-  _globals['_GETSTATUSREQUEST']._serialized_end=101
-  _globals['_GETSTATUSRESPONSE']._serialized_start=103
-  _globals['_GETSTATUSRESPONSE']._serialized_end=187
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=189
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=209
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=211
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=275
-  _globals['_GETLIVEREQUEST']._serialized_start=277
-  _globals['_GETLIVEREQUEST']._serialized_end=328
-  _globals['_GETLIVERESPONSE']._serialized_start=331
-  _globals['_GETLIVERESPONSE']._serialized_end=720
-  _globals['_GETLIVERESPONSE_STAGESENTRY']._serialized_start=675
-  _globals['_GETLIVERESPONSE_STAGESENTRY']._serialized_end=720
-  _globals['_LIVEREQUEST']._serialized_start=723
-  _globals['_LIVEREQUEST']._serialized_end=933
-  _globals['_ENDEDREQUEST']._serialized_start=936
-  _globals['_ENDEDREQUEST']._serialized_end=1200
-  _globals['_HAPPENING']._serialized_start=1202
-  _globals['_HAPPENING']._serialized_end=1324
-  _globals['_LIVESECOND']._serialized_start=1327
-  _globals['_LIVESECOND']._serialized_end=1478
-  _globals['_REPORTDECISIONSREQUEST']._serialized_start=1480
-  _globals['_REPORTDECISIONSREQUEST']._serialized_end=1523
-  _globals['_REPORTDECISIONSRESPONSE']._serialized_start=1525
-  _globals['_REPORTDECISIONSRESPONSE']._serialized_end=1550
-  _globals['_REPORTPROCESSGONEREQUEST']._serialized_start=1552
-  _globals['_REPORTPROCESSGONEREQUEST']._serialized_end=1642
-  _globals['_REPORTPROCESSGONERESPONSE']._serialized_start=1644
-  _globals['_REPORTPROCESSGONERESPONSE']._serialized_end=1671
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1673
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1728
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1730
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1751
-  _globals['_SETWORKERROLEREQUEST']._serialized_start=1753
-  _globals['_SETWORKERROLEREQUEST']._serialized_end=1841
-  _globals['_SETWORKERROLERESPONSE']._serialized_start=1843
-  _globals['_SETWORKERROLERESPONSE']._serialized_end=1881
-  _globals['_MOVESEQUENCESREQUEST']._serialized_start=1883
-  _globals['_MOVESEQUENCESREQUEST']._serialized_end=1973
-  _globals['_MOVESEQUENCESRESPONSE']._serialized_start=1975
-  _globals['_MOVESEQUENCESRESPONSE']._serialized_end=2021
-  _globals['_CLUSTERSTATUS']._serialized_start=2024
-  _globals['_CLUSTERSTATUS']._serialized_end=2769
-  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_start=2576
-  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_end=2620
-  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_start=2622
-  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_end=2668
-  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_start=2670
-  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_end=2723
-  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_start=2725
-  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_end=2769
-  _globals['_DEMAND']._serialized_start=2772
-  _globals['_DEMAND']._serialized_end=3000
-  _globals['_LEARNTCOSTS']._serialized_start=3003
-  _globals['_LEARNTCOSTS']._serialized_end=3413
-  _globals['_LEARNTBATCHES']._serialized_start=3415
-  _globals['_LEARNTBATCHES']._serialized_end=3528
-  _globals['_WORKERSTATUS']._serialized_start=3531
-  _globals['_WORKERSTATUS']._serialized_end=3745
-  _globals['_ADMINSERVICE']._serialized_start=3748
-  _globals['_ADMINSERVICE']._serialized_end=4428
+  _globals['_GETSTATUSREQUEST']._serialized_start=57
+  _globals['_GETSTATUSREQUEST']._serialized_end=75
+  _globals['_GETSTATUSRESPONSE']._serialized_start=77
+  _globals['_GETSTATUSRESPONSE']._serialized_end=161
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=163
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=183
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=185
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=249
+  _globals['_REPORTDECISIONSREQUEST']._serialized_start=251
+  _globals['_REPORTDECISIONSREQUEST']._serialized_end=294
+  _globals['_REPORTDECISIONSRESPONSE']._serialized_start=296
+  _globals['_REPORTDECISIONSRESPONSE']._serialized_end=321
+  _globals['_REPORTPROCESSGONEREQUEST']._serialized_start=323
+  _globals['_REPORTPROCESSGONEREQUEST']._serialized_end=413
+  _globals['_REPORTPROCESSGONERESPONSE']._serialized_start=415
+  _globals['_REPORTPROCESSGONERESPONSE']._serialized_end=442
+  _globals['_DRAINWORKERREQUEST']._serialized_start=444
+  _globals['_DRAINWORKERREQUEST']._serialized_end=499
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=501
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=522
+  _globals['_SETWORKERROLEREQUEST']._serialized_start=524
+  _globals['_SETWORKERROLEREQUEST']._serialized_end=612
+  _globals['_SETWORKERROLERESPONSE']._serialized_start=614
+  _globals['_SETWORKERROLERESPONSE']._serialized_end=652
+  _globals['_MOVESEQUENCESREQUEST']._serialized_start=654
+  _globals['_MOVESEQUENCESREQUEST']._serialized_end=744
+  _globals['_MOVESEQUENCESRESPONSE']._serialized_start=746
+  _globals['_MOVESEQUENCESRESPONSE']._serialized_end=792
+  _globals['_CLUSTERSTATUS']._serialized_start=795
+  _globals['_CLUSTERSTATUS']._serialized_end=1540
+  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_start=1347
+  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_end=1391
+  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_start=1393
+  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_end=1439
+  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_start=1441
+  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_end=1494
+  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_start=1496
+  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_end=1540
+  _globals['_DEMAND']._serialized_start=1543
+  _globals['_DEMAND']._serialized_end=1771
+  _globals['_LEARNTCOSTS']._serialized_start=1774
+  _globals['_LEARNTCOSTS']._serialized_end=2184
+  _globals['_LEARNTBATCHES']._serialized_start=2186
+  _globals['_LEARNTBATCHES']._serialized_end=2299
+  _globals['_WORKERSTATUS']._serialized_start=2302
+  _globals['_WORKERSTATUS']._serialized_end=2516
+  _globals['_ADMINSERVICE']._serialized_start=2519
+  _globals['_ADMINSERVICE']._serialized_end=3131
 # @@protoc_insertion_point(module_scope)

@@ -45,11 +45,6 @@ class AdminServiceStub:
                 request_serializer=proto_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=proto_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
-        self.GetLive = channel.unary_unary(
-                '/pdserve.v1.AdminService/GetLive',
-                request_serializer=proto_dot_v1_dot_admin__pb2.GetLiveRequest.SerializeToString,
-                response_deserializer=proto_dot_v1_dot_admin__pb2.GetLiveResponse.FromString,
-                _registered_method=True)
         self.ReportDecisions = channel.unary_unary(
                 '/pdserve.v1.AdminService/ReportDecisions',
                 request_serializer=proto_dot_v1_dot_admin__pb2.ReportDecisionsRequest.SerializeToString,
@@ -90,13 +85,6 @@ class AdminServiceServicer:
 
     def WatchStatus(self, request, context):
         """The state now and after each change, at most ten times a second.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetLive(self, request, context):
-        """The state, the requests that run, and what has happened lately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,11 +143,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=proto_dot_v1_dot_admin__pb2.WatchStatusRequest.FromString,
                     response_serializer=proto_dot_v1_dot_admin__pb2.WatchStatusResponse.SerializeToString,
-            ),
-            'GetLive': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetLive,
-                    request_deserializer=proto_dot_v1_dot_admin__pb2.GetLiveRequest.FromString,
-                    response_serializer=proto_dot_v1_dot_admin__pb2.GetLiveResponse.SerializeToString,
             ),
             'ReportDecisions': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportDecisions,
@@ -242,33 +225,6 @@ class AdminService:
             '/pdserve.v1.AdminService/WatchStatus',
             proto_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
             proto_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetLive(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pdserve.v1.AdminService/GetLive',
-            proto_dot_v1_dot_admin__pb2.GetLiveRequest.SerializeToString,
-            proto_dot_v1_dot_admin__pb2.GetLiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,8 +37,6 @@ class AdminServiceStub:
     """The state now."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]
     """The state now and after each change, at most ten times a second."""
-    GetLive: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetLiveRequest, _admin_pb2.GetLiveResponse]
-    """The state, the requests that run, and what has happened lately."""
     ReportDecisions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReportDecisionsRequest, _admin_pb2.ReportDecisionsResponse]
     """An autoscaler says what it decided and why, for whoever watches."""
     ReportProcessGone: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReportProcessGoneRequest, _admin_pb2.ReportProcessGoneResponse]
@@ -68,8 +66,6 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """The state now."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStatusRequest, _admin_pb2.WatchStatusResponse]  # type: ignore[assignment]
     """The state now and after each change, at most ten times a second."""
-    GetLive: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetLiveRequest, _admin_pb2.GetLiveResponse]  # type: ignore[assignment]
-    """The state, the requests that run, and what has happened lately."""
     ReportDecisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReportDecisionsRequest, _admin_pb2.ReportDecisionsResponse]  # type: ignore[assignment]
     """An autoscaler says what it decided and why, for whoever watches."""
     ReportProcessGone: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReportProcessGoneRequest, _admin_pb2.ReportProcessGoneResponse]  # type: ignore[assignment]
@@ -108,14 +104,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchStatusResponse], _abc.AsyncIterator[_admin_pb2.WatchStatusResponse]]:
         """The state now and after each change, at most ten times a second."""
-
-    @_abc_1.abstractmethod
-    def GetLive(
-        self,
-        request: _admin_pb2.GetLiveRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.GetLiveResponse, _abc.Awaitable[_admin_pb2.GetLiveResponse]]:
-        """The state, the requests that run, and what has happened lately."""
 
     @_abc_1.abstractmethod
     def ReportDecisions(

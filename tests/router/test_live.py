@@ -190,7 +190,9 @@ def test_the_newest_requests_of_each_stage_are_shown_and_all_are_counted() -> No
     arrived = [d.arrive() for _ in range(200)]
     for request in arrived[:50]:
         d.stage(p, request, Stage.PREFILL_STARTED)
-    assert list(seen(d)["requests"]) == [each.hex() for each in [*arrived[50 - MAX_OF_STAGE : 50], *arrived[-MAX_OF_STAGE:]]]
+    assert list(seen(d)["requests"]) == [
+        each.hex() for each in [*arrived[50 - MAX_OF_STAGE : 50], *arrived[-MAX_OF_STAGE:]]
+    ]
     assert seen(d)["facts"]["stages"] == {"prefill": 50, "queue": 150}
 
 

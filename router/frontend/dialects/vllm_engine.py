@@ -190,9 +190,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             await context.write(chunk)
 
     Embed = _unimplemented("Embed: the models served here generate text")
-    FlushCache = _unimplemented(
-        "FlushCache: workers keep their prefix caches; a tenant of its own shares none of them"
-    )
+    FlushCache = _unimplemented("FlushCache: workers keep their prefix caches; a tenant of its own shares none of them")
     StartProfile = StopProfile = _unimplemented("routers run no profiler; they export traces")
     SubscribeKvEvents = _unimplemented(
         "SubscribeKvEvents: routers place by prefixes themselves; each worker publishes its events over ZMQ"

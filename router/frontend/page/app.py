@@ -10,7 +10,7 @@ for, a browser must have reached the router by a loopback name: a page of elsewh
 
 Invariant: nothing is asked of the router while nobody watches, and no more often than each PERIOD_S however many do; a
 watcher that reads slowly misses states, and nothing is kept for it. The connection ends one that does not read at all.
-A page that applies each change has the state that it was made of; and of requests it gets those that its tenant may see.
+A page that applies each change has the state behind it; and of requests it gets those that its tenant may see.
 """
 
 import asyncio
