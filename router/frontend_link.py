@@ -155,7 +155,7 @@ class FrontendLink:
             case "request":
                 return msgspec.msgpack.encode(await hub.live_request(asked.data.decode()))
             case "metrics":
-                return b"" if hub.metrics is None else await hub.metrics()
+                return await hub.metrics()
             case "engine":
                 return msgspec.msgpack.encode(await hub.engine())
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -102,12 +102,8 @@ class Hub:
     async def live_request(self, name: str) -> dict[str, Any] | None:
         return self._live.request(name, self.clock.now_s(), time.time())
 
-    @property
-    def metrics(self) -> Callable[[], Awaitable[bytes]] | None:
-        return self._metrics_text if self._shows_metrics else None
-
-    async def _metrics_text(self) -> bytes:
-        return await metrics_text(self.samples)
+    async def metrics(self) -> bytes:
+        return await metrics_text(self.samples) if self._shows_metrics else b""
 
     def samples(self) -> Iterator[Sample]:
         """Yield all that the router shows."""

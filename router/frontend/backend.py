@@ -1,6 +1,6 @@
 """What frontends need of the router's core, which decides in this process or in another."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pdserve.clock import Clock
@@ -108,9 +108,8 @@ class Backend(Protocol):
     async def live_request(self, name: str) -> dict[str, Any] | None:
         """Return all that is known of one request, by its id in hexadecimal; None where it is not known."""
 
-    @property
-    def metrics(self) -> Callable[[], Awaitable[bytes]] | None:
-        """Return the router's metrics as text. None: they are turned off."""
+    async def metrics(self) -> bytes:
+        """Return the router's metrics as text, empty where they are turned off."""
 
     async def engine(self) -> EngineState: ...
 

@@ -41,7 +41,7 @@ def main() -> None:
 
 async def serve(config: RouterConfig, model: ServedModel, ours: socket.socket) -> None:
     """Serve a model's clients until the router wants an end."""
-    remote = Remote(shows_metrics=config.metrics)
+    remote = Remote()
     await remote.connect(ours)
     async with open_doors(config, model, remote, Clients(config.api_keys_file, remote.tenants)) as doors:
         remote.changed = doors.changed

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ _LIMITS = set(TenantLimits.model_fields)
 class Remote:
     """Forwards everything to the core, and what comes from there to whom it is for."""
 
-    def __init__(self, *, shows_metrics: bool) -> None:
+    def __init__(self) -> None:
         self.clock = MonotonicClock()  # the core's, too: a machine has one
         self.channel = Channel(messages.core_decoder, self.take, self._end)
         self.asking = _Asking(self.channel)
@@ -37,12 +37,10 @@ class Remote:
         self.connections = Connections()
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: the core wants it
         self.changed: Callable[[], None] = lambda: None  # called when the standing has changed
-        self._shows_metrics = shows_metrics
         self._span_counts: Callable[[], Mapping[str, int]] = dict
         self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
         self._answers: dict[RequestId, Answer] = {}
         self._aborts: list[Abort] = []
-        self._span_counts: Callable[[], Mapping[str, int]] = dict
 
     def standing(self) -> Standing:
         return self._standing
@@ -69,11 +67,7 @@ class Remote:
     async def live_request(self, name: str) -> dict[str, Any] | None:
         return msgspec.msgpack.decode(await self.asking.ask("request", name.encode()), type=dict[str, Any] | None)
 
-    @property
-    def metrics(self) -> Callable[[], Awaitable[bytes]] | None:
-        return self._metrics if self._shows_metrics else None
-
-    async def _metrics(self) -> bytes:
+    async def metrics(self) -> bytes:
         return await self.asking.ask("metrics")
 
     async def engine(self) -> EngineState:

@@ -18,7 +18,6 @@ from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientEvent, ClientTooSlow, RequestArrived, StepReported, StopStringFound
 from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend import remote as remote_module
 from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.backend import RequestEnd
 from pdserve.router.frontend.channel import Channel, core_decoder, frame
@@ -77,7 +76,7 @@ class Core:
         return link
 
     async def remote(self) -> tuple[Remote, FrontendLink]:
-        remote = Remote(shows_metrics=False)
+        remote = Remote()
         link, theirs = await self._open()
         self._channels.append(remote.channel)
         await remote.connect(theirs)
@@ -378,13 +377,13 @@ async def none_left(*_command: str, **_options: object) -> None:
     raise OSError(11, "no processes are left")
 
 
-async def test_connections_to_all_frontends_are_counted_together(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "COUNTS_PERIOD_S", 0.0)
-    remotes = [(await core.remote())[0] for _ in range(2)]
+async def test_connections_to_all_frontends_are_counted_together(core: Core) -> None:
+    remotes = [await core.remote() for _ in range(2)]
     for number in range(1, 4):
-        for remote in remotes:
+        for remote, link in remotes:
             remote.connections.note_opened()
             remote.connections.note_opened()
             remote.connections.note_call(f"ipv4:192.0.2.1:{number}")
+            link.ping()
             await settle(remote)
         assert (core.hub.connections.num_opened, core.hub.connections.num_called) == (4 * number, 2 * number)

@@ -159,9 +159,10 @@ def _add_state(app: FastAPI, backend: Backend) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
-        if backend.metrics is None:
+        text = await backend.metrics()
+        if not text:
             raise HTTPException(404, "metrics are turned off")
-        return Response(await backend.metrics(), media_type=METRICS_TYPE)
+        return Response(text, media_type=METRICS_TYPE)
 
 
 def _add_models(app: FastAPI, intake: Intake) -> None:
