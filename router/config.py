@@ -6,8 +6,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.config import TRACES_HELP, TRACES_PATTERN, ClientsConfig
-from pdserve.perfmodel.curve import StepCosts
-from pdserve.perfmodel.profile import read_profile
 
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]
 
@@ -103,7 +101,6 @@ class RouterConfig(Limits, ClientsConfig):
     profile: Path | None = Field(
         None, description="Measured step costs to start from (`pdserve profile` writes them); they are learnt anyway."
     )
-    profile_tp: int = Field(1, ge=1, description="The profile's tensor-parallel degree to start from.")
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
     )
@@ -126,6 +123,3 @@ class RouterConfig(Limits, ClientsConfig):
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
-
-    def start_costs(self) -> StepCosts | None:
-        return None if self.profile is None else read_profile(self.profile).configuration(self.profile_tp).costs()

@@ -118,8 +118,8 @@ class Hub:
         for worker in core.workers:
             if not worker.role.is_in(Role.DECODE):
                 continue
-            known, stream = worker.registration, self._shell.streams.get(worker.link)
-            num_free = known.num_pages if stream is None else stream.load.pages_free
+            known = worker.registration
+            num_free = known.num_pages if worker.load is None else worker.load.pages_free
             num_tokens += (known.num_pages - num_free) * known.layout.page_size
             max_num_tokens += known.num_pages * known.layout.page_size
             max_num_seqs += known.max_num_seqs

@@ -19,6 +19,7 @@ from pdserve.credentials import Credentials
 from pdserve.health import answering
 from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
+from pdserve.perfmodel.profile import read_profile
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
@@ -73,7 +74,7 @@ async def run(
 
     `on_ready` gets the addresses. `port_key` is how the operator sets the port for clients.
     """
-    start = config.start_costs()
+    start = None if config.profile is None else read_profile(config.profile).configuration(1).costs()
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
     hasher = PrefixHasher(credentials.secret, model.name)
     predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher)
