@@ -236,6 +236,13 @@ class WorkerConfig(ClientsConfig):
     test_fail_copies: float = Field(
         0.0, ge=0.0, le=1.0, description="For testing alone: share of the copies between workers that are made to fail."
     )
+    test_step_s: float = Field(
+        0.0,
+        ge=0.0,
+        le=10.0,
+        description="For testing alone: seconds that a step takes at least, and as many again for each 512 of its "
+        "tokens, as if each worker of a machine had a device of its own.",
+    )
 
     @property
     def step_tokens(self) -> dict[Role, int]:

@@ -190,6 +190,11 @@ def moves(
         float, typer.Option(min=2, help="Seconds of full load before, to find the capacity.")
     ] = 15.0,
     known: Known = _MOVED_REQUESTS,
+    step_ms: Annotated[
+        float,
+        typer.Option(min=0, max=10_000, help="Least time of a step, as if each worker had a device; 0: as it comes."),
+    ] = 0.0,
+    max_num_seqs: Annotated[int | None, typer.Option(min=2, help="Sequences of a worker.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Flip roles, move answers, drain, add and remove workers of a local cluster under load; check each answer.
@@ -199,7 +204,7 @@ def moves(
     from pdserve.measure.moves import MovesTrial, moves_json, moves_table, run_moves
     from pdserve.measure.operations import OperationsPlan
 
-    spec = own.spec("moves")
+    spec = own.spec("moves", max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None)
     spec = replace(spec, max_workers=spec.num_workers + 1)
     operations = OperationsPlan(flips, count, drains, cycles, pause, within, known.seed)
     requests = known.requests(spec.model, own.dtype)

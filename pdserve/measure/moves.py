@@ -16,7 +16,7 @@ from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, recovered, saturate, started
 from pdserve.measure.operations import Operations, OperationsPlan, Record
-from pdserve.measure.outcomes import Outcome
+from pdserve.measure.outcomes import Moved, Outcome
 from pdserve.measure.summary import Percentiles, percentiles, shown_all
 from pdserve.measure.tables import Comparison
 from pdserve.measure.workload import Arrival
@@ -43,11 +43,11 @@ class MovedGap:
     gap_s: float
     first_s: float  # the first of the two gaps that it is one of: the second is the target's own, but for a late tail
     step_s: float  # mean time between its tokens before and after: a busy client reads several at once
-    handoff_s: float  # of its last page
+    move: Moved | None  # None: of an answer that never moved
 
     @property
     def allowed_s(self) -> float:
-        return STEPS_ALLOWED * self.step_s + self.handoff_s
+        return STEPS_ALLOWED * self.step_s + (self.move.handoff_s if self.move is not None else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,8 @@ class MovesVerdict:
     tally: Tally
     moves: dict[str, int]  # by how they ended, as the router counts
     record: Record
-    gap_s: Percentiles | None  # of moved answers
-    step_s: Percentiles | None  # beside these gaps
-    over_allowed: Percentiles | None  # gap over what is allowed
-    first_over_allowed: Percentiles | None  # the same of the first of its two gaps
-    beside_over_allowed: Percentiles | None  # the same of answers that never moved, at the moments of moves
+    gaps: tuple[MovedGap, ...]  # of moved answers
+    beside: tuple[MovedGap, ...]  # of answers that never moved, at the moments of moves
     itl_s: Percentiles | None  # of all answers
     free_after_s: float | None
     left_over: str
@@ -106,11 +103,8 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
             tally=tally("moves", outcomes),
             moves=dict(board.last.moves),
             record=operations.record,
-            gap_s=percentiles(gap.gap_s for gap in gaps),
-            step_s=percentiles(gap.step_s for gap in gaps),
-            over_allowed=over_allowed(gaps),
-            first_over_allowed=percentiles(gap.first_s / gap.allowed_s for gap in gaps if gap.allowed_s),
-            beside_over_allowed=over_allowed(gaps_beside(gaps, unmoved)),
+            gaps=tuple(gaps),
+            beside=tuple(gaps_beside(gaps, unmoved)),
             itl_s=percentiles(gap_s for outcome in outcomes for gap_s in outcome.gaps_s),
             free_after_s=free_after_s,
             left_over=left_over,
@@ -154,8 +148,7 @@ async def _load(
 
 def moved_gaps(outcome: Outcome) -> list[MovedGap]:
     """Return the gap of each move that an answer outlived."""
-    moves = ((move, outcome.times_s.get(move.index, ())) for move in outcome.moves)
-    found = (_longest(times_s, move.num_tokens - 1, move.handoff_s) for move, times_s in moves)
+    found = (_longest(outcome.times_s.get(move.index, ()), move.num_tokens - 1, move) for move in outcome.moves)
     return [gap for gap in found if gap is not None]
 
 
@@ -164,11 +157,11 @@ def gaps_beside(moved: Iterable[MovedGap], unmoved: Iterable[Sequence[float]]) -
     answers, found = [times_s for times_s in unmoved if times_s], list[MovedGap | None]()
     for gap in moved:
         under_way = (times_s for times_s in answers if times_s[0] <= gap.at_s < times_s[-1])
-        found += [_longest(times_s, bisect_right(times_s, gap.at_s) - 1, 0.0) for times_s in under_way]
+        found += [_longest(times_s, bisect_right(times_s, gap.at_s) - 1) for times_s in under_way]
     return [gap for gap in found if gap is not None]
 
 
-def _longest(times_s: Sequence[float], place: int, handoff_s: float) -> MovedGap | None:
+def _longest(times_s: Sequence[float], place: int, move: Moved | None = None) -> MovedGap | None:
     """Return the longer of the gaps after token `place` and the next one; None where there is nothing to compare."""
     gaps_s = [later - earlier for earlier, later in pairwise(times_s)]
     there = range(max(0, place), min(len(gaps_s), place + 2))
@@ -177,7 +170,7 @@ def _longest(times_s: Sequence[float], place: int, handoff_s: float) -> MovedGap
     if not there or not near_s:
         return None
     longest = max(there, key=lambda at: gaps_s[at])
-    return MovedGap(times_s[longest], gaps_s[longest], gaps_s[there.start], fmean(near_s), handoff_s)
+    return MovedGap(times_s[longest], gaps_s[longest], gaps_s[there.start], fmean(near_s), move)
 
 
 def over_allowed(gaps: Iterable[MovedGap]) -> Percentiles | None:
@@ -209,15 +202,16 @@ def moves_table(verdict: MovesVerdict) -> Comparison:
         "drain, ms": percentiles(record.drains_s),
         "start of a worker, ms": percentiles(record.starts_s),
         "TTFT, ms": total.summary.ttft_s,
-        "gap of a move, ms": verdict.gap_s,
-        "step beside it, ms": verdict.step_s,
+        "gap of a move, ms": percentiles(gap.gap_s for gap in verdict.gaps),
+        "step beside it, ms": percentiles(gap.step_s for gap in verdict.gaps),
         "ITL of all, ms": verdict.itl_s,
     }
     rows |= {f"{name}: p50 / p90 / p99": shown_all(each, 1e3, 1) for name, each in times.items()}
     allowed = f"gap of a move over {STEPS_ALLOWED} steps and the last page: p50 / p90 / p99"
-    rows[allowed] = shown_all(verdict.over_allowed, digits=2)
-    rows["the same up to the first token after it"] = shown_all(verdict.first_over_allowed, digits=2)
-    rows["the same of answers that did not move, at these moments"] = shown_all(verdict.beside_over_allowed, digits=2)
+    rows[allowed] = shown_all(over_allowed(verdict.gaps), digits=2)
+    first_over_allowed = percentiles(gap.first_s / gap.allowed_s for gap in verdict.gaps if gap.allowed_s)
+    rows["the same up to the first token after it"] = shown_all(first_over_allowed, digits=2)
+    rows["the same of answers that did not move, at these moments"] = shown_all(over_allowed(verdict.beside), digits=2)
     return Comparison("", ["moves"], [(name, [cell]) for name, cell in rows.items()])
 
 

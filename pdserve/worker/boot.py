@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from pdserve.config import WorkerConfig
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
@@ -25,12 +27,14 @@ from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.processor import choose_dtype, cpu_name, read_cpu_info
 from pdserve.roles import lacks_pages
+from pdserve.worker.failing import Run
 from pdserve.worker.shared_weights import share_weights
 
 logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 MAX_CHARACTERS = 100
+PACED_TOKENS = 512  # that take as long as any step takes, where that is given
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -95,6 +99,22 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         model_name=model_name,
     )
+
+
+def paced(compute: Run, step_s: float) -> Run:
+    """Return what computes a step, and then waits until it has taken `step_s` and the time of its tokens."""
+    if not step_s:
+        return compute
+
+    def run_and_wait(plan: StepPlan) -> StepResult:
+        began_s = time.perf_counter()
+        result = compute(plan)
+        if plan.chunks:  # else pages are copied for the step that follows
+            least_s = step_s * (1 + plan.num_tokens / PACED_TOKENS)
+            time.sleep(max(0.0, began_s + least_s - time.perf_counter()))
+        return replace(result, elapsed_s=time.perf_counter() - began_s)
+
+    return run_and_wait
 
 
 def engine_device(config: WorkerConfig) -> torch.device:

@@ -38,7 +38,7 @@ from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
 from pdserve.wire import ROLE_NUMBERS, layout_to_proto
 from pdserve.worker.admission import Rules
-from pdserve.worker.boot import Engine, build_engine, device_name, open_model
+from pdserve.worker.boot import Engine, build_engine, device_name, open_model, paced
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.ending import DISMISSED_EXIT_STATUS, end_process
 from pdserve.worker.failing import Isolating
@@ -104,7 +104,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str 
         if seat is not None and not isinstance(loaded := library(), Missing):
             await thread.call(seat.use, loaded)
         _describe(engine, config.device, register)
-        steps = Isolating(partial(run, engine.runner))
+        steps = Isolating(paced(partial(run, engine.runner), config.test_step_s))
 
         def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
             return thread.call(steps.run, plan)

@@ -11,6 +11,7 @@ from pdserve.errors import Status
 from pdserve.ids import RequestId
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientEvent, ClientGone, RequestArrived, StopStringFound
+from pdserve.router.timeline import Moved
 from pdserve.sampling import SamplingParams
 
 GRACE_S = 1.0  # an answer's end may come this long after its deadline
@@ -38,6 +39,8 @@ class Answer:
     def __init__(self, world: World, wish: Wish, vocab_size: int, on_end: Callable[["Answer", str], object]) -> None:
         self.wish = wish
         self.outcome: str | None = None
+        self.came_s: list[list[float]] = [[] for _ in range(wish.params.n)]  # each token of each continuation
+        self.moves: tuple[Moved, ...] = ()
         self.router: RouterProcess | None = None
         self._world = world
         self._on_end = on_end
@@ -86,6 +89,7 @@ class Answer:
         received, due, fresh = self._received[index], self._expected[index], command.token_ids
         start = len(received)
         received.extend(fresh)
+        self.came_s[index] += [self._world.now] * len(fresh)
         if self.outcome is not None:
             raise self._violation("I4", f"tokens of {index} came after the end")
         if fresh != due[start : start + len(fresh)]:
@@ -108,6 +112,7 @@ class Answer:
         if isinstance(outcome, Finished):
             if not all(self._ended):
                 raise self._violation("I3", f"finished with continuations that have not: {self._ended}")
+            self.moves = tuple(outcome.ledger.moves)
             self._finish("OK")
             return
         if outcome.status is Status.CANCELLED and not self._has_left:

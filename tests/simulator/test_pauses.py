@@ -1,0 +1,56 @@
+"""How long answers stand still that move, where workers, each with a device of its own, change roles and drain."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from faultsim.clients import Answer
+from faultsim.scenario import Scenario, draw
+from faultsim.simulation import Simulation
+from pdserve.measure.moves import MovedGap, moved_gaps, over_allowed
+from pdserve.measure.outcomes import Moved, Outcome
+
+STEP_S = 0.05  # and as much again for the prompts that a step computes at most
+SPAN_S = 30.0
+SEEDS = range(0, 64, 8)  # without faults
+NUM_DRAINS = 8
+
+
+def slow(scenario: Scenario) -> Scenario:
+    """Return a scenario whose steps take as long as a large model's: messages and copies take next to nothing."""
+    factor = SPAN_S / scenario.span_s
+    size = replace(scenario.decode_size, num_pages=256, max_num_seqs=16, step_s=STEP_S, token_s=STEP_S / 32)
+    return replace(
+        scenario,
+        num_prefill=2,
+        num_decode=2,
+        prefill_size=size,
+        decode_size=size,
+        span_s=SPAN_S,
+        wishes=tuple(replace(wish, at_s=factor * wish.at_s) for wish in scenario.wishes),
+        faults=frozenset({"drain"}),
+        num_faults=NUM_DRAINS,
+        is_calm=False,
+    )
+
+
+def gaps_of(answer: Answer) -> list[MovedGap]:
+    moves = [
+        Moved(m.index, m.num_tokens, m.source, m.target, m.handoff_bytes, m.handoff_ms / 1e3) for m in answer.moves
+    ]
+    return moved_gaps(Outcome(0.0, 0, 0, times_s=dict(enumerate(answer.came_s)), moves=tuple(moves)))
+
+
+def served(seed: int) -> Iterator[MovedGap]:
+    """Serve a seed's requests; yield the gap of each move."""
+    simulation = Simulation(slow(draw(seed, num_requests=200)))
+    simulation.run()
+    for answer in simulation.answers:
+        yield from gaps_of(answer)
+
+
+def test_an_answer_that_moves_waits_for_three_steps_and_its_last_page_at_most() -> None:
+    gaps = [gap for seed in SEEDS for gap in served(seed)]
+    found = over_allowed(gaps)
+    assert len(gaps) > 200
+    assert found is not None
+    assert found.p99 <= 1.0, found
