@@ -31,6 +31,7 @@ class Incoming:
         self._ungranted: list[Expected] = []  # wait for pages, most urgent first
         self._arrivals: dict[HandoffKey, Arrival] = {}
         self._moves: dict[HandoffKey, Arrival] = {}  # of these, continuations that move here
+        self._has_come = False  # one of these, since a step was planned
         self.num_digest_mismatches = 0
 
     @property
@@ -80,6 +81,11 @@ class Incoming:
     def awaits_move(self, since_s: float = -inf) -> bool:
         """Whether a continuation may come at any moment whose pages were offered after `since_s`."""
         return any(move.receiver.state in _MAY_COME and move.offered_s > since_s for move in self._moves.values())
+
+    def takes_brief_step(self, since_s: float) -> bool:
+        """Whether the step that is planned now is to be short: a continuation may come in it, or has come."""
+        has_come, self._has_come = self._has_come, False
+        return has_come or self.awaits_move(since_s)
 
     def grant_waiting(self, now_s: float) -> list[Result]:
         """Reserve pages for hand-offs in their order, while there is room beside what runs."""
@@ -209,6 +215,7 @@ class Incoming:
                 yield doors.CheckDigests(key, pages[first : first + len(digests)], digests)
             case receiver.Admit(capsule, num_pages):
                 self._settle(arrival)
+                self._has_come |= arrival.expected.is_move
                 pool.adopt(pages[:num_pages])
                 pool.ungrant(pages[num_pages:])
                 yield doors.Admitted(key, (*arrival.reused, *pages[:num_pages]), len(arrival.reused), capsule)

@@ -153,8 +153,11 @@ def moved_gaps(outcome: Outcome) -> list[MovedGap]:
 
 
 def gaps_beside(moved: Iterable[MovedGap], unmoved: Iterable[Sequence[float]]) -> list[MovedGap]:
-    """Return the gaps that answers which never moved had where others did. `unmoved`: the times of their tokens."""
-    answers, found = [times_s for times_s in unmoved if times_s], list[MovedGap | None]()
+    """Return the gaps that answers which never moved had where others did. `unmoved`: the times of their tokens.
+
+    The time after a first token is not among them: the answer waits for a place to decode.
+    """
+    answers, found = [times_s[1:] for times_s in unmoved if len(times_s) > 1], list[MovedGap | None]()
     for gap in moved:
         under_way = (times_s for times_s in answers if times_s[0] <= gap.at_s < times_s[-1])
         found += [_longest(times_s, bisect_right(times_s, gap.at_s) - 1) for times_s in under_way]

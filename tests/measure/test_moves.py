@@ -40,8 +40,9 @@ def test_a_move_without_tokens_after_it_has_no_gap(move: Moved) -> None:
 
 def test_answers_that_did_not_move_are_looked_at_where_others_did() -> None:
     gaps = moved_gaps(outcome([0.0, 0.1, 0.2, 0.7, 0.8, 0.9], moved(3)))
-    steady, ended, not_begun = [0.0, 0.2, 0.4, 0.8, 1.0, 1.2], [0.0, 0.1, 0.2], [0.3, 0.5]
-    (gap,) = gaps_beside(gaps, [steady, ended, not_begun, []])
+    steady, ended, not_begun = [-0.2, 0.0, 0.2, 0.4, 0.8, 1.0, 1.2], [0.0, 0.1, 0.2], [0.2, 0.3, 0.5]
+    waits_for_a_place = [0.1, 0.9, 1.0]
+    (gap,) = gaps_beside(gaps, [steady, ended, not_begun, waits_for_a_place, []])
     assert (gap.at_s, gap.gap_s, gap.step_s) == (0.4, pytest.approx(0.4), pytest.approx(0.2))
     assert gap.allowed_s == pytest.approx(0.6), "no page of it was transferred"
 

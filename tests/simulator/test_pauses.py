@@ -6,19 +6,21 @@ from dataclasses import replace
 from faultsim.clients import Answer
 from faultsim.scenario import Scenario, draw
 from faultsim.simulation import Simulation
-from pdserve.measure.moves import MovedGap, moved_gaps, over_allowed
+from pdserve.measure.moves import MovedGap, moved_gaps
 from pdserve.measure.outcomes import Moved, Outcome
+from pdserve.measure.summary import percentiles
 
-STEP_S = 0.05  # and as much again for the prompts that a step computes at most
+STEP_S = 0.05  # and half of it more for each page: prompts make a step up to nine times as long
 SPAN_S = 30.0
-SEEDS = range(0, 64, 8)  # without faults
+SEEDS = (0, 24, 32, 40)  # without faults, and with many moves
 NUM_DRAINS = 8
 
 
 def slow(scenario: Scenario) -> Scenario:
     """Return a scenario whose steps take as long as a large model's: messages and copies take next to nothing."""
     factor = SPAN_S / scenario.span_s
-    size = replace(scenario.decode_size, num_pages=256, max_num_seqs=16, step_s=STEP_S, token_s=STEP_S / 32)
+    pages, steps = {"num_pages": 256}, {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+    size = replace(scenario.decode_size, **pages, **steps, step_s=STEP_S, token_s=STEP_S / 8)
     return replace(
         scenario,
         num_prefill=2,
@@ -50,7 +52,7 @@ def served(seed: int) -> Iterator[MovedGap]:
 
 def test_an_answer_that_moves_waits_for_three_steps_and_its_last_page_at_most() -> None:
     gaps = [gap for seed in SEEDS for gap in served(seed)]
-    found = over_allowed(gaps)
-    assert len(gaps) > 200
+    found = percentiles(gap.first_s / gap.allowed_s for gap in gaps)
+    assert len(gaps) > 100
     assert found is not None
     assert found.p99 <= 1.0, found

@@ -100,6 +100,19 @@ def test_prompts_are_computed_page_by_page_while_it_may_come() -> None:
     finish(workers, moving, job)
 
 
+def test_the_first_step_that_it_is_in_is_a_short_one_too() -> None:
+    workers, moving = begun()
+    workers.move(moving)
+    workers.steps_of("s", 8)
+    assert workers.answers[moving.request_id, 0].worker == "t"
+    assert not has_room(workers), "it has come, and nothing else may"
+    job = prompt(workers)
+    assert [len(chunk.token_ids) for chunk in planned(workers).chunks] == [1, PAGE_SIZE]
+    workers.commit("t")
+    assert [len(chunk.token_ids) for chunk in planned(workers).chunks] == [1, LONG - PAGE_SIZE]
+    finish(workers, moving, job)
+
+
 def test_the_next_step_is_not_planned_ahead_while_it_may_come() -> None:
     workers, moving = begun()
     other, core = prompt(workers), workers.nodes["t"].core
