@@ -171,11 +171,11 @@ def claimed_port(host: str, wanted: int | None, preferred: int, flag: str = "--r
         yield (_bindable(host, port) if is_ours else None) or free_port(host)
 
 
-def free_port(host: str) -> int:
-    """Return a port that is free now."""
+def free_port(host: str, flag: str = "--host") -> int:
+    """Return a port that is free now. ConfigError names the flag of a host where none is."""
     port = _bindable(host, 0)
     if port is None:
-        raise ConfigError(f"--host: nothing can listen on {host}")
+        raise ConfigError(f"{flag}: nothing can listen on {host}")
     return port
 
 

@@ -240,7 +240,7 @@ async def running(
             public_port=port,
             http_port=http_port,
             internal_host=spec.internal_host,
-            internal_port=spec.internal_port or free_port(spec.internal_host),
+            internal_port=spec.internal_port or free_port(spec.internal_host, "--internal-host"),
             secret_file=write_secret(folder, spec.workers_secret_file),
             num_threads=_threads_each(spec),
             certificates=_certificates(spec, folder),
