@@ -83,12 +83,13 @@ def test_placements_since_the_last_one_with_a_hand_off_are_counted_and_explained
 async def test_doctor_reads_a_routers_state_and_its_clock(start_router: StartRouter, secret_file: Path) -> None:
     router = await start_router()
     found = {
-        finding.name: finding for finding in await asked(AdminClient(router.addresses.internal, secret_file), None)
+        finding.name: finding
+        for finding in await asked(AdminClient(router.addresses.internal, secret_file), None, None)
     }
     assert found["clocks"].level is Level.OK
     assert (found["workers"].level, found["workers"].seen) == (Level.FAILED, "none is attached to router")
 
 
 async def test_doctor_says_that_a_router_does_not_answer(secret_file: Path) -> None:
-    (finding,) = await asked(AdminClient("127.0.0.1:1", secret_file), None)
+    (finding,) = await asked(AdminClient("127.0.0.1:1", secret_file), None, None)
     assert (finding.name, finding.level) == ("router", Level.FAILED)
