@@ -1,12 +1,12 @@
-"""A cluster under virtual time: cores of a router and of workers, and the links between them.
+"""A cluster under virtual time: cores of routers, workers, and the links between them.
 
-Workers report how full they are where answers may move.
+Workers report how full they are where several routers need that, and where answers may move.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import permutations
-from math import inf, isfinite
+from math import isfinite
 
 from pdserve.capacity.leaping import END
 from pdserve.capacity.shape import USUAL, Run, Shape, Ways
@@ -55,7 +55,15 @@ from pdserve.worker.messages import RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S
 
 DEADLINE_S = 600.0
-_ROUTER = RouterRef(0)
+
+
+@dataclass(slots=True)
+class _Router:
+    """A router as the cluster knows it."""
+
+    ref: RouterRef
+    core: RouterCore
+    alarm_s: float = float("inf")  # when it is to be woken
 
 
 class SimCluster:
@@ -88,9 +96,10 @@ class SimCluster:
             worker_silence_s=1e12,
             local_prefill=shape.prefill == 0 or (shape.local_prefill and policy == "goodput"),
         )
-        predictor = Predictor(builder.costs, builder.hasher, may_fetch=ways.fetches)
-        self.router = RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor)
-        self._alarm_s = inf  # when the router is to be woken
+        self._routers: dict[RouterRef, _Router] = {}
+        for ref in map(RouterRef, range(shape.routers)):
+            predictor = Predictor(builder.costs, builder.hasher, may_fetch=ways.fetches)
+            self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
         for index in range(shape.decode):
@@ -102,12 +111,17 @@ class SimCluster:
     def workers(self) -> Iterable[SimWorker]:
         return self._workers.values()
 
+    @property
+    def routers(self) -> list[RouterCore]:
+        return [router.core for router in self._routers.values()]
+
     def run(self) -> Run:
         """Serve the whole workload, each request to its end."""
         self.expect(iter(self._workload.arrivals))
         with garbage_left():
             self._clock.run()
-        self.router.check_idle()
+        for router in self._routers.values():
+            router.core.check_idle()
         outcomes = self._outcomes.values()
         return self._so_far(max(max(outcome.last_s, outcome.sent_s) for outcome in outcomes))
 
@@ -153,31 +167,34 @@ class SimCluster:
             ttft_slo_s=self._objective.ttft_s if isfinite(self._objective.ttft_s) else None,
             tpot_slo_s=self._objective.tpot_s if isfinite(self._objective.tpot_s) else None,
         )
-        self._post(event)
+        self._post(self._routers[self._router_of(request_id)], event)
 
-    def _post(self, event: Event) -> None:
-        for command in self.router.handle(event, self._clock.now_s()):
-            self._carry_out(command)
-        due_s = self.router.next_wakeup_s()
-        if due_s is not None and due_s < self._alarm_s and due_s < self._clock.now_s() + DEADLINE_S / 2:
-            self._alarm_s = due_s
-            self._clock.at(max(due_s, self._clock.now_s()), self._wake, due_s)
+    def _router_of(self, request_id: bytes) -> RouterRef:
+        return RouterRef(int.from_bytes(request_id[8:], "big") % len(self._routers))
 
-    def _wake(self, due_s: float) -> None:
-        if self._alarm_s == due_s:
-            self._alarm_s = inf
-            self._post(router_events.Tick())
+    def _post(self, router: _Router, event: Event) -> None:
+        for command in router.core.handle(event, self._clock.now_s()):
+            self._carry_out(router, command)
+        due_s = router.core.next_wakeup_s()
+        if due_s is not None and due_s < router.alarm_s and due_s < self._clock.now_s() + DEADLINE_S / 2:
+            router.alarm_s = due_s
+            self._clock.at(max(due_s, self._clock.now_s()), self._wake, router, due_s)
 
-    def _carry_out(self, command: Command) -> None:
+    def _wake(self, router: _Router, due_s: float) -> None:
+        if router.alarm_s == due_s:
+            router.alarm_s = float("inf")
+            self._post(router, router_events.Tick())
+
+    def _carry_out(self, router: _Router, command: Command) -> None:
         match command:
             case Place():
-                self._place(command)
+                self._place(router, command)
             case Deliver(request_id, _, token_ids):
                 self._outcomes[request_id].take(len(token_ids), self._clock.now_s())
             case End(request_id, end):
                 close(self._outcomes[request_id], end, self._clock.now_s())
             case Move():
-                self._move(command)
+                self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
                 self._offer(link, messages.Cancelled(request_id, attempt, indices))
             case DrainAsked(link):
@@ -195,7 +212,7 @@ class SimCluster:
         if worker is not None:
             worker.offer(message)
 
-    def _place(self, place: Place) -> None:
+    def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec
         self._outcomes[spec.request_id].placed_s = self._clock.now_s()
         job = job_of(spec)
@@ -205,29 +222,31 @@ class SimCluster:
         if decode is not None:
             peer = None if prefill is None else prefill.peer
             decode.reported[spec.request_id, spec.attempt] = 0 if prefill is None else 1
-            decode.offer(messages.Placed(_ROUTER, job, deadline_s, source=peer))
+            decode.offer(messages.Placed(router.ref, job, deadline_s, source=peer))
         if prefill is not None:
             peer = None if decode is None else decode.peer
             prefill.reported[spec.request_id, spec.attempt] = 0
             fetch = None if place.fetch is None else self._share(spec, place.fetch, prefill.peer)
-            placed = messages.Placed(_ROUTER, job, deadline_s, target=peer, target_address="simulated", fetch=fetch)
+            placed = messages.Placed(router.ref, job, deadline_s, target=peer, target_address="simulated", fetch=fetch)
             prefill.offer(placed)
+        for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
+            self._clock.soon(self._report_load, worker)
 
-    def _move(self, move: Move) -> None:
+    def _move(self, router: _Router, move: Move) -> None:
         source, target, spec = self._workers[move.source.link], self._workers[move.target.link], move.spec
         if not source.reports:  # the router does not know the tokens of its answers so far
             refused = (Failure.OVERLOADED, "moves are left out")
             failed = router_events.AttemptFailed(target.link, spec.request_id, spec.attempt, *refused)
-            self._clock.soon(self._post, failed)
+            self._clock.soon(self._post, router, failed)
             return
         present = HandoffKey(spec.request_id, move.attempt)
         target.reported[spec.request_id, spec.attempt] = num_known = len(spec.token_ids) - spec.num_prompt_tokens
         deadline_s = self._clock.now_s() + spec.remaining_s
         job = job_of(spec)
-        target.offer(messages.Placed(_ROUTER, job, deadline_s, source.peer, extra_tokens=move.extra_tokens))
+        target.offer(messages.Placed(router.ref, job, deadline_s, source.peer, extra_tokens=move.extra_tokens))
         (index,), num_tokens = spec.indices, spec.num_prompt_tokens + num_known
         asked = (present, index, spec.attempt, target.peer, "simulated", num_tokens)
-        source.offer(messages.MoveAsked(_ROUTER, *asked))
+        source.offer(messages.MoveAsked(router.ref, *asked))
 
     def _share(self, spec: SequenceSpec, fetch: Fetch, target: Peer) -> messages.Fetch:
         """Ask the holder of a prompt's leading pages to send them; return what their receiver is told."""
@@ -248,56 +267,75 @@ class SimCluster:
             worker.step_singly()
         self._workers[link] = worker
         self._wires.add(worker)
-        self._post(registration)
+        for router in self._routers.values():
+            self._post(router, registration)
         return worker
 
     def _measure_pair(self, source: SimWorker, target: SimWorker) -> None:
         """Report how fast a link is, as workers do when they meet."""
         bytes_per_s = self._profile.link.bytes_per_s
-        self._post(PairMeasured(source.link, target.peer.worker_id, bytes_per_s, "simulated", is_slow=False))
+        for router in self._routers.values():
+            measured = PairMeasured(source.link, target.peer.worker_id, bytes_per_s, "simulated", is_slow=False)
+            self._post(router, measured)
 
     def _take_role(self, worker: SimWorker, taken: messages.RoleTaken) -> None:
         """Register a worker again, as it does once it has another role."""
-        before = self.router.workers.known(worker.link).registration
-        self._post(replace(before, role=taken.role, role_epoch=taken.epoch, max_num_batched_tokens=taken.step_tokens))
+        for router in self._routers.values():
+            before = router.core.workers.known(worker.link).registration
+            registration = replace(
+                before, role=taken.role, role_epoch=taken.epoch, max_num_batched_tokens=taken.step_tokens
+            )
+            self._post(router, registration)
 
     def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
-        deltas: list[Delta] = []
+        deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}
         for command in commands:
             match command:
                 case messages.Tokens():
-                    deltas.append(delta(worker.reported, command))
+                    deltas[command.router].append(delta(worker.reported, command))
                 case messages.Progress() if command.stage not in LEDGER_ONLY:
-                    self._post(stage(worker.link, command, self._clock.now_s()))
+                    self._post(self._routers[command.router], stage(worker.link, command, self._clock.now_s()))
                 case messages.Progress():
                     pass
                 case messages.RoleTaken():
                     self._take_role(worker, command)
-                case messages.Failed(_, key, code, reason):
-                    self._post(router_events.AttemptFailed(worker.link, key.request_id, key.attempt, code, reason))
+                case messages.Failed(ref, key, code, reason):
+                    failed = router_events.AttemptFailed(worker.link, key.request_id, key.attempt, code, reason)
+                    self._post(self._routers[ref], failed)
                 case _:
                     self._wires.carry(worker, command)
-        changed = kv_changed(worker.link, worker.scheduler.cache)
-        if changed is not None:
-            self._post(changed)
+        self._report_cache(worker)
         self._report_step(worker, deltas, steps)
 
-    def _report_step(self, worker: SimWorker, deltas: Sequence[Delta], steps: Steps | None) -> None:
+    def _report_step(self, worker: SimWorker, deltas: dict[RouterRef, list[Delta]], steps: Steps | None) -> None:
         """Report tokens, and the steps that they came of; without steps they came with a move."""
-        if steps is not None:
-            self._post(StepReported(worker.link, deltas, steps.each, steps.each_s))
-            if worker.reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
-                self._report_load(worker)
-        elif any(each.token_ids for each in deltas):
-            self._post(StepReported(worker.link, deltas))
+        if steps is None:
+            for ref, tail in deltas.items():
+                if any(each.token_ids for each in tail):
+                    self._post(self._routers[ref], StepReported(worker.link, tail))
+            return
+        for ref, router in self._routers.items():
+            self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s))
+        reports = worker.reports or len(self._routers) > 1
+        if reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
+            self._report_load(worker)
+
+    def _report_cache(self, worker: SimWorker) -> None:
+        changed = kv_changed(worker.link, worker.scheduler.cache)
+        if changed is not None:
+            for router in self._routers.values():
+                self._post(router, changed)
 
     def _report_load(self, worker: SimWorker) -> None:
-        """Report how full a worker is, and what its answers have gained."""
+        """Report to every router how full a worker is, and what its answers have gained, if it does steps singly."""
         worker.reported_s = self._clock.now_s()
-        gained = news(worker.reported, worker.scheduler.running)
-        if gained:
-            self._post(StepReported(worker.link, gained))
-        self._post(load_report(worker.link, worker.core.load()))
+        known = news(worker.reported, worker.scheduler.running) if worker.reports else ()
+        for ref, router in self._routers.items() if known else ():
+            ours = [each for each in known if self._router_of(each.request_id) == ref]
+            self._post(router, StepReported(worker.link, ours))
+        load = worker.core.load()
+        for ref, router in self._routers.items():
+            self._post(router, load_report(worker.link, load, ref))
 
 
 def simulate(

@@ -16,6 +16,7 @@ from pdserve.ids import WorkerId
 from pdserve.measure.outcomes import Outcome
 from pdserve.roles import POOLS, Role
 from pdserve.router import events as router_events
+from pdserve.router.core import RouterCore
 from pdserve.values import value
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.messages import Load
@@ -44,7 +45,7 @@ class _Member:
 
 
 class ElasticCluster(SimCluster):
-    """Does what operators and launchers do to a cluster."""
+    """Does what operators and launchers do to a cluster. It has one router."""
 
     slowness = 1.0  # times that steps take as long as the profile says
     on_left: Callable[[str], None] | None = None  # called with the name of each worker that has drained
@@ -61,6 +62,10 @@ class ElasticCluster(SimCluster):
     def clock(self) -> VirtualClock:
         return self._clock
 
+    @property
+    def router(self) -> RouterCore:
+        return next(iter(self._routers.values())).core
+
     def join(self, name: str, role: Role) -> None:
         """Let a worker attach that can serve at once. No other one has its name."""
         others = list(self._workers.values())
@@ -75,7 +80,7 @@ class ElasticCluster(SimCluster):
         worker = self._worker(name)
         worker.step_singly()
         worker.on_drained = self._leave
-        self._post(router_events.DrainAsked(worker.link))
+        self._order(router_events.DrainAsked(worker.link))
 
     def flip(self, name: str, role: Role) -> None:
         """Give a worker another role; CommandError where it cannot take it."""
@@ -87,13 +92,17 @@ class ElasticCluster(SimCluster):
             worker.step_singly()  # what it decodes moves
         else:
             worker.leaps = True
-        self._post(router_events.RoleAsked(worker.link, role, view.registration.role_epoch + 1))
+        self._order(router_events.RoleAsked(worker.link, role, view.registration.role_epoch + 1))
 
     def slow_down(self, factor: float) -> None:
         """Let every step from the next ones on take so many times as long as the profile says."""
         self.slowness = factor
         for worker in self._workers.values():
             worker.slow_down(factor)
+
+    def _order(self, order: router_events.DrainAsked | router_events.RoleAsked) -> None:
+        for router in self._routers.values():
+            self._post(router, order)
 
     def _worker(self, name: str) -> SimWorker:
         return next(worker for worker in self._workers.values() if worker.peer.worker_id == name)
@@ -102,8 +111,9 @@ class ElasticCluster(SimCluster):
         """Let a worker's process end; the router proves that to all others."""
         del self._workers[worker.link]
         self._wires.remove(worker)
-        self._post(router_events.LinkLost(worker.link, "drained"))
-        self._post(router_events.ProcessEnded(*worker.peer, from_outside=True))
+        for router in self._routers.values():
+            self._post(router, router_events.LinkLost(worker.link, "drained"))
+            self._post(router, router_events.ProcessEnded(*worker.peer, from_outside=True))
         if self.on_left is not None:
             self.on_left(worker.peer.worker_id)
 

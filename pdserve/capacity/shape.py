@@ -19,6 +19,7 @@ class Shape:
     max_num_seqs: int = 256
     local_prefill: bool = True  # whether a policy may let decode workers compute prompts
     kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
+    routers: int = 1  # that place requests, in turn, each on its own
 
     def tp_of(self, role: Role) -> int:
         """Return the devices of a worker of a role."""

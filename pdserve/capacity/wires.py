@@ -76,9 +76,11 @@ def job_of(spec: SequenceSpec) -> Job:
     )
 
 
-def load_report(link: LinkId, load: messages.Load) -> LoadReported:
+def load_report(link: LinkId, load: messages.Load, router: messages.RouterRef) -> LoadReported:
     pages_lost = load.pages_quarantined + load.pages_leaked
-    return LoadReported(link, ReportedLoad(load.pages_free, load.pages_wanted, pages_lost, load.draining))
+    others = load.parts.others(router)
+    report = ReportedLoad(load.pages_free, load.pages_wanted, pages_lost, load.draining, others=others)
+    return LoadReported(link, report)
 
 
 def kv_changed(link: LinkId, cache: KvCache) -> KvChanged | None:

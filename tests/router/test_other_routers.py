@@ -1,12 +1,40 @@
 """Each of several routers predicts from all that its workers have in hand, whoever sent it."""
 
+from statistics import median
+
 import pytest
 from goodput_cluster import Cluster, placed, refused_in_the_end
 
+from pdserve.capacity.cluster import simulate
+from pdserve.capacity.shape import Shape
+from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.read_workload import parse_workload
 from pdserve.perfmodel.curve import Step, attention_work
+from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.reports import LoadPart, ReportedLoad
 from pdserve.router.commands import Place
 from pdserve.router.events import LoadReported, StepReported
+
+PROFILE = read_profile(shipped_profile())
+
+
+def outcomes(routers: int, objective: Objective) -> list[Outcome]:
+    workload = parse_workload("azure-conv", 0, 0).first(700).scaled(0.25, 2048).poisson(3)
+    run = simulate(PROFILE, Shape(2, 2, routers=routers), "goodput", workload.at_rate(72), objective)
+    return [each for each in run.outcomes[100:] if each.is_good]
+
+
+def ttft_error(told: list[Outcome]) -> float:
+    return median(abs(each.predicted_ttft_s / each.ttft_s - 1) for each in told if each.predicted_ttft_s)
+
+
+@pytest.mark.parametrize("objective", [Objective(1e6, 1e6), Objective(0.25, 0.1)])
+def test_four_routers_predict_about_as_well_as_one(objective: Objective) -> None:
+    one, four = outcomes(1, objective), outcomes(4, objective)
+    assert ttft_error(four) < 1.5 * ttft_error(one) + 0.005
+    for told in (one, four):
+        ratios = [each.predicted_ttft_s / each.ttft_s for each in told if each.predicted_ttft_s]
+        assert 0.95 < median(ratios) < 1.05
 
 
 def report(cluster: Cluster, name: str, load: ReportedLoad) -> None:
