@@ -28,6 +28,7 @@ MAX_RETRY_AFTER_S = 300.0
 ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S = 1200.0, 10.0  # the former beyond a router's longest deadline
 MAX_SHOWN = 5  # mistakes of a file
 MAX_PORT = 65535
+RESULT_BEGINS = b'{"id": "batch_req_'
 
 Json = Mapping[str, object]
 
@@ -206,11 +207,22 @@ def _results(source: Path, out: Path) -> Iterator[tuple[IO[bytes], Mapping[str, 
             yield file, known
 
 
+def check_output(out: Path, source: Path) -> None:
+    """Raise ConfigError where the output is there, and may not be replaced."""
+    if out.exists():
+        with _opened(out) as file:
+            _check_results(file, out, source)
+
+
 def _check_results(file: IO[bytes], path: Path, source: Path) -> None:
     """Raise ConfigError where a file begins with something else than a result: it would be lost."""
     raw = file.readline()
-    line = _object(raw)
-    if path.samefile(source) or (raw.endswith(b"\n") and (line is None or "response" not in line)):
+    if raw.endswith(b"\n"):
+        line = _object(raw)
+        is_ours = line is not None and "response" in line
+    else:  # the run that wrote it was cut short, perhaps at once
+        is_ours = raw.startswith(RESULT_BEGINS[: len(raw)])
+    if path.samefile(source) or not is_ours:
         raise ConfigError(f"--output: {path} is there, and holds something else than results")
     file.seek(0)
 

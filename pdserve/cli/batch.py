@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.options import CaFile, ClusterName, key_for
-from pdserve.cli.results import report, run
+from pdserve.cli.results import report, run, writable
 from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ BatchFile = Annotated[
 OutputFile = Annotated[
     Path,
     typer.Option(
-        "--output", "-o", metavar="OUT.jsonl", help="Results. Those that are there from an earlier run are kept."
+        "--output",
+        "-o",
+        metavar="OUT.jsonl",
+        help="Results. Those that are there from an earlier run are kept.",
+        callback=writable("--output"),
     ),
 ]
 
@@ -49,12 +53,13 @@ def run_batch(
     """
     from rich.console import Console
 
-    from pdserve.batch import check, client, run_batch
+    from pdserve.batch import check, check_output, client, run_batch
     from pdserve.measure.tables import counted
 
     if server is not None and model is not None:
         raise ConfigError("--model: a cluster is started, and --server names another")
     total = check(file)
+    check_output(output, file)  # before a cluster is started
 
     async def send() -> "Tally":
         async with _served(server, model, name, ca_file) as (url, believed):

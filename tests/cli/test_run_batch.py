@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from pdserve import batch
-from pdserve.batch import Tally, check, run_batch
+from pdserve.batch import Tally, check, check_output, run_batch
 from pdserve.errors import ConfigError
 
 Answer = Callable[[httpx2.Request], httpx2.Response | Awaitable[httpx2.Response]]
@@ -69,11 +69,24 @@ async def test_each_line_has_its_answer_under_its_custom_id(tmp_path: Path) -> N
 
 async def test_a_file_of_something_else_is_no_output_and_stays_as_it_is(tmp_path: Path) -> None:
     source = write(tmp_path / "in", line("a"))
-    for other in (source, write(tmp_path / "other", line("b")), write(tmp_path / "notes", "notes")):
+    unterminated = tmp_path / "unterminated"
+    unterminated.write_text('{"a": 1}')
+    for other in (source, write(tmp_path / "other", line("b")), write(tmp_path / "notes", "notes"), unterminated):
         before = other.read_bytes()
+        with pytest.raises(ConfigError, match="something else than results"):
+            check_output(other, source)
         with pytest.raises(ConfigError, match="something else than results"):
             await sent(source, other, echo)
         assert other.read_bytes() == before
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 30])
+async def test_a_run_goes_on_after_one_that_was_cut_short_in_its_first_line(tmp_path: Path, num_bytes: int) -> None:
+    source, out = write(tmp_path / "in", line("a")), tmp_path / "out"
+    await sent(source, out, echo)
+    out.write_bytes(out.read_bytes()[:num_bytes])
+    assert await sent(source, out, echo) == Tally(num_done=1)
+    assert set(read(out)) == {"a"}
 
 
 def test_a_server_and_an_authority_that_cannot_be_are_refused_by_their_flags(tmp_path: Path) -> None:
