@@ -222,9 +222,11 @@ def table(points: Sequence[Point], title: str) -> Comparison:
 
 
 def _figures(point: Point) -> dict[str, object]:
-    fields = asdict(point)
+    fields = {"name": point.name, **asdict(point)}
     del fields["shape"], fields["policy"]  # the name says them
-    return {"name": point.name, **fields}
+    if point.attainment_interval == (0.0, 1.0):  # no request is known to count
+        fields |= dict.fromkeys(("attainment", "goodput_per_gpu", "refused", "missed"))
+    return fields
 
 
 def rate_note(found: Highest) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import isfinite
 from typing import Literal
 
@@ -101,8 +101,14 @@ def compared(results: Iterable[object], title: str = "") -> Comparison:
     """Return one column a result, headed by its `name`, and one row a field, as in JSON. Longer lists are left out."""
     columns = [dict(_rows("", _plain(each))) for each in results]
     names = [column.pop("name", "") for column in columns]
-    rows = dict.fromkeys(row for column in columns for row in column)
-    return Comparison(title, names, [(row, [column.get(row, "-") for column in columns]) for row in rows])
+    rows = {row: [column.get(row, "-") for column in columns] for row in dict.fromkeys(chain(*columns))}
+    shown = [(row, cells) for row, cells in rows.items() if set(cells) != {"-"} or not _has_parts(row, rows)]
+    return Comparison(title, names, shown)
+
+
+def _has_parts(row: str, rows: Iterable[str]) -> bool:
+    """Return whether a field that some results lack is a row of several numbers in others."""
+    return any(other.startswith(f"{row}: ") for other in rows)
 
 
 def _rows(path: str, value: object) -> Iterator[tuple[str, str]]:

@@ -75,4 +75,8 @@ def test_a_rate_that_is_too_high_is_told_as_growing_though_no_objective_is_misse
 def test_what_too_few_requests_cannot_tell_is_not_settled() -> None:
     question = Question(PROFILE, random_lengths(20, 16, 2, 0), Objective(0.25, 0.1), 20)
     assert highest_rate(question, Shape(2, 2), "goodput", 0.9) == Highest(None, 0.0, None)
-    assert measure(question, Shape(2, 2), "goodput", 5.0).is_settled is False
+    point = measure(question, Shape(2, 2), "goodput", 5.0)
+    assert point.is_settled is False
+    shown = dict(planner.table([point], "title").rows)
+    unknown = ("attainment", "goodput per gpu", "refused", "missed", "keeps up")
+    assert [shown[row] for row in unknown] == [["-"]] * len(unknown)

@@ -71,6 +71,11 @@ def test_results_stand_beside_each_other_and_what_one_lacks_is_a_dash() -> None:
     assert printed(table).splitlines()[0] == "title"
 
 
+def test_percentiles_that_one_result_lacks_have_one_row() -> None:
+    table = compared([{"name": "a", "ttft_s": None}, {"name": "b", "ttft_s": TIMES}])
+    assert list(table.rows) == [("ttft: p50 / p90 / p99 / max", ["-", "250 / 500 / 750 / 1000 ms"])]
+
+
 def test_the_table_of_a_load_has_the_fields_of_its_json() -> None:
     (run,) = json.loads(as_json(FINDINGS))["runs"]
     assert run["ttft_s"] == {"p50": 0.1, "p90": 0.1, "p99": 0.1, "max": 0.1}
