@@ -5,13 +5,13 @@ A default is written in one place: the field that has it.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pdserve.prefix_hash import BLOCK_TOKENS
 from pdserve.roles import Role
-from pdserve.yaml_models import read_model
+from pdserve.yaml_models import FieldError, read_model
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -62,7 +62,15 @@ TRACES_HELP = (
     "Where spans of requests are sent with OTLP over gRPC, such as http://collector:4317; https:// takes TLS. "
     "By default none are made."
 )
-TRACES_PATTERN = r"^https?://[^/\s]+/?$"
+
+
+def _without_password(given: object) -> object:
+    if isinstance(given, str) and "@" in given:  # every user of the machine may read the command line that has it
+        raise FieldError((), "a URL with a user or password is refused: OTEL_EXPORTER_OTLP_HEADERS has secrets")
+    return given
+
+
+TracesEndpoint = Annotated[str, Field(pattern=r"^https?://[^/@\s]+/?$"), BeforeValidator(_without_password)]
 
 
 class ClientsConfig(ProcessConfig):
@@ -125,7 +133,7 @@ class WorkerConfig(ClientsConfig):
         "decode or mixed; 0 takes a free one. By default it is off.",
     )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    otlp_traces_endpoint: str | None = Field(None, pattern=TRACES_PATTERN, description=TRACES_HELP)
+    otlp_traces_endpoint: TracesEndpoint | None = Field(None, description=TRACES_HELP)
     page_size: int = Field(
         16,
         ge=BLOCK_TOKENS,

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.config import TRACES_HELP, TRACES_PATTERN, ClientsConfig
+from pdserve.config import TRACES_HELP, ClientsConfig, TracesEndpoint
 
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]
 
@@ -84,7 +84,7 @@ class RouterConfig(Limits, ClientsConfig):
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    otlp_traces_endpoint: str | None = Field(None, pattern=TRACES_PATTERN, description=TRACES_HELP)
+    otlp_traces_endpoint: TracesEndpoint | None = Field(None, description=TRACES_HELP)
     otlp_traces_sample_ratio: float = Field(
         1.0,
         ge=0.0,

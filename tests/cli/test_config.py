@@ -69,6 +69,15 @@ def test_a_wrong_setting_is_refused_by_name_with_its_file(yaml_file: Path, line:
         assert part in str(caught.value)
 
 
+def test_a_password_for_the_collector_is_refused_and_not_shown(yaml_file: Path) -> None:
+    url = "https://user:hunter2@collector:4317"
+    yaml_file.write_text(f"{COMPLETE}otlp_traces_endpoint: {url}\n")
+    for file, flags in ((yaml_file, None), (None, {"otlp_traces_endpoint": url})):
+        with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+            load_config(WorkerConfig, file, flags)
+        assert "hunter2" not in str(caught.value)
+
+
 def test_a_wrong_flag_is_named_as_a_flag(yaml_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--max-num-seqs: 0 is refused"):
         load_config(WorkerConfig, yaml_file, {"max_num_seqs": 0})
