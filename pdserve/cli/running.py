@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -48,7 +49,11 @@ class Terminal:
 
     def notice(self, text: str) -> None:
         with suppress(OSError):  # a full disk, or a terminal that is gone
-            self.console.print(text, markup=False, soft_wrap=True)
+            if self._progress is not None:
+                self.console.print(text, markup=False, soft_wrap=True)
+                return
+            sys.stderr.write(f"{text}\n")  # rich would keep what cannot be written, and write it again each time
+            sys.stderr.flush()
 
     @contextmanager
     def loading(self) -> Iterator[None]:

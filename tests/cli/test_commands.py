@@ -1,5 +1,6 @@
 """What commands print and how they end: 0 done, 1 failed outside, 2 refused what was asked for."""
 
+import errno
 import io
 import json
 import os
@@ -213,6 +214,21 @@ def test_a_cluster_goes_on_where_nobody_reads_its_notices(monkeypatch: pytest.Mo
         terminal = Terminal()
         terminal.notice("one")
         terminal.notice("two")
+
+
+def test_a_notice_that_finds_the_disk_full_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class FullDisk(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    terminal = Terminal()
+    terminal.notice("one")
+    terminal.notice("two")
+    assert written == ["one\n", "two\n"]
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
