@@ -28,9 +28,11 @@ _AGAIN_S = 1.0  # between two moves of a continuation
 _LEAST_EXTRA_PAGES = 2
 # Half and twice of these make no difference that can be measured (docs/measurements/simulated-goodput.md).
 _FEW = 2  # that are on their way from a worker for want of pages: most of a batch stays where it is
-_SETTLE_S = 5.0  # between two moves of a continuation to where it could not move, or off workers that want pages
 _PAGES_AHEAD = 2  # for each sequence: a worker with fewer free pages is about to preempt
 _ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that has room
+# Between two moves of a continuation off workers that want pages, where 1 to 30 s make no difference either, or to a
+# worker to which it could not move, where no other value was tried.
+_SETTLE_S = 5.0
 
 
 class Why(Enum):
