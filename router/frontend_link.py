@@ -151,7 +151,7 @@ class FrontendLink:
         hub = self._hub
         match asked.what:
             case "live":
-                return msgspec.msgpack.encode(await hub.live())
+                return await hub.packed_live()
             case "request":
                 return msgspec.msgpack.encode(await hub.live_request(asked.data.decode()))
             case "metrics":

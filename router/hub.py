@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
+import msgspec
+
 from pdserve.clock import Clock
 from pdserve.credentials import Connections
 from pdserve.ids import RequestId
@@ -16,7 +18,7 @@ from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Answer
 from pdserve.router.events import ClientEvent, RequestArrived
-from pdserve.router.frontend.backend import Abort, EngineState, Standing, State
+from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, Standing, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import Live
@@ -58,6 +60,8 @@ class Hub:
         self.connections = Connections()  # to the public port
         self.ports = {} if config.ssl_certfile is None else {"public": self.connections}  # with TLS, by name
         self._live = Live(shell.core, self.admin.status, shell.clock.now_s())
+        self._packed = b""  # the last state that frontends in other processes were sent
+        self._packed_s = -inf  # when it was made
         self.num_frontends = 1  # processes that serve clients now
         self.num_frontends_lost = 0
         self.num_spans: Counter[str] = Counter()  # of frontends in other processes, by what became of them
@@ -98,6 +102,12 @@ class Hub:
 
     async def live(self) -> State:
         return self._live.state(self.clock.now_s(), time.time())
+
+    async def packed_live(self) -> bytes:
+        """Return the live page's state as MessagePack: made once in PERIOD_S, however many frontends ask."""
+        if self.clock.now_s() >= self._packed_s + PERIOD_S:
+            self._packed, self._packed_s = msgspec.msgpack.encode(await self.live()), self.clock.now_s()
+        return self._packed
 
     async def live_request(self, name: str) -> dict[str, Any] | None:
         return self._live.request(name, self.clock.now_s(), time.time())

@@ -15,6 +15,7 @@ from pdserve.values import value
 
 Slos = tuple[float | None, float | None]  # of TTFT and TPOT, in seconds
 State = dict[str, dict[str, Any]]  # of the live page: sections of entries by name
+PERIOD_S = 0.25  # between two states of the live page
 MAX_OF_STAGE = 16  # requests under way that the page shows of each stage
 Abort = Callable[[str, Sequence[str]], None]  # a tenant, and the names that it gave its requests
 

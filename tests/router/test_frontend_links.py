@@ -14,6 +14,7 @@ from pdserve.errors import CommandError, ProtocolError, Status
 from pdserve.ids import RequestId
 from pdserve.metrics import ANSWER_TOKENS, FINISHED, Distribution, Metric
 from pdserve.router import frontends as frontends_module
+from pdserve.router import hub as hub_module
 from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientEvent, ClientTooSlow, RequestArrived, StepReported, StopStringFound
@@ -185,6 +186,17 @@ async def test_nonsense_ends_the_channel_that_it_came_on_alone(
     assert isinstance(await reader.ended, Finished)
     await settle(other)
     core.check_nothing_held(other_link)
+
+
+async def test_frontends_share_a_look_at_the_live_page(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "PERIOD_S", 60.0)
+    (one, _), (other, _) = await core.remote(), await core.remote()
+    before = await one.live()
+    one.admit(arrival(), Reader(one))
+    await settle(one)
+    assert await other.live() == before
+    monkeypatch.setattr(hub_module, "PERIOD_S", 0.0)
+    assert list((await other.live())["requests"]) == [ONE.hex()]
 
 
 async def test_news_of_requests_that_are_over_is_no_nonsense(core: Core) -> None:

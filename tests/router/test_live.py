@@ -1,13 +1,12 @@
 """What a router keeps of what happened lately, and shows to whoever watches."""
 
 import asyncio
-import json
 import time
 from typing import Any
-from urllib.request import urlopen
 
 from router_driver import LENGTH, Driver, placed_request
 from router_fakes import StartRouter
+from scraping import snapshot
 
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -240,14 +239,6 @@ def test_pages_of_a_worker_are_shown_so_that_they_add_up() -> None:
     worker = Live(d.core, lambda: status, 0.0).state(d.now_s, UNIX_S)["workers"]["p0"]
     assert worker["pages"] == {"held": 7, "granted": 3, "cached": 40, "quarantined": 0, "free": 50}
     assert sum(worker["pages"].values()) == worker["num_pages"]
-
-
-def snapshot(url: str) -> State:
-    """Return what the live page is sent first."""
-    with urlopen(f"{url}/page/events", timeout=10) as stream:
-        assert stream.readline() == b"event: snapshot\n"
-        state: State = json.loads(stream.readline().removeprefix(b"data: "))
-    return state
 
 
 async def test_what_the_autoscaler_decided_is_shown_beside_the_workers(start_router: StartRouter) -> None:

@@ -1,11 +1,13 @@
 """Two frontends are one router to tenants, gateways and operators, and end with it."""
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import grpc
@@ -13,8 +15,8 @@ import psutil
 import pytest
 from frontend_owners import frontends, own_ports, owner, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, model_folder, text_of, tokens_of
-from scraping import scrape
+from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, collect, model_folder, text_of, tokens_of
+from scraping import scrape, snapshot
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
@@ -128,6 +130,24 @@ async def not_serving(side: Side) -> None:
     async for state in health_pb2_grpc.HealthStub(side.channel).Watch(health_pb2.HealthCheckRequest()):
         if state.status == health_pb2.HealthCheckResponse.NOT_SERVING:
             return
+
+
+async def test_each_frontend_shows_the_live_page_of_the_router(start_router: StartRouter, model: Path) -> None:
+    router = await start_router(model=str(model), served_model_name=MODEL, num_frontends=2, http_port=0)
+    await router.pair()
+    await collect(router.generate(text="hello", max_tokens=2))
+    await router.until_idle()
+    page = f"{router.addresses.http}/page"
+    for _ in range(NUM_OF_EACH):
+        state = await asyncio.to_thread(snapshot, router.addresses.http)
+        (ended,) = state["ended"].values()
+        assert (set(state["workers"]), ended["completion_tokens"]) == ({"p0", "d0"}, 2)
+        asked = f"{page}/requests/{ended['request_id']}"
+        known = json.loads(await asyncio.to_thread(lambda asked=asked: urlopen(asked, timeout=10).read()))
+        assert known["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 1}
+        assert known["ledger"]["steps"][0] == {"name": "received", "at_ms": 0.0}
+        with pytest.raises(HTTPError, match="404"):
+            await asyncio.to_thread(urlopen, f"{page}/requests/00", timeout=10)
 
 
 async def test_a_port_that_others_listen_on_is_refused_by_all_frontends_at_once(

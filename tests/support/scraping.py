@@ -1,11 +1,13 @@
-"""Reads a process's metrics over HTTP, as Prometheus does."""
+"""Reads over HTTP what a process shows: its metrics, as Prometheus does, and the live page."""
 
+import json
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 from shown_metrics import SHOWN
 
 from pdserve.metrics import Kind
+from pdserve.router.frontend.backend import State
 
 
 class Scraped:
@@ -46,3 +48,11 @@ def scrape(address: str) -> Scraped:
     """Return what a process shows."""
     with urlopen(f"http://{address}/metrics", timeout=10) as answer:
         return Scraped(answer.read().decode())
+
+
+def snapshot(url: str) -> State:
+    """Return what the live page is sent first."""
+    with urlopen(f"{url}/page/events", timeout=10) as stream:
+        assert stream.readline() == b"event: snapshot\n"
+        state: State = json.loads(stream.readline().removeprefix(b"data: "))
+    return state

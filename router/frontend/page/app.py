@@ -29,10 +29,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.clock import Clock
 from pdserve.router.frontend.api_keys import bearer
-from pdserve.router.frontend.backend import MAX_OF_STAGE, State
+from pdserve.router.frontend.backend import MAX_OF_STAGE, PERIOD_S, State
 from pdserve.router.frontend.clients import Clients, DeniedError
 
-PERIOD_S = 0.25  # between two states
 PULSE_S = 1.0  # without a change: by this a page knows that it is still connected
 MAX_WATCHERS = 16
 MAX_OF_TENANT = 4  # of these, where clients have keys
@@ -68,7 +67,7 @@ class Feed:
         self._asking = asyncio.Lock()
 
     async def state(self) -> State:
-        """Return what is shown; at most PERIOD_S old."""
+        """Return what is shown, asked for at most PERIOD_S ago."""
         async with self._asking:
             if self._clock.now_s() >= self._asked_s + PERIOD_S:
                 self._state = await self._source.live()
