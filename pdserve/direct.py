@@ -27,7 +27,8 @@ async def serve(config: WorkerConfig, seat: Seat | None = None) -> None:
         running = router.run(own, model, stop, listening.set_result, port_key="dialect_port")
         tasks.create_task(running, name="own router")
         try:
-            await worker.serve(config, seat, (await listening).internal, closing_s=CLOSING_S)
+            at = await listening
+            await worker.serve(config, seat, at.internal, closing_s=CLOSING_S, own_ports=at.counted)
         finally:
             stop.set()
 

@@ -6,17 +6,16 @@ Answers are made on the process's event loop, so that they show one moment; the 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from pdserve.certificates import IDENTITY_FILES, KeyPair, read_identity, read_pair
+from pdserve.certificates import Identity, KeyPair, read_pair
 from pdserve.config import ClientsConfig, ProcessConfig
 from pdserve.errors import ConfigError
 from pdserve.metrics import CERTIFICATE_END, Sample, families
@@ -34,16 +33,19 @@ Collect = Callable[[], Iterable[Sample]]
 
 
 @asynccontextmanager
-async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]:
+async def showing(
+    config: ProcessConfig, collect: Collect, identity: Watched[Identity] | None = None
+) -> AsyncIterator[str]:
     """Show what `collect` returns for the length of the block, unless that is turned off.
 
-    Yields host:port, empty where nothing is shown. ConfigError where the port or a certificate cannot be had.
+    `identity` is what the process shows inside its cluster: a metric has the end of the one in force. Yields host:port,
+    empty where nothing is shown. ConfigError where the port or a certificate cannot be had.
     """
     if not config.metrics:
         yield ""
         return
-    host, certificates = config.metrics_host, _certificates(config)
-    scrapes = _Scrapes(lambda: (*collect(), *_certificate_ends(certificates)))
+    host, public = config.metrics_host, _public(config)
+    scrapes = _Scrapes(lambda: (*collect(), *_certificate_ends(identity, public)))
     try:
         server = await asyncio.start_server(scrapes.answer, host, config.metrics_port, limit=MAX_REQUEST_BYTES)
     except OSError as error:
@@ -58,25 +60,19 @@ async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]
         await scrapes.close()
 
 
-def _certificates(config: ProcessConfig) -> dict[str, Watched[KeyPair]]:
-    """Return what a process shows, by what shows it. Files that its listeners refuse are refused here, too."""
-    found: dict[str, Watched[KeyPair]] = {}
-    if config.identity_dir is not None:
-        paths = tuple(config.identity_dir / name for name in IDENTITY_FILES)
-        found["identity"] = Watched(paths, partial(_pair_of, config.identity_dir))
-    if isinstance(config, ClientsConfig) and config.ssl_certfile is not None and config.ssl_keyfile is not None:
-        paths = config.ssl_certfile, config.ssl_keyfile
-        found["public"] = Watched(paths, partial(read_pair, *paths, ("ssl_certfile", "ssl_keyfile")))
-    return found
+def _public(config: ProcessConfig) -> Watched[KeyPair] | None:
+    """Return what a process shows to clients, if it does. Files that its listeners refuse are refused here, too."""
+    if not isinstance(config, ClientsConfig) or config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    paths = config.ssl_certfile, config.ssl_keyfile
+    return Watched(paths, partial(read_pair, *paths, ("ssl_certfile", "ssl_keyfile")))
 
 
-def _pair_of(identity_dir: Path) -> KeyPair:
-    return read_identity(identity_dir).pair
-
-
-def _certificate_ends(certificates: Mapping[str, Watched[KeyPair]]) -> Iterator[Sample]:
-    for name, files in certificates.items():
-        yield Sample(CERTIFICATE_END, files.look().expires.timestamp(), (name,))
+def _certificate_ends(identity: Watched[Identity] | None, public: Watched[KeyPair] | None) -> Iterator[Sample]:
+    if identity is not None:
+        yield Sample(CERTIFICATE_END, identity.look().pair.expires.timestamp(), ("identity",))
+    if public is not None:
+        yield Sample(CERTIFICATE_END, public.look().expires.timestamp(), ("public",))
 
 
 class _Scrapes:

@@ -7,7 +7,7 @@ LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdser
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import grpc
 
 from pdserve.certificates import Part
 from pdserve.clock import MonotonicClock
-from pdserve.credentials import Credentials
+from pdserve.credentials import Connections, Credentials
 from pdserve.health import answering
 from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
@@ -44,13 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a router listens, host:port."""
+    """Where a router listens, host:port, and what counts connections there."""
 
     public: str
     internal: str
     metrics: str  # empty: nowhere
     health: str
     http: str  # as a URL; empty: nowhere
+    counted: Mapping[str, Connections]  # ports with TLS, by name
 
 
 async def serve(config: RouterConfig) -> None:
@@ -82,7 +83,7 @@ async def run(
     shell = Shell(core, MonotonicClock())
     hub = Hub(shell, config, model.name, stop.is_set)
     hub.ports |= credentials.ports("internal")
-    async with showing(config, hub.samples) as metrics, answering(config) as answers:
+    async with showing(config, hub.samples, credentials.identity) as metrics, answering(config) as answers:
         hub.admin.metrics_address = metrics
         server = _internal_server(config, credentials, shell, hub.admin)
         async with (
@@ -93,7 +94,7 @@ async def run(
             watching = tasks.create_task(_report_health(shell, doors.changed), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
             answers.start(lambda: hub.standing().is_ready)
-            on_ready(Addresses(doors.public, internal, metrics, answers.address, doors.http))
+            on_ready(Addresses(doors.public, internal, metrics, answers.address, doors.http, hub.ports))
             logger.info("workers on %s", internal)
             await stop.wait()
             doors.changed()

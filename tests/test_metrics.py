@@ -14,10 +14,12 @@ from shown_metrics import SHOWN
 from two_workers import Workers
 
 from pdserve import metrics
-from pdserve.certificates import public_files
+from pdserve.certificates import IDENTITY_FILES, Part, public_files
 from pdserve.config import ProcessConfig
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.launch.authority import Authority, write_certificates
+from pdserve.launch.folder import write_secret
 from pdserve.metrics import Distribution, Kind, Metric, Sample, families, span_samples
 from pdserve.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
@@ -120,10 +122,9 @@ async def test_connections_that_ask_nothing_are_bounded_and_keep_nobody_out_for_
 async def test_the_end_of_each_certificate_is_that_of_the_last_one_that_was_taken(tmp_path: Path) -> None:
     write_certificates(tmp_path, ("localhost",), 7)
     certificate, key = public_files(tmp_path)
-    config = RouterConfig(
-        model="m", secret_file=tmp_path, identity_dir=tmp_path / "router", ssl_certfile=certificate, ssl_keyfile=key
-    )
-    async with showing(config, one) as address:
+    config = RouterConfig(model="m", secret_file=tmp_path, ssl_certfile=certificate, ssl_keyfile=key)
+    identity = Credentials.read(write_secret(tmp_path), tmp_path / "router", Part.ROUTER).identity
+    async with showing(config, one, identity) as address:
 
         async def ends() -> dict[str, float]:
             text = (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")).decode()
@@ -138,7 +139,9 @@ async def test_the_end_of_each_certificate_is_that_of_the_last_one_that_was_take
         assert all(at > before[name] + 20 * 86_400 for name, at in renewed.items())
         Authority.new().write_public(tmp_path / "other", ("localhost",), timedelta(days=90))
         certificate.write_bytes((tmp_path / "other" / "tls.crt").read_bytes())  # without its key
-        (tmp_path / "router" / "ca.crt").unlink()
+        write_certificates(tmp_path / "other", ("localhost",), 90)
+        for name in IDENTITY_FILES:  # of another part
+            (tmp_path / "router" / name).write_bytes((tmp_path / "other" / "worker" / name).read_bytes())
         assert await ends() == renewed
 
 

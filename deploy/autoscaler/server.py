@@ -112,7 +112,7 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
         loop = Loop(file, cluster, journal, MonotonicClock())
         health = await stack.enter_async_context(answering(config))
         journal.metrics_address = await stack.enter_async_context(
-            showing(config, lambda: samples(loop, actuator, beside))
+            showing(config, lambda: samples(loop, actuator, beside), target.router.credentials.identity)
         )
         if resource is not None:
             await stack.enter_async_context(resource.followed(loop, lambda: beside is None or beside.leads))

@@ -28,7 +28,7 @@ async def serve(config: WatcherConfig) -> None:
         client = await stack.enter_async_context(Client())
         watcher = PodWatcher(client, client.namespace, routers, MonotonicClock())
         health = await stack.enter_async_context(answering(config))
-        await stack.enter_async_context(showing(config, watcher.samples))
+        await stack.enter_async_context(showing(config, watcher.samples, first.credentials.identity))
         health.start(lambda: not stop.is_set())
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(watcher.run())

@@ -36,7 +36,7 @@ class OperatorClient:
     def __init__(self, address: str, secret_file: Path, identity_dir: Path | None = None) -> None:
         """ConfigError names the setting of the credentials that is refused."""
         self.address = address
-        self._credentials = Credentials.read(secret_file, identity_dir, Part.OPERATOR)
+        self.credentials = Credentials.read(secret_file, identity_dir, Part.OPERATOR)
 
     def at(self, address: str) -> Self:
         """Return a connection to another port of the same kind, with the same credentials."""
@@ -49,8 +49,8 @@ class OperatorClient:
         self, method: str, timeout_s: float | None = CALL_TIMEOUT_S, *, wait_for_ready: bool = False
     ) -> AsyncIterator[tuple[grpc.aio.Channel, rpc.Metadata]]:
         """Yield a connection, and the metadata of one call of a method, service/name, that is to be made there."""
-        method, secret = f"/pdserve.v1.{method}", self._credentials.secret
-        async with self._credentials.channel(self.address, self.listener) as channel:
+        method, secret = f"/pdserve.v1.{method}", self.credentials.secret
+        async with self.credentials.channel(self.address, self.listener) as channel:
             yield channel, await rpc.identify(channel, secret, method, timeout_s, wait_for_ready=wait_for_ready)
 
 

@@ -3,17 +3,18 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from pdserve.certificates import Part
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
-from pdserve.credentials import Credentials
+from pdserve.credentials import Connections, Credentials
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
@@ -68,21 +69,27 @@ class Worker:
     reporter: Reporter
     handoff_address: str
 
-    def samples(self, engine: Engine) -> Iterator[Sample]:
+    def samples(self, engine: Engine, own_ports: Mapping[str, Connections]) -> Iterator[Sample]:
         model = engine.model_name
         yield from self.reporter.steps.samples(model)
         yield from load_samples(self.outbox.with_stalled(self.core.load()), engine.scheduler.cache, model)
         yield from handoff_samples(self.core)
         yield from refusal_samples(self.reporter.refused)
         yield from span_samples(self.outbox.spans.counts if self.outbox.spans else {})
-        yield from connection_samples(self.credentials.ports("handoff"))
+        yield from connection_samples({**self.credentials.ports("handoff"), **own_ports})
 
 
-async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str = "", closing_s: float = 0.0) -> None:
+async def serve(
+    config: WorkerConfig,
+    seat: Seat | None = None,
+    own_router: str = "",
+    closing_s: float = 0.0,
+    own_ports: Mapping[str, Connections] = MappingProxyType({}),
+) -> None:
     """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision.
 
     `own_router` is where a router of this process awaits it, over loopback and without TLS. After the drain this router
-    may take `closing_s` to close its doors.
+    may take `closing_s` to close its doors. `own_ports` count connections to its ports with TLS, by name.
     """
     check_addresses(config)
     check_network(config)
@@ -119,8 +126,9 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own_router: str 
             async with (
                 publishing(config, register) as publisher,
                 assemble(config, engine, peer, credentials, listener, reporter(publisher)) as worker,
-                showing(config, partial(worker.samples, engine)) as register.metrics_address,
+                showing(config, partial(worker.samples, engine, own_ports), credentials.identity) as metrics_address,
             ):
+                register.metrics_address = metrics_address
                 register.ready = True
                 register.load_progress = 1.0
                 register.handoff_address = worker.handoff_address
