@@ -28,7 +28,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None) -> None:
         tasks.create_task(running, name="own router")
         try:
             at = await listening
-            await worker.serve(config, seat, at.internal, closing_s=CLOSING_S, own_ports=at.counted)
+            await worker.serve(config, seat, worker.OwnRouter(at.internal, CLOSING_S, at.counted))
         finally:
             stop.set()
 

@@ -22,8 +22,8 @@ from pdserve.router.timeline import Ledger, Timeline
 from pdserve.wire import ROLES
 
 MAX_REQUESTS = 256  # of all
-# With as many, and all that is kept of the past, a state is 0.2 MB (0.4 MB with happenings of 1,000 characters). It takes
-# 2 to 3 ms to make, 7 µs of it for each request, and 0.4 ms to encode.
+# With as many, and all that is kept of the past, a state is 0.2 MB, or 0.4 MB with happenings of 1,000 characters. It
+# takes 2 to 3 ms to make, 7 µs of that for each request, and 0.4 ms to encode.
 QUEUE, PREFILL, HANDOFF, DECODE = "queue", "prefill", "handoff", "decode"
 _JITTER_S = 0.1  # between readings of two clocks: by less, no time that was shown changes
 Shown = dict[str, Any]

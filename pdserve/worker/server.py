@@ -5,10 +5,9 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from pdserve.certificates import Part
 from pdserve.checkpoint.checkpoint import Checkpoint
@@ -79,18 +78,20 @@ class Worker:
         yield from connection_samples({**self.credentials.ports("handoff"), **own_ports})
 
 
-async def serve(
-    config: WorkerConfig,
-    seat: Seat | None = None,
-    own_router: str = "",
-    closing_s: float = 0.0,
-    own_ports: Mapping[str, Connections] = MappingProxyType({}),
-) -> None:
-    """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision.
+@dataclass(frozen=True, slots=True)
+class OwnRouter:
+    """A router in a worker's process."""
 
-    `own_router` is where a router of this process awaits it, over loopback and without TLS. After the drain this router
-    may take `closing_s` to close its doors. `own_ports` count connections to its ports with TLS, by name.
-    """
+    address: str = ""  # where it awaits the worker, over loopback and without TLS; empty: there is none
+    closing_s: float = 0.0  # that it may take after the drain to close its doors
+    ports: Mapping[str, Connections] = field(default_factory=dict)  # what counts connections to those with TLS, by name
+
+
+_NONE = OwnRouter()
+
+
+async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter = _NONE) -> None:
+    """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision."""
     check_addresses(config)
     check_network(config)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
@@ -102,7 +103,7 @@ async def serve(
     async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
         end = partial(end_process, DISMISSED_EXIT_STATUS)
-        links = Links(config.routers, credentials, register, listener, end, own_router)
+        links = Links(config.routers, credentials, register, listener, end, own.address)
         linking = group.create_task(links.run(), name="links")
         checkpoint = await thread.call(open_model, config)
         listener.open_grammars(_grammars(checkpoint, inbox))
@@ -122,11 +123,11 @@ async def serve(
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
 
-        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s + closing_s):
+        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s + own.closing_s):
             async with (
                 publishing(config, register) as publisher,
                 assemble(config, engine, peer, credentials, listener, reporter(publisher)) as worker,
-                showing(config, partial(worker.samples, engine, own_ports), credentials.identity) as metrics_address,
+                showing(config, partial(worker.samples, engine, own.ports), credentials.identity) as metrics_address,
             ):
                 register.metrics_address = metrics_address
                 register.ready = True
