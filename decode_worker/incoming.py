@@ -82,10 +82,13 @@ class Incoming:
         """Whether a continuation may come at any moment whose pages were offered after `since_s`."""
         return any(move.receiver.state in _MAY_COME and move.offered_s > since_s for move in self._moves.values())
 
-    def takes_brief_step(self, since_s: float) -> bool:
-        """Whether the step that is planned now is to be short: a continuation may come in it, or has come."""
-        has_come, self._has_come = self._has_come, False
-        return has_come or self.awaits_move(since_s)
+    def wants_brief_step(self, since_s: float) -> bool:
+        """Whether the next step is to be short: a continuation may come in it, or has come."""
+        return self._has_come or self.awaits_move(since_s)
+
+    def note_step(self) -> None:
+        """Note that a step was planned, which has what has come."""
+        self._has_come = False
 
     def grant_waiting(self, now_s: float) -> list[Result]:
         """Reserve pages for hand-offs in their order, while there is room beside what runs."""

@@ -13,6 +13,7 @@ from pdserve.kernels.cpu.library import DTYPES, answer
 
 TILE = 32  # outputs
 LANES = 16  # of one vector
+MAX_INPUTS = 32_768  # rows of more do not fit on a thread's stack, where they are widened
 PLAIN, ADDED, GATED = 0, 1, 2  # as src/products.h numbers them
 
 
@@ -63,7 +64,7 @@ def require_bias(bias: Tensor | None, num_outputs: int, dtype: torch.dtype) -> N
 
 
 def multiplies_bfloat16(loaded: ctypes.CDLL) -> bool:
-    """Say whether this processor has dot products of bfloat16; without them products take longer."""
+    """Say whether products of bfloat16 take no longer than float32's on this processor, as far as that was measured."""
     return answer(loaded, "pdserve_multiplies_bfloat16")
 
 

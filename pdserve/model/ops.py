@@ -146,11 +146,11 @@ class TorchOps:
 
     def held(self, weight: Matrix) -> Linear:
         matrix = decoded(weight)
-        return _packed(matrix) if _packs(matrix.data) else matrix
+        return _packed(matrix) if packs(matrix.data) else matrix
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         first, second = decoded(gate), decoded(up)
-        if _packs(first.data):
+        if packs(first.data):
             return GateUp(_packed(first), _packed(second))
         return joined(first, second)
 
@@ -212,7 +212,7 @@ def _packed(matrix: Dense) -> Packed:
     return Packed(torch.ops.mkldnn._reorder_linear_weight(matrix.data.contiguous()), matrix.bias)
 
 
-def _packs(data: Tensor) -> bool:
+def packs(data: Tensor) -> bool:
     """Say whether this machine multiplies packed weights of the matrix's dtype."""
     if data.device.type != "cpu" or data.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False

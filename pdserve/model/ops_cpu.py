@@ -10,6 +10,7 @@ from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.calls import Calls, Immediate
 from pdserve.kernels.cpu.library import DTYPES
 from pdserve.kernels.cpu.products import (
+    MAX_INPUTS,
     Tiles,
     interleaved,
     look_up,
@@ -21,7 +22,7 @@ from pdserve.kernels.cpu.products import (
 from pdserve.kernels.cpu.quantized import QuantizedTiles, decode, multiplies_bytes, multiply_codes, tiled_codes
 from pdserve.kernels.cpu.rows import rms_norm
 from pdserve.model.groups import Groups
-from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized, TorchOps
+from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized, TorchOps, packs
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class CpuOps(TorchOps):
         super().__init__(eps)
         self._compiled = CompiledOps(eps, Immediate(loaded))
         self._multiplies_bytes = multiplies_bytes(loaded)
-        self._multiplies_bfloat16 = multiplies_bfloat16(loaded) or _has_matrix_units()
+        self._multiplies_bfloat16 = multiplies_bfloat16(loaded)
         self._noted = False  # that products are slow
 
     def held(self, weight: Matrix) -> Linear:
@@ -114,7 +115,7 @@ class CpuOps(TorchOps):
         if isinstance(weight, Quantized):
             there, kind, instructions = self._multiplies_bytes, "bytes", "AVX-512 VNNI"
         else:
-            there = weight.data.dtype != torch.bfloat16 or self._multiplies_bfloat16
+            there = weight.data.dtype != torch.bfloat16 or self._multiplies_bfloat16 or _has_matrix_units()
             kind, instructions = "bfloat16", "AVX-512 BF16"
         if not there and not self._noted:
             self._noted = True
@@ -123,8 +124,10 @@ class CpuOps(TorchOps):
             )
 
     def _fits(self, weight: Dense) -> bool:
-        """Say whether a matrix is multiplied in tiles."""
-        return weight.data.dtype == torch.bfloat16 and weight.data.shape[1] % 2 == 0 and not _has_matrix_units()
+        """Say whether a matrix is multiplied in tiles. oneDNN's products are the others' choice where it has them."""
+        inputs = weight.data.shape[1]
+        fits = weight.data.dtype == torch.bfloat16 and inputs % 2 == 0 and inputs <= MAX_INPUTS
+        return fits and not _has_matrix_units() and (self._multiplies_bfloat16 or not packs(weight.data))
 
 
 def _is_tiled(weight: Linear | GateUp) -> bool:

@@ -13,7 +13,7 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
-from pdserve.config import WorkerConfig
+from pdserve.config import Device, WorkerConfig
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -21,7 +21,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 MAX_CHARACTERS = 100
-PACED_TOKENS = 512  # that take as long as any step takes, where that is given
+PACED_TOKENS = 512  # for so many of its tokens a step takes `test_step_s` longer
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -63,9 +63,8 @@ def build_engine(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
     model_config = checkpoint.config
-    dtype, because = choose_dtype(
-        config.dtype, config.device, read_cpu_info(), compiled=not isinstance(library(), Missing)
-    )
+    compiled = config.device not in KERNEL_DEVICES and not isinstance(library(), Missing)
+    dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info(), compiled=compiled)
     if config.load_format == "dummy":
         checkpoint = replace(checkpoint, weights=partial(dummy_weights, model_config, config.seed), coded_weights=None)
     quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
@@ -77,7 +76,7 @@ def build_engine(
         head_dim=model_config.head_dim,
         page_size=config.page_size,
         dtype=dtype,
-        page_digest="splitmix64" if config.device == "cuda" else "xxh3",
+        page_digest=page_digest(config.device),
     )
     device = engine_device(config)
     num_pages = pages_asked_for(config, layout, device)
@@ -115,6 +114,11 @@ def paced(compute: Run, step_s: float) -> Run:
         return replace(result, elapsed_s=time.perf_counter() - began_s)
 
     return run_and_wait
+
+
+def page_digest(device: Device) -> PageDigest:
+    """Return what digests of pages are taken with: what is quick where the pages are."""
+    return "splitmix64" if device == "cuda" else "xxh3"
 
 
 def engine_device(config: WorkerConfig) -> torch.device:

@@ -102,7 +102,10 @@ class WorkerCore:
 
     def plan(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute. What moves here waits for no long one."""
-        return self._scheduler.plan(is_brief=self.incoming.takes_brief_step(now_s - CUT_OVER_S))
+        plan = self._scheduler.plan(is_brief=self.incoming.wants_brief_step(now_s - CUT_OVER_S))
+        if plan is not None:
+            self.incoming.note_step()
+        return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Command]:  # noqa: C901 - one match
         commands: list[Command] = []

@@ -163,7 +163,9 @@ async def publishing(config: WorkerConfig, register: link.Register) -> AsyncIter
 
 def _bind(socket: AnySocket, endpoint: str, key: str) -> str:
     """Bind and return where; the name of a free port's stands in what is returned."""
-    scheme, _, address = endpoint.partition("://")
+    scheme, separator, address = endpoint.partition("://")
+    if not separator:
+        raise ConfigError(f"{key}: {endpoint} is no endpoint such as tcp://127.0.0.1:5557 or ipc:///run/kv")
     if scheme != "ipc" and not is_loopback(address):
         raise ConfigError(f"{key}: {endpoint} may be reached from other machines, and subscribers are not identified")
     try:

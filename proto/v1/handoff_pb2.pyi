@@ -331,7 +331,7 @@ class Commit(_message.Message):
     HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
     HANDOFF_US_FIELD_NUMBER: _builtins.int
     capability: _builtins.bytes
-    """The grant's own: it says which pages were written to."""
+    """The grant's own: it proves which pages were granted."""
     handoff_bytes: _builtins.int
     """Bytes written, for the request's ledger."""
     handoff_us: _builtins.int

@@ -17,9 +17,12 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-@pytest.fixture(scope="session", params=["x86-64-v3", pytest.param("x86-64-v2", marks=pytest.mark.long)])
+OTHERS = [pytest.param(each, marks=pytest.mark.long) for each in ("x86-64-v2", "x86-64-v4")]
+
+
+@pytest.fixture(scope="session", params=["x86-64-v3", *OTHERS])
 def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Return the library as processors with vectors of 8 and of 4 floats get it, but for the optimizing."""
+    """Return the library as processors with less than AVX-512 BF16 and VNNI get it, but for the optimizing."""
     if NATIVE != "-march=native" or " avx2 " not in CPU_INFO.read_text():
         pytest.skip("this processor does not have these instructions")
     path = tmp_path_factory.mktemp("narrow") / "library.so"
@@ -27,4 +30,6 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     units = [str(unit) for unit in sorted(Path(SOURCES).glob("*.c"))]
     flags = [others.get(flag, flag) for flag in FLAGS]
     subprocess.run(["gcc", *flags, "-Wextra", "-Werror", *units, "-lm", "-o", str(path)], check=True)
+    if request.param == "x86-64-v4" and " avx512bw " not in CPU_INFO.read_text():
+        pytest.skip("compiles, but this processor has no AVX-512")
     return ctypes.CDLL(str(path))

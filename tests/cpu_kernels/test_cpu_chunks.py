@@ -117,8 +117,14 @@ def test_chunks_that_do_not_fit_are_refused_by_name(loaded: ctypes.CDLL) -> None
             paged.plan(torch.ones(40, 64), targets, rows, chunks)
 
 
-def test_heads_that_share_more_than_a_stack_holds_are_not_served() -> None:
+def test_heads_that_share_more_than_a_stack_holds_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert serves_chunks(256, 16, torch.bfloat16)
     assert not serves_chunks(256, 17, torch.bfloat16)
     assert not serves_chunks(80, 1, torch.bfloat16)
     assert not serves_chunks(64, 1, torch.float32)
+
+
+def test_processors_with_matrix_units_take_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not serves_chunks(64, 3, torch.bfloat16)

@@ -50,7 +50,7 @@ def served(seed: int) -> Iterator[MovedGap]:
         yield from gaps_of(answer)
 
 
-def test_an_answer_that_moves_waits_for_three_steps_and_its_last_page_at_most() -> None:
+def test_of_a_hundred_moves_99_take_three_steps_and_the_last_page_at_most() -> None:
     gaps = [gap for seed in SEEDS for gap in served(seed)]
     found = percentiles(gap.first_s / gap.allowed_s for gap in gaps)
     assert len(gaps) > 100

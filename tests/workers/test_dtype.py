@@ -8,7 +8,7 @@ import pytest
 from pdserve import processor
 from pdserve.config import Device, Dtype, WorkerConfig
 from pdserve.processor import choose_dtype, read_cpu_info
-from pdserve.worker.boot import build_engine, open_model
+from pdserve.worker.boot import build_engine, open_model, page_digest
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -24,6 +24,7 @@ ZEN_5 = "processor\t: 0\nflags\t\t: fpu sse2 avx512f avx512_bf16 svm\n\nprocesso
 SAPPHIRE_RAPIDS = "flags\t\t: fpu avx512f amx_bf16 avx512_bf16 amx_tile amx_int8\n"
 GRAVITON_3 = "processor\t: 0\nFeatures\t: fp asimd sve i8mm bf16 dgh\nCPU implementer\t: 0x41\n"
 ZEN_3 = "flags\t\t: fpu avx avx2\nbugs\t\t: bf16 amx_bf16\nvmx flags\t: avx512_bf16\n"
+ICE_LAKE = "flags\t\t: fpu avx avx2 avx512f avx512_vnni\n"
 SANDY_BRIDGE = "flags\t\t: fpu avx\n"
 GRAVITON_2 = "Features\t: fp asimd dcpop asimddp\n"
 ONE_OF_TWO = "flags\t\t: fpu avx512_bf16\n\nflags\t\t: fpu\n"
@@ -36,6 +37,7 @@ ONE_OF_TWO = "flags\t\t: fpu avx512_bf16\n\nflags\t\t: fpu\n"
         (SAPPHIRE_RAPIDS, "bfloat16", "this processor has amx_bf16"),
         (GRAVITON_3, "bfloat16", "this processor has bf16"),
         (ZEN_3, "bfloat16", "this processor has avx2"),
+        (ICE_LAKE, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16"),
         (SANDY_BRIDGE, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
         (GRAVITON_2, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
         (ONE_OF_TWO, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16, avx2"),
@@ -93,6 +95,10 @@ def test_the_engine_is_built_so_and_the_log_says_why(
     assert engine.layout.dtype == expected
     assert str(engine.runner.kv.dtype) == f"torch.{expected}"
     assert f"dtype {expected}: this processor has" in caplog.text
+
+
+def test_pages_of_a_gpu_have_digests_that_it_takes_itself() -> None:
+    assert (page_digest("cuda"), page_digest("cpu")) == ("splitmix64", "xxh3")
 
 
 def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:

@@ -6,7 +6,11 @@
 
 #include "products.h"
 
-#define MOST_ROWS (SUM_REGISTERS / 2)
+#if defined(HAS_PAIRS)
+#define MOST_ROWS 12
+#else
+#define MOST_ROWS 4 /* widened, they lie on the stack */
+#endif
 #define STREAMED_ROWS 4 /* up to here memory is the limit, and the next tile is asked for early */
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
@@ -78,8 +82,9 @@ static void multiply_some(const struct call *call, int64_t row, int64_t tile, in
     }
 }
 
+/* Whether products take no longer than float32's, as far as that was measured. */
 int64_t pdserve_multiplies_bfloat16(void) {
-#if defined(HAS_PAIRS)
+#if defined(HAS_PAIRS) || (defined(__AVX2__) && !defined(__AVX512F__))
     return 1;
 #else
     return 0;
@@ -88,7 +93,7 @@ int64_t pdserve_multiplies_bfloat16(void) {
 
 int64_t pdserve_units_bfloat16(const struct call *call, int64_t rows) { return units_of(call, rows, MOST_ROWS); }
 
-/* inputs: an even number; weights: as above. */
+/* inputs: an even number, at most 32,768; weights: as above. */
 void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const int64_t tiles = tiles_of(call), parts = parts_of(rows, MOST_ROWS), parts_of_block = BLOCK_ROWS / MOST_ROWS;
     for (int64_t unit = begin; unit < end; unit++) {
