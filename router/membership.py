@@ -130,6 +130,7 @@ class Membership:
         """Take note that a worker's link is over."""
         registration = worker.registration
         self._processes.note_heard((registration.worker_id, registration.incarnation), worker.last_heard_s)
+        self._placements.workers_changed_s = now_s  # what it was doing may wait for another one from now on
         self._retry.lose_worker(worker, reason, now_s)
         self.note_change(now_s)
 

@@ -212,6 +212,20 @@ def test_the_last_worker_of_a_pool_takes_its_requests_with_it() -> None:
     d.core.check_idle()
 
 
+def test_requests_of_a_pools_last_worker_wait_for_another_however_long_it_served() -> None:
+    d = Driver(Limits(pool_grace_s=2))
+    prefill, decode = d.pair()
+    d.wait(3.0)
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    d.post(LinkLost(decode, "its stream ended"))
+    successor = d.attach("d0", incarnation=2)
+    place = d.placed()
+    assert place.spec.request_id == request
+    assert place.decode is not None
+    assert place.decode.link == successor
+
+
 def test_the_last_worker_of_a_pool_may_hold_several_placements_of_a_request() -> None:
     d = Driver(Limits(pool_grace_s=0))
     prefill, first = d.pair()
