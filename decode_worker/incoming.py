@@ -19,6 +19,8 @@ from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
+# From the offer of its pages to its coming a move takes less, but for many pages or a slow pair. Not tuned.
+CUT_OVER_S = 0.5
 _MAY_COME = (receiver.State.GRANTED, receiver.State.LANDING)
 
 
@@ -82,9 +84,9 @@ class Incoming:
         """Whether a continuation may come at any moment whose pages were offered after `since_s`."""
         return any(move.receiver.state in _MAY_COME and move.offered_s > since_s for move in self._moves.values())
 
-    def wants_brief_step(self, since_s: float) -> bool:
+    def wants_brief_step(self, now_s: float) -> bool:
         """Whether the next step is to be short: a continuation may come in it, or has come."""
-        return self._has_come or self.awaits_move(since_s)
+        return self._has_come or self.awaits_move(now_s - CUT_OVER_S)
 
     def note_step(self) -> None:
         """Note that a step was planned, which has what has come."""

@@ -28,9 +28,6 @@ from pdserve.worker.messages import Command, Event, Failed, Reported
 from pdserve.worker.moves import Moves
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
-# From the offer of its pages to its coming a move takes less, but for many pages or a slow pair. Not tuned.
-CUT_OVER_S = 0.5
-
 
 class WorkerCore:
     """One engine, and the two doors through which KV leaves it and arrives."""
@@ -102,7 +99,7 @@ class WorkerCore:
 
     def plan(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute. What moves here waits for no long one."""
-        plan = self._scheduler.plan(is_brief=self.incoming.wants_brief_step(now_s - CUT_OVER_S))
+        plan = self._scheduler.plan(is_brief=self.incoming.wants_brief_step(now_s))
         if plan is not None:
             self.incoming.note_step()
         return plan

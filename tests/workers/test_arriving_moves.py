@@ -2,9 +2,9 @@
 
 from two_workers import FAR_S, PAGE_SIZE, ROUTER, Workers, alone, new_job
 
+from pdserve.decode_worker.incoming import CUT_OVER_S
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan
-from pdserve.worker.core import CUT_OVER_S
 from pdserve.worker.messages import Placed, Ticked
 
 LONG = 3 * PAGE_SIZE  # a prompt that one step computes
