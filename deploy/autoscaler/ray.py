@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 4  # of Ray at once, those included whose answer nobody waits for any more
 STATE_TIMEOUT_S = 1.0  # of an actor; one that needs longer is taken to be as it was
+PRIORITY = {"RAY_worker_niceness": "0"}  # actors, and so their workers, are as nice as the node; Ray's default adds 15
 CLEARED = ("RAY_", "OMP_NUM_THREADS")  # what Ray sets in an actor's environment is not for the worker
 
 T = TypeVar("T")
@@ -311,7 +312,7 @@ def connect(settings: Settings) -> None:
         namespace=settings.namespace,
         log_to_driver=False,
         configure_logging=False,
-        runtime_env={"py_modules": [str(Path(pdserve.__file__).parent)]},
+        runtime_env={"py_modules": [str(Path(pdserve.__file__).parent)], "env_vars": PRIORITY},
     )
 
 

@@ -156,6 +156,10 @@ async def test_the_end_of_a_process_is_reported_before_its_actor_ends(stage: Ray
     assert ("decode-0", worker.incarnation) in stage.router.gone
 
 
+async def test_a_worker_has_the_priority_of_its_node(stage: RayStage) -> None:
+    assert psutil.Process((await stage.worker("decode-0")).pid).nice() == psutil.Process().nice()
+
+
 async def test_another_actuator_finds_what_the_first_one_added(stage: RayStage) -> None:
     before = await held(stage)
     stage.actuator = stage.another(timeout_s=20.0)
