@@ -120,8 +120,9 @@ def frontend(
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
     from itertools import product
 
-    from pdserve.measure.frontend import Load, frontend_table, gains, measure_frontend
+    from pdserve.measure.frontend import Load, gains, measure_frontend
     from pdserve.measure.router_speed import measure_steps
+    from pdserve.measure.tables import compared
 
     kinds = product(
         step_ms or (20.0, 2.0), named_doors(door or ["grpc", "http"]), streams or (64, 256), output_len or (64, 8)
@@ -135,8 +136,8 @@ def frontend(
     core = measure_steps(num_sequences=256, num_steps=64)
     title = f"Prompts of {prompt_words} words"
     times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"
-    table, core_text = frontend_table(found, title), f"a step of 256 sequences: {times}"
-    show(json_file, {"runs": found, "core": core}, table, core_text, *gains(found))
+    core_text = f"a step of 256 sequences: {times}"
+    show(json_file, {"runs": found, "core": core}, compared(found, title), core_text, *gains(found))
 
 
 def handoff(

@@ -201,8 +201,9 @@ def moves(
 
     Fails unless all of it was done, every answer has the tokens of one engine alone, and every page is free in the end.
     """
-    from pdserve.measure.moves import MovesTrial, moves_json, moves_table, run_moves
+    from pdserve.measure.moves import MovesTrial, run_moves
     from pdserve.measure.operations import OperationsPlan
+    from pdserve.measure.tables import compared
 
     spec = own.spec("moves", max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None)
     spec = replace(spec, max_workers=spec.num_workers + 1)
@@ -210,7 +211,7 @@ def moves(
     requests = known.requests(spec.model, own.dtype)
     verdict = run(run_moves(MovesTrial(spec, load, calibration, operations), requests, report))
     wrong = [*verdict.tally.wrong_examples, *(f"{n} x {error}" for error, n in verdict.tally.errors.items())]
-    show(json_file, moves_json(verdict), moves_table(verdict), *wrong, *verdict.record.refused)
+    show(json_file, verdict.result, compared([verdict.result]), *wrong, *verdict.record.refused)
     if not verdict.is_clean:
         raise CommandError("not all of it was done, or not every answer was right, or pages were not given back")
 

@@ -121,6 +121,12 @@ class Tally:
     gap_s: Percentiles | None  # of good answers: the longest time between two messages with tokens
     retried_gap_s: Percentiles | None
 
+    @property
+    def result(self) -> dict[str, object]:
+        """The tally as tables and JSON have it: all on one level."""
+        fields = asdict(self)
+        return {**fields.pop("summary"), **fields}
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -142,8 +148,8 @@ class Verdict:
     def result(self) -> dict[str, object]:
         """The verdict as its table and its JSON have it: all on one level."""
         fields = asdict(self) | {"num_hit": len(self.faults)}
-        tally = fields.pop("tally")
-        return {**tally.pop("summary"), **tally, **fields}
+        del fields["tally"]
+        return self.tally.result | fields
 
 
 async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console: Console) -> Verdict:

@@ -30,8 +30,7 @@ from pdserve.measure.client import Door
 from pdserve.measure.cpu_share import cpu_s, held
 from pdserve.measure.live import Report, router_process
 from pdserve.measure.replayed import replay
-from pdserve.measure.summary import percentiles, shown
-from pdserve.measure.tables import Column, Sheet
+from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.rpc import split_address
 
@@ -61,6 +60,10 @@ class Load:
     rounds: int
     num_frontends: int = 1
 
+    def __str__(self) -> str:
+        streams = f"{self.num_streams} x {self.output_tokens} tokens"
+        return f"{self.door}, {1e3 * self.step_s:g} ms, {streams}, frontends: {self.num_frontends}"
+
 
 @dataclass(slots=True)
 class Seen:
@@ -72,15 +75,29 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontendCost:
-    """What a load took."""
+class Run:
+    """One measurement of a load."""
 
+    spent_s: Counter[int]  # CPU time of the router's processes, by their ids
+    lasted_s: float
+    seen: Seen
+
+    def each_s(self, spent_s: float) -> float:
+        return spent_s / self.seen.num_requests
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendCost:
+    """What a load took: medians of its runs."""
+
+    name: str
     load: Load
-    cpu_s: tuple[float, ...]  # of the router's processes, a request; of each time that it was measured
-    busiest_s: float  # of that one of them which took most, a request
+    cpu_s: float  # of the router's processes, a request
+    cpu_range_s: tuple[float, float]  # the same, of the runs with the least and the most
+    busiest_s: float  # CPU time of the one of them that took most, a request
     messages: float  # a request
     requests_per_s: float
-    ttft_s: tuple[float, ...]
+    ttft_s: Percentiles | None  # of the requests of all runs
 
 
 class Stream(Protocol):
@@ -202,7 +219,7 @@ async def measure_frontend(
     Each length of a step and number of frontends has a router of its own. `cpu_share`: cores that each frontend brings
     to the router's processes, which have no more together; None: they take what they get.
     """
-    found: dict[Load, list[FrontendCost]] = {load: [] for load in loads}
+    found: dict[Load, list[Run]] = {load: [] for load in loads}
     for step_s in sorted({load.step_s for load in loads}, reverse=True):
         own = [load for load in loads if load.step_s == step_s]
         async with AsyncExitStack() as stack:
@@ -216,17 +233,20 @@ async def measure_frontend(
                 text = f"{load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms"
                 report(f"{load.door}, frontends: {load.num_frontends}: {text}")
                 found[load].append(await _measure(routers[load.num_frontends], load))
-    return [_median(runs) for runs in found.values()]
+    return [_cost(load, runs) for load, runs in found.items()]
 
 
-def _median(runs: Sequence[FrontendCost]) -> FrontendCost:
+def _cost(load: Load, runs: Sequence[Run]) -> FrontendCost:
+    cpu_s = [run.each_s(run.spent_s.total()) for run in runs]
     return FrontendCost(
-        runs[0].load,
-        cpu_s=tuple(cpu_s for run in runs for cpu_s in run.cpu_s),
-        busiest_s=median(run.busiest_s for run in runs),
-        messages=median(run.messages for run in runs),
-        requests_per_s=median(run.requests_per_s for run in runs),
-        ttft_s=tuple(ttft_s for run in runs for ttft_s in run.ttft_s),
+        str(load),
+        load,
+        cpu_s=median(cpu_s),
+        cpu_range_s=(min(cpu_s), max(cpu_s)),
+        busiest_s=median(run.each_s(max(run.spent_s.values())) for run in runs),
+        messages=median(run.seen.num_messages / run.seen.num_requests for run in runs),
+        requests_per_s=median(run.seen.num_requests / run.lasted_s for run in runs),
+        ttft_s=percentiles(ttft_s for run in runs for ttft_s in run.seen.ttft_s),
     )
 
 
@@ -267,19 +287,17 @@ async def _ready(address: str) -> None:
     await stream.close()
 
 
-async def _measure(router: _Router, load: Load) -> FrontendCost:
+async def _measure(router: _Router, load: Load) -> Run:
     clock, rng = MonotonicClock(), random.Random(load.num_streams)
     streams = [router.stream(load.door) for _ in range(load.num_streams)]
     try:
         await _rounds(streams, load, 1, rng)
         began_s, before_s = clock.now_s(), router.cpu_s()
         seen = await _rounds(streams, load, load.rounds, rng)
-        spent_s, lasted_s = router.cpu_s() - before_s, clock.now_s() - began_s
+        return Run(router.cpu_s() - before_s, clock.now_s() - began_s, seen)
     finally:
         for stream in streams:
             await stream.close()
-    num, all_s, busiest_s = seen.num_requests, spent_s.total(), max(spent_s.values())
-    return FrontendCost(load, (all_s / num,), busiest_s / num, seen.num_messages / num, num / lasted_s, seen.ttft_s)
 
 
 async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: random.Random) -> Seen:
@@ -296,44 +314,6 @@ async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: rando
     return seen
 
 
-_COLUMNS = (
-    Column("door", is_text=True),
-    Column("frontends"),
-    Column("steps", "ms"),
-    Column("streams"),
-    Column("tokens"),
-    Column("CPU", "ms a request"),
-    Column("busiest process", "ms a request"),
-    Column("messages", "a request"),
-    Column("requests/s"),
-    Column("TTFT p50", "ms"),
-)
-
-
-def frontend_table(found: Sequence[FrontendCost], title: str) -> Sheet:
-    """Return a row a load."""
-    rows = [
-        (
-            each.load.door,
-            str(each.load.num_frontends),
-            f"{1e3 * each.load.step_s:g}",
-            str(each.load.num_streams),
-            str(each.load.output_tokens),
-            _spread([1e3 * cpu_s for cpu_s in each.cpu_s]),
-            f"{1e3 * each.busiest_s:.2f}",
-            f"{each.messages:.1f}",
-            f"{each.requests_per_s:.0f}",
-            shown(percentiles(each.ttft_s), "p50", 1e3),
-        )
-        for each in found
-    ]
-    return Sheet(title, _COLUMNS, rows)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
-
-
 def gains(found: Sequence[FrontendCost]) -> Iterator[str]:
     """Yield in words how much more than with the fewest frontends is served with more of them."""
     by_load = {each.load: each for each in found}
@@ -343,8 +323,7 @@ def gains(found: Sequence[FrontendCost]) -> Iterator[str]:
         if base is None or base is each:
             continue
         served, could = each.requests_per_s / base.requests_per_s, base.busiest_s / each.busiest_s
-        what = f"{load.door}, {1e3 * load.step_s:g} ms, {load.num_streams} streams, {load.output_tokens} tokens"
         yield (
-            f"{what}: {load.num_frontends} frontends serve {served:.2f} x the requests of {least}; "
+            f"{load}: {served:.2f} x the requests of frontends: {least}; "
             f"by the CPU time of the busiest process {could:.2f} x"
         )

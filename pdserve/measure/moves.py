@@ -4,7 +4,7 @@ import asyncio
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count, pairwise
 from statistics import fmean
 
@@ -17,8 +17,7 @@ from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, recovered, saturate, started
 from pdserve.measure.operations import Operations, OperationsPlan, Record
 from pdserve.measure.outcomes import Moved, Outcome
-from pdserve.measure.summary import Percentiles, percentiles, shown_all
-from pdserve.measure.tables import Comparison
+from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.measure.workload import Arrival
 
 STEPS_ALLOWED = 3  # that a move may cost, beside the transfer of the last page
@@ -59,18 +58,35 @@ class MovesVerdict:
     record: Record
     gaps: tuple[MovedGap, ...]  # of moved answers
     beside: tuple[MovedGap, ...]  # of answers that never moved, at the moments of moves
-    itl_s: Percentiles | None  # of all answers
     free_after_s: float | None
     left_over: str
     num_ended: int  # requests, as the router counts
-    outcomes: tuple[Outcome, ...] = field(repr=False, default=())
 
     @property
     def is_clean(self) -> bool:
         """Return whether all was done, every request answered rightly and ended once, and every page came back."""
-        num_good = sum(outcome.is_good for outcome in self.outcomes)
-        is_right = num_good == len(self.outcomes) == self.num_ended
+        is_right = self.tally.num_right == self.tally.summary.num_requests == self.num_ended
         return is_right and not self.left_over and self.record.is_complete
+
+    @property
+    def result(self) -> dict[str, object]:
+        """The verdict as its table and its JSON have it: all on one level."""
+        record, fields = self.record, asdict(self)
+        del fields["tally"]
+        return {
+            **self.tally.result,
+            **fields,
+            "done": {"flips": len(record.flips_s), "drains": len(record.drains_s), "starts": len(record.starts_s)},
+            "num_calls_refused": len(record.refused),
+            "flip_s": percentiles(record.flips_s),
+            "drain_s": percentiles(record.drains_s),
+            "start_s": percentiles(record.starts_s),
+            "move_gap_s": percentiles(gap.gap_s for gap in self.gaps),
+            "step_beside_it_s": percentiles(gap.step_s for gap in self.gaps),
+            "move_gap_over_allowed": over_allowed(self.gaps),
+            "first_gap_over_allowed": percentiles(g.first_s / g.allowed_s for g in self.gaps if g.allowed_s),
+            "unmoved_gap_over_allowed": over_allowed(self.beside),
+        }
 
 
 async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report: Report) -> MovesVerdict:
@@ -105,11 +121,9 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
             record=operations.record,
             gaps=tuple(gaps),
             beside=tuple(gaps_beside(gaps, unmoved)),
-            itl_s=percentiles(gap_s for outcome in outcomes for gap_s in outcome.gaps_s),
             free_after_s=free_after_s,
             left_over=left_over,
             num_ended=sum(board.last.ended.values()) - before,
-            outcomes=tuple(outcomes),
         )
 
 
@@ -179,47 +193,3 @@ def _longest(times_s: Sequence[float], place: int, move: Moved | None = None) ->
 def over_allowed(gaps: Iterable[MovedGap]) -> Percentiles | None:
     """Return how the gaps compare with what is allowed. Where all tokens came at once, nothing is."""
     return percentiles(gap.gap_s / gap.allowed_s for gap in gaps if gap.allowed_s)
-
-
-def moves_table(verdict: MovesVerdict) -> Comparison:
-    record, total = verdict.record, verdict.tally
-    by_end = ", ".join(f"{number} {end}" for end, number in sorted(verdict.moves.items())) or "none"
-    rows = {
-        "capacity, requests/s": f"{verdict.capacity_per_s:.2f}",
-        "sent, requests/s": f"{verdict.rate_per_s:.2f}",
-        "requests": f"{total.summary.num_requests}",
-        "answered rightly": f"{sum(outcome.is_good for outcome in verdict.outcomes)}",
-        "client errors": f"{sum(total.errors.values())}",
-        "wrong tokens": f"{total.num_wrong}",
-        "ended, as the router counts": f"{verdict.num_ended}",
-        "retried": f"{total.num_retried}",
-        "moves": by_end,
-        "flips": f"{len(record.flips_s)}",
-        "drains": f"{len(record.drains_s)}",
-        "workers that came and went": f"{len(record.starts_s)}",
-        "operator's calls refused": f"{len(record.refused)}",
-        "all pages free after s": verdict.left_over or f"{verdict.free_after_s or 0.0:.2f}",
-    }
-    times = {
-        "flip, ms": percentiles(record.flips_s),
-        "drain, ms": percentiles(record.drains_s),
-        "start of a worker, ms": percentiles(record.starts_s),
-        "TTFT, ms": total.summary.ttft_s,
-        "gap of a move, ms": percentiles(gap.gap_s for gap in verdict.gaps),
-        "step beside it, ms": percentiles(gap.step_s for gap in verdict.gaps),
-        "ITL of all, ms": verdict.itl_s,
-    }
-    rows |= {f"{name}: p50 / p90 / p99": shown_all(each, 1e3, 1) for name, each in times.items()}
-    allowed = f"gap of a move over {STEPS_ALLOWED} steps and the last page: p50 / p90 / p99"
-    rows[allowed] = shown_all(over_allowed(verdict.gaps), digits=2)
-    first_over_allowed = percentiles(gap.first_s / gap.allowed_s for gap in verdict.gaps if gap.allowed_s)
-    rows["the same up to the first token after it"] = shown_all(first_over_allowed, digits=2)
-    rows["the same of answers that did not move, at these moments"] = shown_all(over_allowed(verdict.beside), digits=2)
-    return Comparison("", ["moves"], [(name, [cell]) for name, cell in rows.items()])
-
-
-def moves_json(verdict: MovesVerdict) -> dict[str, object]:
-    """Return the verdict without each request's own outcome."""
-    fields = asdict(verdict)
-    del fields["outcomes"]
-    return fields

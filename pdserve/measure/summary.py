@@ -20,18 +20,6 @@ class Percentiles:
     max: float
 
 
-def shown(values: Percentiles | None, share: str, factor: float = 1.0, digits: int = 1) -> str:
-    """Return one of the percentiles, "p50" to "max", multiplied by a factor; "-" where there are none."""
-    return "-" if values is None else f"{factor * getattr(values, share):.{digits}f}"
-
-
-def shown_all(values: Percentiles | None, factor: float = 1.0, digits: int = 0) -> str:
-    """Return "p50 / p90 / p99", each multiplied by a factor; "-" where there are none."""
-    if values is None:
-        return "-"
-    return " / ".join(f"{factor * value:.{digits}f}" for value in (values.p50, values.p90, values.p99))
-
-
 def percentiles(values: Iterable[float]) -> Percentiles | None:
     """Return the usual percentiles, interpolated linearly between values; None of no values."""
     known = np.fromiter(values, dtype=np.float64)

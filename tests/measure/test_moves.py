@@ -1,11 +1,15 @@
 """What a move costs a client, and which roles an operator leaves a cluster with."""
 
+from dataclasses import replace
+
 import pytest
 
+from pdserve.measure.chaos import tally
 from pdserve.measure.conversation import ConversationFindings, ConversationPlan, Turn, medians
-from pdserve.measure.moves import gaps_beside, moved_gaps
-from pdserve.measure.operations import roles_of, serves
+from pdserve.measure.moves import MovesVerdict, gaps_beside, moved_gaps
+from pdserve.measure.operations import Record, roles_of, serves
 from pdserve.measure.outcomes import Moved, Outcome
+from pdserve.measure.tables import compared
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
@@ -94,3 +98,28 @@ def test_a_turn_is_compared_with_the_cached_past_and_the_transfer_of_what_was_fe
     (turn,) = medians(ConversationFindings(turns, token_bytes=1000, bytes_per_s=2e6))
     assert turn.transfer_s == pytest.approx(0.1)
     assert turn.ratio == pytest.approx(1.0)
+
+
+def test_a_verdict_shows_what_was_done_and_what_moves_cost() -> None:
+    steady = outcome([0.0, 0.1, 0.2, 0.7, 0.8, 0.9], moved(3))
+    steady.status, steady.ended_s = "OK", 1.0
+    verdict = MovesVerdict(
+        capacity_per_s=3.0,
+        rate_per_s=2.1,
+        tally=tally("moves", [steady]),
+        moves={"done": 1, "refused": 2},
+        record=Record(flips_s=[0.2, 0.3], drains_s=[4.0], is_complete=True),
+        gaps=tuple(moved_gaps(steady)),
+        beside=(),
+        free_after_s=0.04,
+        left_over="",
+        num_ended=1,
+    )
+    assert verdict.is_clean
+    rows = dict(compared([verdict.result]).rows)
+    assert rows["done"] == ["2 flips, 1 drains, 0 starts"]
+    assert rows["moves"] == ["1 done, 2 refused"]
+    assert rows["move gap: p50 / p90 / p99 / max"] == ["500 / 500 / 500 / 500 ms"]
+    assert rows["move gap over allowed: p50 / p90 / p99 / max"] == ["1.43 / 1.43 / 1.43 / 1.43"]
+    assert rows["free after"] == ["40 ms"]
+    assert not replace(verdict, num_ended=2).is_clean
