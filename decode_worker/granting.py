@@ -51,16 +51,14 @@ class Arrival:
 
     expected: Expected
     receiver: receiver.Receiver
-    reused: Pages  # leading pages held since then
+    reused: Pages  # leading pages held since then, unless it is quarantined
     is_quarantined: bool = False
     offered_s: float = 0.0  # when a continuation that moves could come
 
     @property
     def claim(self) -> Claim:
         pages = self.receiver.grant.pages
-        if self.is_quarantined:
-            return Claim(held=self.reused, quarantined=pages)
-        return Claim(held=self.reused, granted=pages)
+        return Claim(quarantined=pages) if self.is_quarantined else Claim(held=self.reused, granted=pages)
 
 
 class Granting:
@@ -101,6 +99,13 @@ class Granting:
     def settle(self, arrival: Arrival) -> None:
         """Note that a hand-off has been admitted, or is over."""
         self._room.num_pinned -= len(arrival.reused)
+
+    def quarantine(self, arrival: Arrival) -> None:
+        """Set the granted pages of a hand-off apart. Nothing is written into those it reuses: others may have them."""
+        self.settle(arrival)
+        self._scheduler.cache.pool.release(arrival.reused)
+        self._scheduler.cache.pool.quarantine(arrival.receiver.grant.pages)
+        arrival.is_quarantined, arrival.reused = True, ()
 
 
 class Leases:

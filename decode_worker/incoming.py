@@ -225,8 +225,7 @@ class Incoming:
                 pool.ungrant(pages[num_pages:])
                 yield doors.Admitted(key, (*arrival.reused, *pages[:num_pages]), len(arrival.reused), capsule)
             case receiver.QuarantinePages():
-                arrival.is_quarantined = True
-                pool.quarantine(pages)
+                self._granting.quarantine(arrival)
             case receiver.FreePages(num_checked):
                 self._free(arrival, num_checked)
             case receiver.Failed(failure, reason):
@@ -241,12 +240,15 @@ class Incoming:
     def _free(self, arrival: Arrival, num_checked: int) -> None:
         """Give back the pages of a hand-off that has failed. The full ones that were checked can be found."""
         self._settle(arrival)
-        cache, pages, num_reused = self._cache, arrival.receiver.grant.pages, len(arrival.reused)
+        cache, prefix, pages = self._cache, arrival.expected.prefix, arrival.receiver.grant.pages
+        num_before = arrival.receiver.grant.first_page
+        reused = cache.reuse(prefix, num_before) if arrival.is_quarantined else arrival.reused
         (cache.pool.unquarantine if arrival.is_quarantined else cache.pool.ungrant)(pages)
         num_full = len(arrival.expected.job.token_ids) // cache.page_size
-        kept = range(num_reused, min(num_reused + num_checked, num_full))
-        cache.publish(arrival.expected.prefix, (*arrival.reused, *pages), kept)
-        cache.pool.release(arrival.reused)
+        if len(reused) == num_before:
+            kept = range(num_before, min(num_before + num_checked, num_full))
+            cache.publish(prefix, (*reused, *pages), kept)
+        cache.pool.release(reused)
 
 
 def check_prefix(num_tokens: int, capsule: Capsule, page_size: int) -> None:

@@ -178,6 +178,38 @@ def test_a_sender_whose_stream_is_lost_is_sent_its_grant_when_it_attaches_again(
     assert isinstance(offered.message, Grant)
 
 
+def reusing(num_landed: int) -> Worker:
+    """Return a worker that has given up a hand-off after two pages of an earlier one, when more of its own landed."""
+    worker = Worker()
+    worker.place_next()
+    worker.land(2)
+    worker.checked()
+    worker.quiesce()
+    assert worker.place_next().first_page == 2
+    worker.land(num_landed)
+    worker.checked()
+    worker.cancel()
+    return worker
+
+
+def test_a_hand_off_in_quarantine_holds_no_page_that_it_reused() -> None:
+    worker = reusing(num_landed=2)
+    assert worker.cache.pool.num_quarantined == 3
+    assert worker.cache.pool.num_free == NUM_PAGES - 3
+    worker.quiesce()
+    assert num_kept(worker) == 4
+
+
+def test_what_landed_after_reused_pages_that_were_overwritten_is_not_kept() -> None:
+    worker = reusing(num_landed=2)
+    others = worker.cache.take(NUM_PAGES - 3)
+    assert others is not None
+    worker.quiesce()
+    assert worker.cache.num_cached == 0
+    worker.cache.pool.release(others)
+    assert num_kept(worker) == 0
+
+
 def test_a_hand_off_in_quarantine_keeps_no_place_in_the_batch() -> None:
     worker = Worker(max_num_seqs=1)
     worker.place_next()

@@ -64,6 +64,7 @@ class Chaos:
         """Let nothing more go wrong, and heal what is broken."""
         self._stopped = True
         self._network.undialled.clear()
+        self._cluster.heal_copies()
         self._zombies.stop()
         self._operators.stop()
         for process in self._frozen:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from faultsim.mover import CopyFaults
 from faultsim.network import Network
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
@@ -33,6 +34,7 @@ class Cluster:
         self.routers: dict[str, RouterProcess] = {}
         self.workers: dict[str, WorkerProcess] = {}
         self._by_peer: dict[Peer, WorkerProcess] = {}
+        self._copy_faults = scenario.copy_faults
         self._gone: deque[ProcessEnded] = deque(maxlen=MAX_GONE)  # as its launcher knows
         self.zombies: list[WorkerProcess] = []  # came round, and live
         self._num_started = self._num_hung = 0
@@ -84,6 +86,13 @@ class Cluster:
         if process in (self.routers.get(process.name), self.workers.get(process.name)):
             self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
 
+    def heal_copies(self) -> None:
+        """Let no more copies go wrong by themselves, of workers that live nor of those that start."""
+        self._copy_faults = CopyFaults(page_s=self._copy_faults.page_s)
+        for process in self.processes():
+            if isinstance(process, WorkerProcess):
+                process.doors.mover.faults = self._copy_faults
+
     def end_doubtful(self) -> None:
         """End the processes of which a copy may have bytes under way for ever: what they were granted comes back."""
         for process in self.processes():
@@ -122,7 +131,7 @@ class Cluster:
         if name in self.workers and not lacks_pages(Role.MIXED, size.num_pages, size.max_num_pages):
             role = Role.MIXED if self._rng.random() < MIXED else role  # it has started before
         worker = WorkerProcess(self.network, name, incarnation, role, size, scenario.lease_s)
-        worker.copy_faults = scenario.copy_faults
+        worker.copy_faults = self._copy_faults
         worker.on_exit = lambda: self.end(worker)
         worker.on_dismissed = lambda: self._dismiss(worker)
         self._by_peer[worker.peer] = worker
