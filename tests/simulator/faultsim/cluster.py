@@ -19,6 +19,8 @@ from pdserve.router.config import Limits
 from pdserve.router.events import ProcessEnded
 
 MIXED = 0.25  # share of workers that start again as mixed ones
+REAPED_S = 3.0  # at most, until a launcher has noticed an end
+START_S = 0.8  # at most, until it has started the next process
 MAX_GONE = 64  # ended processes that a launcher tells a router when it starts again
 
 
@@ -77,14 +79,14 @@ class Cluster:
         process.crash()
         self.zombies = [zombie for zombie in self.zombies if zombie.alive]
         rng = self.world.rng
-        delay_s = rng.random() ** 6 * 3.0  # until it is reaped
+        delay_s = rng.random() ** 6 * REAPED_S
         if isinstance(process, WorkerProcess):
             is_explained = process.incarnation % 2 == 0
             gone = ProcessEnded(process.peer.worker_id, process.incarnation, is_explained)
             late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
             self.world.after(delay_s + late_s, None, self._note_gone, gone)
         if process in (self.routers.get(process.name), self.workers.get(process.name)):
-            self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
+            self.world.after(delay_s + rng.uniform(0.1, START_S), None, self.start, process.name)
 
     def heal_copies(self) -> None:
         """Let no more copies go wrong by themselves, of workers that live nor of those that start."""

@@ -6,12 +6,17 @@ from dataclasses import dataclass, replace
 
 from faultsim.chaos import Chaos
 from faultsim.clients import Answer, Wish
-from faultsim.cluster import Cluster
+from faultsim.cluster import REAPED_S, START_S, Cluster
 from faultsim.scenario import Scenario, draw
 from faultsim.world import ViolationError, World
+from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.virtual_time import garbage_left
+from pdserve.worker.admission import NUM_STILL_LOOKS
 
-SETTLE_S = 20.0  # after faults and arrivals: all requests have ended
+SERVE_S = 10.0  # what is left of 200 requests when faults have stopped, on workers of 32 pages
+# After faults and arrivals all requests have ended: at the worst, some wait in vain for pages in quarantine, until
+# their worker drains for that and is started again.
+SETTLE_S = NUM_STILL_LOOKS * HEARTBEAT_S + REAPED_S + START_S + SERVE_S
 LEASE_S = 5.0  # a decode worker's grant that was never placed is given back
 FREE_S = 5.0  # and then, until every page is free
 STOP_S = 0.1  # without faults, a worker hears of a request's end before that
@@ -57,7 +62,7 @@ class Simulation:
         waiting = next((answer for answer in self.answers if answer.outcome is None), None)
         if waiting is not None:
             request_id = waiting.wish.request_id
-            raise ViolationError("I4", f"{request_id!r} has no end {SETTLE_S} s after the last fault", request_id)
+            raise ViolationError("I4", f"{request_id!r} has no end {SETTLE_S:g} s after the last fault", request_id)
         self.cluster.end_doubtful()
         self._look_until(world.now + LEASE_S + FREE_S, self._at_rest)
         self._check_rest()
