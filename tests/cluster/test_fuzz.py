@@ -37,7 +37,7 @@ PUBLISHED = ("--kv-events-endpoint", "tcp://127.0.0.1:*", "--kv-events-replay-en
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 ZMTP = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00"
 GROWTH_BYTES = 48 * 2**20  # of one process, after it has seen a third of the garbage
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(SECONDS + 240)]
 
 Beginning = Callable[[random.Random], bytes]
 

@@ -62,12 +62,16 @@ def test_labels_that_queries_group_by_are_those_of_their_metrics() -> None:
             assert {label.strip() for label in grouped.split(",") if label.strip()} <= known, where
 
 
-def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+def test_prometheus_takes_the_rules_and_every_query(tmp_path: Path) -> None:
     """With promtool where the machine has it; every expression has been parsed above."""
     promtool = shutil.which("promtool")
     groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     assert all(rule["labels"]["severity"] in {"warning", "critical"} for rule in alerts)
     assert all(rule["annotations"]["summary"] for rule in alerts)
-    if promtool is not None:
-        subprocess.run([promtool, "check", "rules", str(RULES)], check=True, timeout=60, cwd=tmp_path)
+    asked = [{"record": f"query:{number}", "expr": query} for number, (_, query) in enumerate(QUERIES)]
+    queries = tmp_path / "queries.yaml"
+    queries.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": asked}]}), encoding="utf-8")
+    for file in (RULES, queries):
+        if promtool is not None:
+            subprocess.run([promtool, "check", "rules", str(file)], check=True, timeout=60, cwd=tmp_path)
