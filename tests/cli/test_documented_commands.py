@@ -7,6 +7,8 @@ import pytest
 import typer.main
 
 from pdserve.cli.app import app
+from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
+from pdserve.worker.ending import DEVICE_EXIT_STATUS, DISMISSED_EXIT_STATUS, HUNG_EXIT_STATUS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,3 +46,12 @@ def test_commands_are_found_in_the_pages() -> None:
     found = [words for page in PAGES for words in shown(page.read_text(encoding="utf-8"))]
     assert {"bench", "up", "sim", "plan"} <= {words[0] for words in found if words}
     assert sum(any(word.startswith("--") for word in words) for words in found) > 10
+
+
+def test_the_table_of_exit_statuses_names_each_status_of_a_process() -> None:
+    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    table = page.partition("| exit status | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = (line.split("|")[1] for line in table.splitlines())
+    shown_there = sorted(int(status) for row in rows for status in row.split(","))
+    own = [DRAIN_TIMED_OUT_STATUS, HUNG_EXIT_STATUS, DEVICE_EXIT_STATUS, DISMISSED_EXIT_STATUS]
+    assert shown_there == sorted([0, 1, 2, *own, *map(exit_status, STOP_SIGNALS)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,16 @@ def test_the_definition_is_structural_as_kubernetes_asks() -> None:
     text = json.dumps(spec_schema())
     assert '"null"' not in text
     assert '"additionalProperties": false' not in text
+
+
+def test_each_column_of_kubectl_get_asp_is_a_field_of_its_type() -> None:
+    (version,) = definition()["spec"]["versions"]
+    for column in version["additionalPrinterColumns"]:
+        found = version["schema"]["openAPIV3Schema"]
+        for name, of_list in re.findall(r"\.(\w+)(\[[^]]*\])?", column["jsonPath"]):
+            found = found["properties"][name]
+            found = found["items"] if of_list else found
+        assert found["type"] == column["type"], column
 
 
 @pytest.mark.parametrize("path", sorted(POLICIES.glob("*.yaml")), ids=lambda path: path.stem)
