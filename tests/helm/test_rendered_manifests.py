@@ -20,7 +20,7 @@ from pdserve.errors import ConfigError
 from pdserve.kubernetes.config import WatcherConfig
 from pdserve.router.config import RouterConfig
 
-NEWEST = [version.rpartition(".")[0] for version in all_versions()[-3:]]
+NEWEST = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())][-3:]  # each is listed twice
 NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ each time
 
 
