@@ -22,7 +22,7 @@ from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
 from pdserve.kvtransfer.wire import Request, Response
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer, add_HandoffServiceServicer_to_server
-from pdserve.rpc import abort, join_address, split_address
+from pdserve.rpc import abort, join_address, running, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -214,9 +214,8 @@ async def listening(
     server = credentials.server(on_denied)
     add_HandoffServiceServicer_to_server(servicer, server)
     bound = credentials.listen(server, config.handoff_host, config.handoff_port, "handoff_port")
-    await server.start()
-    try:
-        yield advertised(config, bound)
-    finally:
-        servicer.close()
-        await server.stop(STOP_GRACE_S)
+    async with running(server, STOP_GRACE_S):
+        try:
+            yield advertised(config, bound)
+        finally:
+            servicer.close()

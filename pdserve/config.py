@@ -58,12 +58,6 @@ class ProcessConfig(BaseModel):
     )
 
 
-TRACES_HELP = (
-    "Where spans of requests are sent with OTLP over gRPC, such as http://collector:4317; https:// takes TLS. "
-    "By default none are made."
-)
-
-
 def _without_password(given: object) -> object:
     if isinstance(given, str) and "@" in given:  # every user of the machine may read the command line that has it
         raise FieldError((), "a URL with a user or password is refused: OTEL_EXPORTER_OTLP_HEADERS has secrets")
@@ -73,9 +67,21 @@ def _without_password(given: object) -> object:
 TracesEndpoint = Annotated[str, Field(pattern=r"^https?://[^/@\s]+/?$"), BeforeValidator(_without_password)]
 
 
-class ClientsConfig(ProcessConfig):
-    """Settings of processes that await clients."""
+class ServingConfig(ProcessConfig):
+    """Settings of routers and workers."""
 
+    model: str = Field(
+        description="A Hugging Face directory, a GGUF file, a name from the catalog, or of the Hugging Face hub."
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name of the model in requests; by default the model's own."
+    )
+    secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
+    otlp_traces_endpoint: TracesEndpoint | None = Field(
+        None,
+        description="Where spans of requests are sent with OTLP over gRPC, such as http://collector:4317; https:// "
+        "takes TLS. By default none are made.",
+    )
     ssl_certfile: Path | None = Field(
         None, description="Certificate, PEM, that the ports for clients show; read again when it changes."
     )
@@ -87,18 +93,12 @@ class ClientsConfig(ProcessConfig):
     )
 
 
-class WorkerConfig(ClientsConfig):
+class WorkerConfig(ServingConfig):
     """Settings of a worker."""
 
     kind = "worker"
 
     role: Role = Field(description="What routers place on this worker, until it is given another role.")
-    model: str = Field(
-        description="A Hugging Face directory, a GGUF file, a name from the catalog, or of the Hugging Face hub."
-    )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="Name of the model in requests; by default the model's own."
-    )
     worker_id: str = Field(
         min_length=1, max_length=128, pattern=r"^[!-~]+$", description="Stable name of this worker, in ASCII."
     )
@@ -132,8 +132,6 @@ class WorkerConfig(ClientsConfig):
         description="Port on which this worker answers clients itself, with a router's gRPC APIs, while its role is "
         "decode or mixed; 0 takes a free one. By default it is off.",
     )
-    secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    otlp_traces_endpoint: TracesEndpoint | None = Field(None, description=TRACES_HELP)
     page_size: int = Field(
         16,
         ge=BLOCK_TOKENS,

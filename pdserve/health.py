@@ -18,7 +18,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from pdserve.config import ProcessConfig
 from pdserve.errors import echo
-from pdserve.rpc import abort, listen, server_options
+from pdserve.rpc import abort, listen, running, server_options
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,6 @@ async def answering(config: ProcessConfig) -> AsyncIterator[Health]:
     server = grpc.aio.server(options=server_options(MAX_REQUEST_BYTES), maximum_concurrent_rpcs=MAX_CALLS)
     HealthMethods(answers.services).add_to(server, may_watch=False)
     answers.address = listen(server, config.health_host, config.health_port, "health_port")
-    await server.start()
-    logger.info("health at %s", answers.address)
-    try:
+    async with running(server):
+        logger.info("health at %s", answers.address)
         yield answers
-    finally:
-        await server.stop(None)

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from pdserve.certificates import Identity, KeyPair, read_pair
-from pdserve.config import ClientsConfig, ProcessConfig
+from pdserve.config import ProcessConfig, ServingConfig
 from pdserve.errors import ConfigError
 from pdserve.metrics import CERTIFICATE_END, Sample, families
 from pdserve.rpc import join_address
@@ -62,7 +62,7 @@ async def showing(
 
 def _public(config: ProcessConfig) -> Watched[KeyPair] | None:
     """Return what a process shows to clients, if it does. Files that its listeners refuse are refused here, too."""
-    if not isinstance(config, ClientsConfig) or config.ssl_certfile is None or config.ssl_keyfile is None:
+    if not isinstance(config, ServingConfig) or config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
     paths = config.ssl_certfile, config.ssl_keyfile
     return Watched(paths, partial(read_pair, *paths, ("ssl_certfile", "ssl_keyfile")))

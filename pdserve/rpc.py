@@ -12,6 +12,7 @@ Every other call is denied, whatever its method. The secret itself is never sent
 
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Never, TypeAlias
@@ -118,6 +119,16 @@ def listen(
     except RuntimeError as error:
         raise ConfigError(f"{key}: cannot listen on {address}") from error
     return join_address(host, bound)
+
+
+@asynccontextmanager
+async def running(server: grpc.aio.Server, grace_s: float | None = None) -> AsyncIterator[None]:
+    """Run a server for the length of the block. Calls may then go on for `grace_s`; None: they end at once."""
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace_s)
 
 
 def join_address(host: str, port: int) -> str:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.config import TRACES_HELP, ClientsConfig, TracesEndpoint
+from pdserve.config import ServingConfig
 
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]
 
@@ -50,15 +50,9 @@ class Limits(BaseModel):
     )
 
 
-class RouterConfig(Limits, ClientsConfig):
+class RouterConfig(Limits, ServingConfig):
     """Everything that a router is configured with. Never changes afterwards."""
 
-    model: str = Field(
-        description="A Hugging Face directory, a GGUF file, a name from the catalog, or of the Hugging Face hub."
-    )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="Name of the model in requests; by default the model's own."
-    )
     served_model_aliases: tuple[str, ...] = Field(
         (), description="More names of the model in requests, listed beside the first; repeatable."
     )
@@ -83,8 +77,6 @@ class RouterConfig(Limits, ClientsConfig):
     )
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
-    secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    otlp_traces_endpoint: TracesEndpoint | None = Field(None, description=TRACES_HELP)
     otlp_traces_sample_ratio: float = Field(
         1.0,
         ge=0.0,

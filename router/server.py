@@ -37,6 +37,7 @@ from pdserve.router.hub import Hub
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.shell import Links, Shell
+from pdserve.rpc import running
 from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
@@ -116,11 +117,8 @@ def _doors(config: RouterConfig, model: ServedModel, hub: Hub, port_key: str) ->
 async def _listening(config: RouterConfig, credentials: Credentials, server: grpc.aio.Server) -> AsyncIterator[str]:
     """Run the internal server for the length of the block; yield its address."""
     address = credentials.listen(server, config.internal_host, config.internal_port, "internal_port")
-    await server.start()
-    try:
+    async with running(server, LAST_WORDS_S):
         yield address
-    finally:
-        await server.stop(LAST_WORDS_S)
 
 
 def _internal_server(

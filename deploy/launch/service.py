@@ -16,7 +16,7 @@ from pdserve.launch.supervisor import Supervisor
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
 from pdserve.roles import Role
-from pdserve.rpc import abort
+from pdserve.rpc import abort, running
 from pdserve.signals import CLOSING_S
 from pdserve.wire import ROLE_NUMBERS, ROLES
 
@@ -102,8 +102,5 @@ async def serving(
     server = credentials.server(lambda _: None)
     add_LauncherServiceServicer_to_server(endpoint, server)
     address = credentials.listen(server, "127.0.0.1", 0, "launcher")
-    await server.start()
-    try:
+    async with running(server):
         yield address
-    finally:
-        await server.stop(None)

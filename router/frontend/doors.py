@@ -25,7 +25,7 @@ from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, Requ
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import Prompts, ServedModel
 from pdserve.router.frontend.records import Records
-from pdserve.rpc import check_bind, join_address, listen, server_options
+from pdserve.rpc import check_bind, join_address, listen, running, server_options
 
 if TYPE_CHECKING:
     from pdserve.tracing import SpanExport
@@ -129,11 +129,8 @@ async def _listening(
 ) -> AsyncIterator[str]:
     """Run a server for the length of the block; yield its address."""
     address = listen(server, config.host, config.port, key, _credentials(config, connections))
-    await server.start()
-    try:
+    async with running(server, LAST_WORDS_S):
         yield address
-    finally:
-        await server.stop(LAST_WORDS_S)
 
 
 def _credentials(config: RouterConfig, connections: Connections) -> grpc.ServerCredentials | None:
