@@ -92,7 +92,7 @@ def test_a_worker_of_each_role_has_its_own_default_of_tokens_in_a_step(role: str
 
 
 def test_a_missing_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^--worker-id: is required"):
+    with pytest.raises(ConfigError, match=r"(^|; )--worker-id: is required"):
         load_config(WorkerConfig, None, {"role": "decode", "model": "m"})
 
 
