@@ -45,6 +45,7 @@ def test_probes_say_what_the_pod_is_at(cluster: Cluster) -> None:
         assert [cluster.pod(component).holds(probe) for probe in probes] == [True, True, True]
 
 
+@pytest.mark.long
 def test_a_pod_deleted_without_grace_and_one_replaced_cost_no_client_an_error(
     cluster: Cluster, oracle: PreTrainedModel
 ) -> None:

@@ -9,12 +9,14 @@ from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_mo
 FLAGS = ("--prefill", "1", "--decode", "1", "--dtype", "float32", "--mover", "collective")
 SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "128")
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("flags", "num_prompts", "num_tokens"),
     [
         pytest.param((), 8, 16, id="in place"),
-        pytest.param(("--device", "interpreter", *SMALL), 3, 4, id="staged, as pages of a GPU", marks=pytest.mark.long),
+        pytest.param(("--device", "interpreter", *SMALL), 3, 4, id="staged, as pages of a GPU"),
     ],
 )
 def test_answers_do_not_depend_on_what_carries_the_pages(

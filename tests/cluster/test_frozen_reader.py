@@ -33,6 +33,7 @@ def freeze_reader_in_mid_write(cluster: LiveCluster, asked: list[int]) -> None:
     call.cancel()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_prefill_worker_whose_pages_a_frozen_decode_worker_holds_says_so_and_is_replaced(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from live_cluster import all_ready, greedy, is_idle, live_cluster, load_of
 from model_zoo import VOCAB, write_model
 
 PREFILLS, DECODE = ("prefill-0", "prefill-1"), "decode-0"
 
 
+@pytest.mark.long
 def test_a_frozen_prefill_worker_loses_its_grants_and_its_pages_come_back_when_it_thaws(tmp_path: Path) -> None:
     rng = random.Random(0)
     asked = [rng.randrange(3, VOCAB) for _ in range(40)]

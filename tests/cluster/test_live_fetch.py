@@ -66,6 +66,7 @@ def test_the_answer_before_is_fetched_from_the_worker_that_wrote_it(
     assert answer.ledger.attempts == 1
 
 
+@pytest.mark.long
 def test_a_holder_killed_in_the_middle_costs_a_computation_and_no_error(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:

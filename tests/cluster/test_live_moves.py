@@ -48,9 +48,12 @@ SAMPLINGS = {
     "with log probabilities": {"temperature": 0.7, "logprobs": 3, "seed": 13},
     "two of a prompt": {"temperature": 1.0, "n": 2, "seed": 14},
 }
+ALWAYS = ("greedy", "two of a prompt")
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in SAMPLINGS]
+)
 def test_a_moved_answer_is_the_one_that_was_not_moved(cluster: WiredCluster, name: str) -> None:
     sampling = inference.SamplingParams(max_tokens=200, ignore_eos=True, **SAMPLINGS[name])
     ids = inference.TokenIds(ids=prompt(150, name))
@@ -73,6 +76,7 @@ def test_a_moved_answer_is_the_one_that_was_not_moved(cluster: WiredCluster, nam
     assert {each.index for each in moved.ledger.moves} == set(range(count))
 
 
+@pytest.mark.long
 def test_an_answer_that_moves_there_and_back_and_there_again_stays_whole(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:
@@ -102,12 +106,12 @@ LOSSES = [
     *((stage, "source", int(stage != "after the commit")) for stage in STAGES),
     *((stage, "target", 1) for stage in STAGES),
 ]
-ALWAYS = {("while pages are copied", "source"), ("after the commit", "source"), ("after the commit", "target")}
+LOST_IN_EACH_RUN = {("while pages are copied", "source"), ("after the commit", "target")}
 
 
 @pytest.mark.parametrize(
     ("stage", "who", "num_replaced"),
-    [pytest.param(*loss, marks=() if loss[:2] in ALWAYS else pytest.mark.long) for loss in LOSSES],
+    [pytest.param(*loss, marks=() if loss[:2] in LOST_IN_EACH_RUN else pytest.mark.long) for loss in LOSSES],
 )
 def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
     cluster: WiredCluster, oracle: PreTrainedModel, stage: str, who: str, num_replaced: int

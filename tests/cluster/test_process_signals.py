@@ -70,7 +70,7 @@ def insist(running: subprocess.Popen[str], number: signal.Signals) -> int:
     return ends(running)
 
 
-@pytest.mark.parametrize("kind", [ROUTER, PREFILL, UP])
+@pytest.mark.parametrize("kind", [pytest.param(ROUTER, marks=pytest.mark.long), PREFILL, UP])
 def test_a_signal_while_the_model_loads_ends_the_process_which_has_not_started(
     kind: str, endless_model: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_which_has_not_started(
         assert ends(running) == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("kind", [ROUTER, DECODE, UP])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in (ROUTER, UP)), DECODE])
 def test_process_1_of_a_container_heeds_a_signal_while_its_model_loads(
     kind: str, endless_model: Path, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def wiring(model: Path, tmp_path: Path) -> Iterator[Wiring]:
     cluster_logs.unregister(tmp_path)
 
 
+@pytest.mark.long
 def test_one_of_two_routers_is_killed_and_another_is_added_under_load(wiring: Wiring, oracle: PreTrainedModel) -> None:
     hosts, port = wiring.folder / "hosts", wiring.internal_port
     hosts.write_text("127.0.0.1 127.0.0.2")

@@ -68,7 +68,7 @@ def test_a_killed_worker_costs_no_token(scene: Scene, oracle: PreTrainedModel, r
     assert scene.answer.ledger.attempts == attempts_needed(role, moment)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.long), "decode"])
 def test_a_worker_frozen_until_it_is_given_up_costs_no_token_and_is_well_again_when_it_thaws(
     scene: Scene, oracle: PreTrainedModel, role: str, moment: str
 ) -> None:
