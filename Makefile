@@ -28,16 +28,17 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(UNIT)
 
 # Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
-# Clusters of real processes come last and alone: they need both cores of a small machine.
+# So do clusters of real processes, which start more of them.
 INTERPRETED := tests/kernels tests/triton_engine
 test: $(INSTALLED)
-	$(BIN)/pytest -q -n 2 --dist loadfile $(INTERPRETED)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(INTERPRETED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(addprefix --ignore=,$(INTERPRETED) tests/cluster)
-	$(BIN)/pytest -q -m "not long" tests/cluster
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/cluster
 
 # More moments of killing, freezing and cutting on live clusters, and more models and traces, than each run needs.
 test-long: $(INSTALLED)
-	$(BIN)/pytest -q -m long --ignore=tests/kernels --ignore=tests/triton_engine
+	$(BIN)/pytest -q -m long $(INTERPRETED)
+	$(BIN)/pytest -q -m long $(addprefix --ignore=,$(INTERPRETED))
 
 # The live page in headless Chromium, over a cluster of its own; renews the pictures of docs/page.md.
 test-page: $(INSTALLED)

@@ -26,7 +26,7 @@ from pdserve.launch.owner import OwnedWorker
 from pdserve.launch.plan import ClusterSpec, Wiring, WorkerTemplate
 from pdserve.roles import Role
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # Ray takes long to start
 
 SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
 DEAF = (sys.executable, "-I", "-c", "import signal; signal.pthread_sigmask(0, {15}); print(1); signal.pause()")
@@ -190,7 +190,6 @@ async def test_a_worker_of_a_lost_machine_gets_another_id_elsewhere(nodes: RayNo
     assert await asyncio.to_thread(ledger.begin, "a third") == 2  # the first one's end is still not proved
 
 
-@pytest.mark.long
 async def test_workers_of_a_killed_node_start_on_another_one(nodes: RayNodes, stage: RayStage) -> None:
     first = nodes.start(f"--address={nodes.address}", "--num-cpus=0", '--resources={"beside": 1}')
     actuator = stage.another(timeout_s=20.0, resources={"beside": 1})

@@ -124,9 +124,8 @@ def test_a_plan_is_never_below_the_best_colocated_cluster() -> None:
     assert all(shape.num_gpus == 2 for shape in candidates(PROFILE, 2))
 
 
-@pytest.mark.parametrize(
-    "name", ["azure-conv", *(pytest.param(name, marks=pytest.mark.long) for name in ("azure-code", "mooncake"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["azure-conv", "azure-code", "mooncake"])
 def test_no_colocated_cluster_sustains_more_than_the_plan(name: str) -> None:
     profile = PROFILE.model_copy(update={"configurations": PROFILE.configurations[:1]})
     output_scale = {"azure-code": 1.0}.get(name, 0.25)

@@ -37,7 +37,7 @@ def test_the_capacity_of_a_single_server_is_found() -> None:
     assert found.point.rate_per_gpu * STEP_S == pytest.approx(1.0, abs=0.08)
 
 
-@pytest.mark.parametrize("limit", [2.0, 4.0])
+@pytest.mark.parametrize("limit", [2.0, pytest.param(4.0, marks=pytest.mark.long)])
 def test_the_rate_at_which_a_single_server_keeps_its_attainment_is_found(limit: float) -> None:
     found = highest_rate(single_server(limit * STEP_S, 20_000), ONE_AT_A_TIME, "round_robin", 0.9)
     assert found.is_settled
@@ -47,6 +47,7 @@ def test_the_rate_at_which_a_single_server_keeps_its_attainment_is_found(limit: 
     assert attainment_of(found.point.rate_per_gpu * STEP_S, limit) == pytest.approx(0.9, abs=0.02)
 
 
+@pytest.mark.long
 def test_the_answer_does_not_depend_on_how_many_requests_may_be_simulated() -> None:
     counts = (300, 2000, 6000)
     questions = [Question(PROFILE, random_lengths(count, 300, 10, 0), LOOSE, count) for count in counts]

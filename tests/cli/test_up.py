@@ -84,7 +84,7 @@ def until_every_page_is_free() -> None:
         process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     file = tmp_path / "cluster.yaml"
