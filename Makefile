@@ -28,12 +28,10 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(UNIT)
 
 # Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
-# So do clusters of real processes, which start more of them.
 INTERPRETED := tests/kernels tests/triton_engine
 test: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(INTERPRETED)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(addprefix --ignore=,$(INTERPRETED) tests/cluster)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" tests/cluster
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(addprefix --ignore=,$(INTERPRETED))
 
 # More moments of killing, freezing and cutting on live clusters, and more models and traces, than each run needs.
 test-long: $(INSTALLED)

@@ -80,7 +80,7 @@ def test_a_window_hides_older_keys(window: int) -> None:
     assert decode_error(make((4, 2), 64, 32, Lens((1, 1), (150, 90)), window=window)) <= 7.5e-3
 
 
-@pytest.mark.parametrize("kv_len", [2048, 3001])
+@pytest.mark.parametrize("kv_len", [2048, pytest.param(3001, marks=pytest.mark.long)])
 def test_keys_split_over_items_combine_to_the_whole(kv_len: int) -> None:
     case = make((8, 1), 64, 64, Lens((4, 1), (kv_len, 70)))
     attention = PagedAttention(case.spec, "cpu", tile=SMALL)

@@ -163,7 +163,12 @@ def test_a_tiny_top_p_still_keeps_one_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [RowParams(), RowParams(temperature=0.6, top_k=6, top_p=0.9), RowParams(top_p=0.8, min_p=0.15)]
+    "row",
+    [
+        RowParams(),
+        pytest.param(RowParams(temperature=0.6, top_k=6, top_p=0.9), marks=pytest.mark.long),
+        RowParams(top_p=0.8, min_p=0.15),
+    ],
 )
 def test_frequencies_pass_a_chi_square_test(row: RowParams) -> None:
     draws, logits = 250, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5]).repeat_interleave(2)

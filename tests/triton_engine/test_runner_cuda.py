@@ -118,7 +118,9 @@ def logits_with_triton(model: Model, kv: Tensor, plan: StepPlan, room: int) -> T
 
 
 @pytest.mark.parametrize("chunks", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("left_behind", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "left_behind", [pytest.param(0.0, marks=pytest.mark.long), math.nan, pytest.param(math.inf, marks=pytest.mark.long)]
+)
 @torch.inference_mode()
 def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(
     model: Model, chunks: tuple[Chunk, ...], left_behind: float
