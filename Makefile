@@ -122,8 +122,10 @@ clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
-# Pinned: a loose torch would bring gigabytes of CUDA to a machine without a GPU.
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Pinned: a loose torch would bring gigabytes of CUDA to a machine without a GPU. Not compiled: that takes pip a minute for
+# all modules, of which a third is ever imported; these are compiled then, once.
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
