@@ -79,7 +79,7 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
     "ignore_the_incarnation_on_decode_workers": 5,
     "take_one_process_gone_for_all_of_its_name": 15,
     "never_dial_a_lost_peer_again": 90,
-    "never_wake_requests_that_wait_for_a_pair": 5,
+    "never_wake_requests_that_wait_for_a_pair": 14,
     "give_pages_back_while_a_step_writes_them": 44,
     "forget_to_stop_the_other_worker": 4,
     "forget_a_cancel_of_a_hand_off_under_way": 6,
