@@ -1,4 +1,7 @@
-"""Makes an observation of what routers and an actuator report. Keeps what a difference needs; no I/O."""
+"""Makes an observation of what routers and an actuator report. No I/O.
+
+Keeps what a difference needs, and what replicas of a pool hold: a pool that has lost its last one is still sized.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +24,7 @@ class Observer:
         self._demands: dict[str, Demand] = {}  # by router
         self._refused: dict[str, Counter[str]] = {}  # by router
         self._counted_s: float | None = None  # when these were counted
+        self._capacities: dict[Role, Capacity] = {}  # as last seen
 
     def observe(
         self, at_s: float, unix_s: float, held: Sequence[Held], statuses: Sequence[admin.ClusterStatus] | None
@@ -35,6 +39,7 @@ class Observer:
             return Observation(at_s, unix_s, replicas, demand=None)
         demand, refused, before_s = self._counted(statuses), self._refusals(statuses), self._counted_s
         self._counted_s = at_s
+        self._capacities |= _capacities([worker.registration for worker in workers.values()])
         return Observation(
             at_s=at_s,
             unix_s=unix_s,
@@ -44,7 +49,7 @@ class Observer:
             num_held=sum(status.num_held for status in statuses),
             refused=refused,
             costs=_costs([learnt for status in statuses for learnt in status.costs]),
-            capacities=_capacities([worker.registration for worker in workers.values()]),
+            capacities=dict(self._capacities),
         )
 
     def _replicas(

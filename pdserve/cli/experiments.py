@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from pdserve.measure.loads import Findings
 
 Seed = Annotated[int, typer.Option(help="Seed of the requests and their times.")]
+StepMs = Annotated[
+    float, typer.Option(min=0, max=10_000, help="Least time of a step, as if each worker had a device; 0: as it comes.")
+]
 _SIZES = Sizes(num_prompts=2000, scale=0.125, max_length=1024)
 _LOADS, _SHORT_LOADS = Loads(), Loads(seconds=40)
 _SERVING = OwnCluster(dtype="auto")
@@ -190,10 +193,7 @@ def moves(
         float, typer.Option(min=2, help="Seconds of full load before, to find the capacity.")
     ] = 15.0,
     known: Known = _MOVED_REQUESTS,
-    step_ms: Annotated[
-        float,
-        typer.Option(min=0, max=10_000, help="Least time of a step, as if each worker had a device; 0: as it comes."),
-    ] = 0.0,
+    step_ms: StepMs = 0.0,
     max_num_seqs: Annotated[int | None, typer.Option(min=2, help="Sequences of a worker.")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -275,6 +275,7 @@ def scale(
         int,
         typer.Option(min=2, help="Most sequences of a worker; few of them fill a pool before the processor is busy."),
     ] = 4,
+    step_ms: StepMs = 0.0,
     known: Known = _SCALED_REQUESTS,
     dtype: Dtype = "float32",
     num_threads: Threads = None,
@@ -295,7 +296,7 @@ def scale(
     own = OwnCluster(model, sizes.prefill, sizes.decode, num_threads, dtype)
     patience = {"max_hold_s": objectives.ttft_s}  # requests wait while pools grow
     spec = replace(
-        own.spec("scale", patience, max_num_seqs=max_num_seqs),
+        own.spec("scale", patience, max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None),
         max_workers=sizes.max_workers,
         autoscaling=policy.absolute(),
         elsewhere=sizes.elsewhere,

@@ -97,3 +97,10 @@ def test_costs_and_capacities_are_those_of_each_role() -> None:
     costs[1].num_prefill_steps = 50
     assert seen(Observer(), 0.0, router("a", 0, costs=costs)).costs[Role.DECODE].prefill.step_s == 8.0
     assert seen(Observer(), 0.0, router("a", 0)).costs == {}
+
+
+def test_what_workers_of_a_role_hold_is_known_after_the_last_of_them_is_lost() -> None:
+    observer = Observer()
+    there = seen(observer, 0.0, router("a", 0, workers=[worker("p", PREFILL), worker("d", DECODE)]))
+    assert there.capacities.keys() == {Role.PREFILL, Role.DECODE}
+    assert seen(observer, 1.0, router("a", 0, workers=[worker("d", DECODE)])).capacities == there.capacities
