@@ -1,4 +1,4 @@
-"""Which requests are admitted, which wait, and which are refused: no request is refused in another place.
+"""Which valid requests are admitted, which wait, and which are refused before they were ever placed.
 
 Invariant: a request that waits is placed as soon as it can be, in its turn; it is refused as soon as it can no longer
 meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTAKEN requests behind it are placed before
