@@ -32,8 +32,8 @@ class Delta:
     index: int
     position: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[object, ...]
-    finish_reason: int
+    finish_reason: int = 0
+    logprobs: tuple[object, ...] = ()
 
 
 def delta(reported: Reported, tokens: messages.Tokens) -> Delta:
@@ -46,7 +46,7 @@ def delta(reported: Reported, tokens: messages.Tokens) -> Delta:
     else:
         del reported[key]
     reason = 0 if tokens.finish is None else 1
-    return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
+    return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, reason)
 
 
 def news(reported: Reported, running: Iterable[Sequence]) -> list[Delta]:
@@ -58,7 +58,7 @@ def news(reported: Reported, running: Iterable[Sequence]) -> list[Delta]:
         count = 0 if known is None else len(sequence.tokens) - job.num_prompt_tokens - known
         if known is not None and count > 0 and len(sequence.indices) == 1:
             reported[key] = known + count
-            deltas.append(Delta(*key, sequence.indices[0], known, (OTHER,) * count, (), 0))
+            deltas.append(Delta(*key, sequence.indices[0], known, (OTHER,) * count))
     return deltas
 
 

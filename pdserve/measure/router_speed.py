@@ -8,6 +8,7 @@ from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2
+from pdserve.proto.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
 from pdserve.reports import Stage
 from pdserve.roles import Role
 from pdserve.router.commands import Command, Place
@@ -23,16 +24,9 @@ _LAYOUT = KvLayout("w", 32, 8, 128, 64, "bfloat16")
 _OUTPUT_TOKENS = 4
 
 
-class _Token:
-    """A delta as it comes off the wire."""
-
-    def __init__(self, request_id: RequestId, position: int, finish_reason: int) -> None:
-        self.request_id: bytes = request_id
-        self.attempt = self.index = 0
-        self.position = position
-        self.token_ids = (7,)
-        self.logprobs: tuple[object, ...] = ()
-        self.finish_reason = finish_reason
+def _token(request_id: bytes, position: int, *, is_last: bool = False) -> link_pb2.TokenDelta:
+    reason = FINISH_REASON_LENGTH if is_last else FINISH_REASON_UNSPECIFIED
+    return link_pb2.TokenDelta(request_id=request_id, position=position, token_ids=[7], finish_reason=reason)
 
 
 def _core(policy: str, num_prefill: int, num_decode: int, max_num_seqs: int = 256) -> RouterCore:
@@ -90,13 +84,11 @@ def _life(commands: list[Command]) -> Iterator[StageReached | StepReported]:
         first = place.prefill or place.decode
         yield StageReached(first.link, request_id, attempt, Stage.PREFILL_STARTED, 0.0)
         prompt = Step(len(place.spec.token_ids), len(place.spec.token_ids) ** 2)
-        yield StepReported(first.link, [_Token(request_id, 0, 0)], prompt, 0.05)
+        yield StepReported(first.link, [_token(request_id, 0)], prompt, 0.05)
         yield StageReached(place.decode.link, request_id, attempt, Stage.COMMITTED, 0.0)
         for position in range(1, _OUTPUT_TOKENS):
-            reason = 2 if position == _OUTPUT_TOKENS - 1 else 0
-            yield StepReported(
-                place.decode.link, [_Token(request_id, position, reason)], Step(sequences=1, kv_tokens=500), 0.01
-            )
+            token = _token(request_id, position, is_last=position == _OUTPUT_TOKENS - 1)
+            yield StepReported(place.decode.link, [token], Step(sequences=1, kv_tokens=500), 0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +113,7 @@ def measure_steps(num_sequences: int, num_steps: int) -> StepSpeed:
     for position in range(num_steps + 1):
         report = link_pb2.StepReport(decode_sequences=num_sequences, elapsed_us=20_000)
         for spec in specs:
-            report.deltas.add(request_id=spec.request_id, position=position, token_ids=[7])
+            report.deltas.append(_token(spec.request_id, position))
         packed, link_id = link_pb2.AttachRequest(step=report).SerializeToString(), LinkId(1 if position == 0 else 2)
         start_s = process_time()
         events = worker_events(link_id, link_pb2.AttachRequest.FromString(packed))

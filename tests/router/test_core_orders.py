@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
-from router_driver import LENGTH, Delta, Driver
+from router_driver import LENGTH, Driver
 
+from pdserve.capacity.wires import Delta
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS

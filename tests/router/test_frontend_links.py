@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from router_driver import LENGTH, PROMPT, Delta, Driver
+from router_driver import LENGTH, PROMPT, Driver
 
+from pdserve.capacity.wires import Delta
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ProtocolError, Status
 from pdserve.ids import RequestId

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
-from router_driver import STOP, Delta, Driver
+from router_driver import STOP, Driver
 
+from pdserve.capacity.wires import Delta
 from pdserve.ids import Attempt, RequestId
 from pdserve.reports import Failure, ReportedLoad, Stage
 from pdserve.router.commands import CancelAttempt, Command, Finished, Move, Place, SequenceSpec

@@ -1,7 +1,8 @@
 """Log probabilities of a prompt reach the client once, in order, and before its first token."""
 
-from router_driver import LENGTH, Delta, Driver, placed_request, scored_of
+from router_driver import LENGTH, Driver, placed_request, scored_of
 
+from pdserve.capacity.wires import Delta
 from pdserve.errors import Status
 from pdserve.reports import Stage
 from pdserve.router.commands import Deliver, Refused

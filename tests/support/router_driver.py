@@ -1,9 +1,10 @@
 """The router's core with a hand on everything it hears."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from struct import pack
 
+from pdserve.capacity.wires import Delta
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
@@ -32,17 +33,6 @@ from pdserve.sampling import PromptLogprobs, SamplingParams
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 STOP, LENGTH = 1, 2
 PROMPT = (5, 6, 7)
-
-
-@dataclass(frozen=True)
-class Delta:
-    request_id: bytes
-    attempt: int
-    index: int
-    position: int
-    token_ids: tuple[int, ...]
-    finish_reason: int = 0
-    logprobs: tuple[object, ...] = ()
 
 
 def scored_of(request: RequestId, attempt: int, position: int, chosen: Sequence[float]) -> PromptScored:
