@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from pdserve.autoscaler.actuator import Actuator
+from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
 from pdserve.autoscaler.actuators import Actuator as Settings
 from pdserve.autoscaler.actuators import KubernetesActuator, ProcessActuator, RayActuator
 from pdserve.autoscaler.actuators import PublishActuator as PublishSettings
@@ -211,14 +211,32 @@ async def _beside(settings: Settings, actuator: Actuator, target: Target) -> "As
 
 
 async def end_all(policy_file: Path, target: Target) -> None:
-    """Let all replicas of a cluster drain and end, and wait until they have. ActuatorError where that cannot be."""
+    """Let all replicas of a cluster drain and end, and wait until they have. ActuatorError: none is reached."""
     policy = load(policy_file)
     async with connected(policy, target) as all_:
-        while held := await all_.observe():
-            for replica in held:
-                if replica.state is not State.DRAINING:
+        await end_replicas(all_)
+
+
+async def end_replicas(all_: Actuator) -> None:
+    """Ask all replicas to drain until none is left. Where no answer comes in time, others are asked, and it again."""
+    held: Sequence[Held] | None = None
+    while held is None or held:
+        with _logged():
+            held = await all_.observe()
+        for replica in held or ():
+            if replica.state is not State.DRAINING:
+                with _logged():
                     await all_.drain(replica.name)
-            await asyncio.sleep(END_CHECK_S)
+        await asyncio.sleep(END_CHECK_S)
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Log the failure of an order that is given again."""
+    try:
+        yield
+    except ActuatorError as error:
+        logger.warning("%s", error)
 
 
 def samples(loop: Loop, actuator: Actuator, beside: "InCluster | None" = None) -> Iterator[Sample]:

@@ -12,6 +12,7 @@ from pdserve.autoscaler.actuator import ActuatorError, Held
 from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.server import end_replicas
 from pdserve.demand import Demand
 from pdserve.errors import CommandError
 from pdserve.measure.warm_up import warm_up
@@ -263,3 +264,21 @@ async def test_a_broken_policy_changes_nothing_and_is_reported_once(tmp_path: Pa
     scene.platform.make_ready("decode-1")
     await scene.go_on(10)
     assert scene.platform.orders == ["add decode-1", "add decode-2"]
+
+
+class Slow(Platform):
+    """Answers the second time that it is asked to drain a replica, which ends at once."""
+
+    async def drain(self, name: str) -> None:
+        order = f"drain {name}"
+        self._take(order)
+        if self.orders.count(order) == 1:
+            raise ActuatorError(f"{order}: no answer")
+        del self.replicas[name]
+
+
+async def test_an_end_asks_all_replicas_though_one_does_not_answer_and_asks_again() -> None:
+    platform = Slow()
+    async with asyncio.timeout(20):
+        await end_replicas(platform)
+    assert platform.orders == ["drain prefill-0", "drain decode-0"] * 2
