@@ -109,8 +109,8 @@ class Caller:
     def __init__(self, cluster: LiveCluster) -> None:
         self._cluster = cluster
         state = cluster.state
-        pids = [cluster.process.pid, *(cluster.pid_of(process.name) for process in state.processes)]
-        self.addresses = sorted(join_address(host, int(port)) for pid in pids for host, port in listening(pid))
+        pids = [cluster.process.pid, *(process.pid for process in processes(cluster))]
+        self.addresses = sorted({join_address(host, int(port)) for pid in pids for host, port in listening(pid)})
         self.published: list[str] = []
         self._handoffs: list[tuple[str, bytes]] = []
         for worker in cluster.status().workers:
@@ -163,27 +163,28 @@ class Caller:
                 asking.poll(20)
 
 
-def usage(cluster: LiveCluster) -> dict[str, tuple[int, int, int]]:
-    """Return pid, bytes of memory and open files of each process."""
-    found = {}
-    for process in cluster.state.processes:
-        seen = psutil.Process(cluster.pid_of(process.name))
-        found[process.name] = (seen.pid, seen.memory_info().rss, seen.num_fds())
-    return found
+def processes(cluster: LiveCluster) -> list[psutil.Process]:
+    """Return all that the launcher has started, and what those have."""
+    return psutil.Process(cluster.process.pid).children(recursive=True)
 
 
-def assert_rests(cluster: LiveCluster, before: dict[str, tuple[int, int, int]]) -> None:
+def usage(cluster: LiveCluster) -> dict[int, tuple[int, int]]:
+    """Return bytes of memory and open files of each process, by pid."""
+    return {seen.pid: (seen.memory_info().rss, seen.num_fds()) for seen in processes(cluster)}
+
+
+def assert_rests(cluster: LiveCluster, before: dict[int, tuple[int, int]]) -> None:
     """Fail unless the same processes run, with hardly more memory, and soon as many open files."""
     deadline_s = time.monotonic() + 20
     while True:
         now = usage(cluster)
-        assert {name: seen[0] for name, seen in now.items()} == {name: seen[0] for name, seen in before.items()}
-        left = {name: (seen[2], before[name][2]) for name, seen in now.items() if seen[2] > before[name][2] + 4}
+        assert now.keys() == before.keys()
+        left = {pid: (seen[1], before[pid][1]) for pid, seen in now.items() if seen[1] > before[pid][1] + 4}
         if not left:
             break
         assert time.monotonic() < deadline_s, f"open files: {left}"
         time.sleep(0.2)
-    grown = {name: seen[1] - before[name][1] for name, seen in now.items()}
+    grown = {pid: seen[0] - before[pid][0] for pid, seen in now.items()}
     assert max(grown.values()) < GROWTH_BYTES, grown
 
 
@@ -191,7 +192,7 @@ def assert_rests(cluster: LiveCluster, before: dict[str, tuple[int, int, int]]) 
 def cluster(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveCluster]:
-    own = PUBLISHED if request.param == "plain" else ("--tls",)
+    own = PUBLISHED if request.param == "plain" else ("--tls", "--num-frontends", "2")
     with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *own) as plain:
         cluster = TlsCluster(plain) if request.param == "tls" else plain
         yield cluster
