@@ -37,7 +37,6 @@ from pdserve.router.hub import Hub
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.shell import Links, Shell
-from pdserve.rpc import running
 from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
@@ -94,6 +93,7 @@ async def run(
         ):
             watching = tasks.create_task(_report_health(shell, doors.changed), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
+            await server.start()  # after the doors: launchers take a cluster for ready by what is said here
             answers.start(lambda: hub.standing().is_ready)
             on_ready(Addresses(doors.public, internal, metrics, answers.address, doors.http, hub.ports))
             logger.info("workers on %s", internal)
@@ -115,10 +115,11 @@ def _doors(config: RouterConfig, model: ServedModel, hub: Hub, port_key: str) ->
 
 @asynccontextmanager
 async def _listening(config: RouterConfig, credentials: Credentials, server: grpc.aio.Server) -> AsyncIterator[str]:
-    """Run the internal server for the length of the block; yield its address."""
-    address = credentials.listen(server, config.internal_host, config.internal_port, "internal_port")
-    async with running(server, LAST_WORDS_S):
-        yield address
+    """Have the internal server's port for the length of the block; yield its address."""
+    try:
+        yield credentials.listen(server, config.internal_host, config.internal_port, "internal_port")
+    finally:
+        await server.stop(LAST_WORDS_S)
 
 
 def _internal_server(
