@@ -54,14 +54,13 @@ class Addresses:
     counted: Mapping[str, Connections]  # ports with TLS, by name
 
 
-async def serve(config: RouterConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what runs and return."""
+async def serve(config: RouterConfig) -> int:
+    """Serve until SIGTERM or SIGINT, then finish what runs; return the exit status."""
     model = await asyncio.to_thread(load_model, config)
     stop = asyncio.Event()
     with drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s + CLOSING_S):
         has_drained = await run(config, model, stop)
-    if not has_drained:
-        raise SystemExit(DRAIN_TIMED_OUT_STATUS)
+    return 0 if has_drained else DRAIN_TIMED_OUT_STATUS
 
 
 async def run(

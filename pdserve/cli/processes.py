@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -19,7 +19,7 @@ from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
 from pdserve.kubernetes.config import WatcherConfig
 from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
-from pdserve.signals import end_on_signals
+from pdserve.signals import end_on_signals, end_served
 from pdserve.telemetry import configure_logging
 from pdserve.worker.threads import thread_defaults
 
@@ -60,12 +60,9 @@ def worker(config: ConfigFile = None, **flags: object) -> None:
     settings = settings_of(WorkerConfig, config, flags)
     weights = settings.shared_weights_dir if settings.device != "cuda" else None
     with thread_defaults(os.environ, settings.num_threads, weights) as seat:
-        from pdserve.worker.ending import end_drained
-
         serve = _serving(settings)
 
     run_process(partial(serve, seat=seat), settings)
-    end_drained()
 
 
 def _serving(settings: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]:
@@ -98,18 +95,19 @@ def settings_of(cls: type[_Config], file: Path | None, flags: Mapping[str, objec
     return settings
 
 
-def run_process(serve: Callable[[_Config], Coroutine[Any, Any, None]], settings: _Config) -> None:
-    """Serve in this process until it ends; ConfigError where it refuses what it is to serve with."""
+def run_process(serve: Callable[[_Config], Coroutine[Any, Any, int | None]], settings: _Config) -> NoReturn:
+    """Serve in this process, then end it with the status returned; ConfigError where it refuses what it is to serve with."""
     import uvloop
 
     _allow_open_files()
     try:
-        uvloop.run(serve(settings))
+        status = uvloop.run(serve(settings)) or 0
     except ExceptionGroup as group:
         refusal = first_of(group, ConfigError)
         if refusal is None:
             raise
         raise refusal from group
+    end_served(status)
 
 
 def _allow_open_files() -> None:

@@ -1,7 +1,7 @@
-"""How a worker ends at once: one that must write into nobody's pages any more, and one that has drained.
+"""How a worker ends that must write into nobody's pages any more: at once.
 
 Without cleaning up: a thread that hangs cannot be ended, copies cannot be recalled, and only the end of the process
-stops them. One that has drained has closed all that it had open, and taking torch down would last a second.
+stops them.
 """
 
 import logging
@@ -17,9 +17,3 @@ DISMISSED_EXIT_STATUS = 77  # EX_NOPERM: this process is known to have ended, or
 def end_process(status: int, why: str) -> None:
     logger.critical("%s: this process ends", why)
     os._exit(status)
-
-
-def end_drained() -> None:
-    """End this process, which has nothing open any more."""
-    logging.shutdown()
-    os._exit(0)

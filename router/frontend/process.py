@@ -20,7 +20,7 @@ from pdserve.router.frontend.doors import open_doors
 from pdserve.router.frontend.prompts import ServedModel
 from pdserve.router.frontend.remote import Remote
 from pdserve.router.frontend.served import load_model
-from pdserve.signals import STOP_SIGNALS, die_with_parent
+from pdserve.signals import STOP_SIGNALS, die_with_parent, end_served
 from pdserve.telemetry import configure_logging
 
 ABANDONED_STATUS = 1
@@ -37,6 +37,7 @@ def main() -> None:
     configure_logging(f"frontend-{number}", config.log_level, config.log_format)
     with socket.socket(fileno=descriptor) as ours:
         uvloop.run(serve(config, load_model(config), ours))
+    end_served(0)
 
 
 async def serve(config: RouterConfig, model: ServedModel, ours: socket.socket) -> None:
