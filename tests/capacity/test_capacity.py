@@ -113,6 +113,7 @@ def test_no_rate_keeps_objectives_that_cannot_be_met() -> None:
     assert found.is_settled
 
 
+@pytest.mark.long
 def test_a_plan_is_never_below_the_best_colocated_cluster() -> None:
     question = Question(PROFILE, random_lengths(500, 300, 30, 6), OBJECTIVE, max_requests=500)
     found = plan(question, 2, 0.9, lambda *_: None)

@@ -37,7 +37,8 @@ def test_the_capacity_of_a_single_server_is_found() -> None:
     assert found.point.rate_per_gpu * STEP_S == pytest.approx(1.0, abs=0.08)
 
 
-@pytest.mark.parametrize("limit", [2.0, pytest.param(4.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("limit", [2.0, 4.0])
 def test_the_rate_at_which_a_single_server_keeps_its_attainment_is_found(limit: float) -> None:
     found = highest_rate(single_server(limit * STEP_S, 20_000), ONE_AT_A_TIME, "round_robin", 0.9)
     assert found.is_settled

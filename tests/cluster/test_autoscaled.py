@@ -37,7 +37,7 @@ pools:
 roleSwitch: {enabled: false, minDwell: 0s}
 actuator: {kind: process, timeout: 1s}
 """
-FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-workers", "3", "--num-pages", "600")
+FLAGS = ("--dtype", "float32", "--max-workers", "3", "--num-pages", "600")
 NUM_CLIENTS = 6
 BASE = {"prefill-0", "decode-0"}
 

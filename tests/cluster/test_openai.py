@@ -17,7 +17,7 @@ CAPITAL: Any = [{"role": "user", "content": "Name the capital of France."}]
 @pytest.fixture(scope="module")
 def cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with live_cluster(folder, smollm2, "--dtype", "float32", "--served-model-name", MODEL) as cluster:
+    with live_cluster(folder, smollm2, "--served-model-name", MODEL) as cluster:
         yield cluster
         cluster.wait_for(is_idle, 20)
 
@@ -58,7 +58,7 @@ def test_logprobs_of_a_prompt_and_its_answer_agree(client: openai.OpenAI) -> Non
     tokens, scored = again.logprobs.tokens or [], again.logprobs.token_logprobs or []
     assert tokens[-4:] == answer.logprobs.tokens
     assert scored[0] is None
-    assert scored[-4:] == pytest.approx(answer.logprobs.token_logprobs, abs=1e-3)
+    assert scored[-4:] == pytest.approx(answer.logprobs.token_logprobs, abs=0.05)
     assert "".join(tokens) == again.text
     offsets = again.logprobs.text_offset or []
     assert all(again.text[offset:].startswith(token) for offset, token in zip(offsets, tokens, strict=True))

@@ -81,7 +81,8 @@ def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
     """One prefill and one decode worker in bf16, with weights and seats of their own."""
     folder = tmp_path_factory.mktemp("pair")
     flags = ("--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
-    with live_cluster(folder, smollm2, *flags, "--shared-weights-dir", str(folder / "weights")) as cluster:
+    own = ("--shared-weights-dir", str(folder / "weights"))
+    with live_cluster(folder, smollm2, *flags, *own, has_seats=True) as cluster:
         yield cluster
 
 

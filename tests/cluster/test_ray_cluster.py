@@ -37,7 +37,7 @@ def incarnations(cluster: LiveCluster) -> dict[str, int]:
 def test_a_killed_actor_comes_back_with_its_worker_and_the_end_leaves_nothing(
     nodes: RayNodes, model: Path, tmp_path: Path
 ) -> None:
-    flags = ("--on", "ray", "--address", nodes.address, "--num-threads", "1", "--num-pages", "64")
+    flags = ("--on", "ray", "--address", nodes.address, "--num-pages", "64")
     with live_cluster(tmp_path, model, *flags) as cluster:
         answer = cluster.generate(greedy(PROMPT, 8)).tokens
         before, workers = incarnations(cluster), workers_of(nodes)

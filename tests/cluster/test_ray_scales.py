@@ -85,7 +85,7 @@ def test_workers_serve_without_the_control_service_which_then_has_their_actors_a
 def cluster_on(nodes: RayNodes, model: Path, folder: Path) -> Iterator[LiveCluster]:
     policy = folder / "policy.yaml"
     policy.write_text(POLICY.replace("ADDRESS", nodes.address))
-    flags = ("--on", "ray", "--policy", str(policy), "--dtype", "float32", "--num-threads", "1", "--num-pages", "600")
+    flags = ("--on", "ray", "--policy", str(policy), "--dtype", "float32", "--num-pages", "600")
     with live_cluster(folder, model, *flags) as cluster:
         yield cluster
 

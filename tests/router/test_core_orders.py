@@ -168,7 +168,7 @@ CLUSTERS = [("p0", "d0"), ("p0", "d0", "d1"), ("p0", "p1", "d0", "d1")]
 ALONE = [("d0",), ("d0", "d1")]  # where decode workers may compute prompts
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_request_ends_once_and_its_tokens_come_once_in_order(data: st.DataObject) -> None:
     local = data.draw(st.booleans())

@@ -228,7 +228,7 @@ ACTIONS = ("hear",) * 12 + ("compute",) * 6 + ("ask",) * 5 + ("commit", "admit")
 ACTIONS += ("arrive",) * 2 + ("die",) * 3 + ("fail", "drain", "stop", "leave", "wait")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_what_moves_is_delivered_once_and_ends_once(data: st.DataObject) -> None:
     world = World()

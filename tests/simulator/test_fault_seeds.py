@@ -19,12 +19,12 @@ def story(seed: int, num_requests: int = 200) -> str:
     return "\n".join((*outcome.story, outcome.violation)) if outcome.violation else ""
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_invariant_holds_whatever_goes_wrong(seed: int) -> None:
     assert not story(seed)
 
 
-@pytest.mark.parametrize("seed", [seed for seed in KEPT if seed >= 24])
+@pytest.mark.parametrize("seed", [seed for seed in KEPT if seed >= 12])
 def test_seeds_that_once_failed_pass(seed: int) -> None:
     assert not story(seed)
 

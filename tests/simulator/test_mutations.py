@@ -88,6 +88,13 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
 }
 
 
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_fits_what_it_breaks(name: str) -> None:
+    with MUTATIONS[name]():
+        pass
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in MUTATIONS if name not in BY_TEST or name in CAUGHT_AT])
 def test_the_simulator_catches(name: str) -> None:
     for seed in (CAUGHT_AT.get(name, 0), *range(MAX_SEEDS)):

@@ -160,13 +160,15 @@ def all_ready(count: int) -> Callable[[admin.ClusterStatus], bool]:
 
 
 @contextmanager
-def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster]:
+def live_cluster(folder: Path, model: Path, *flags: str, has_seats: bool = False) -> Iterator[LiveCluster]:
     """Run `pdserve up` for the length of the block; it must drain and leave nothing behind.
 
-    Unless the flags say otherwise, workers of a pool that are equally idle take turns: tests count on who meets whom.
+    Unless the flags say otherwise, workers of a pool that are equally idle take turns: tests count on who meets whom. And
+    each worker computes with one thread, unless it `has_seats`: clusters of several tests share few cores.
     """
+    threads = () if has_seats else ("--num-threads", "1")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), *ANY_PORT, *TAKE_TURNS, *flags]
+    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), *ANY_PORT, *TAKE_TURNS, *threads, *flags]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     cluster_logs.register(folder)
