@@ -96,7 +96,7 @@ def settings_of(cls: type[_Config], file: Path | None, flags: Mapping[str, objec
 
 
 def run_process(serve: Callable[[_Config], Coroutine[Any, Any, int | None]], settings: _Config) -> NoReturn:
-    """Serve in this process, then end it with the status returned; ConfigError where it refuses what it is to serve with."""
+    """Serve in this process, then end it with the status returned; ConfigError where it refuses what it is to serve."""
     import uvloop
 
     _allow_open_files()

@@ -41,6 +41,8 @@ FLAGS = ("--dtype", "float32", "--max-workers", "3", "--num-pages", "600")
 NUM_CLIENTS = 6
 BASE = {"prefill-0", "decode-0"}
 
+pytestmark = pytest.mark.long
+
 
 def policy_of(least: int, most: int = 2) -> str:
     return POLICY.replace("LEAST", str(least)).replace("MOST", str(most))

@@ -18,6 +18,8 @@ FREED_WITHIN_S = 5
 TRICKLE = Faults(bytes_per_s=5000, slice_bytes=100)  # some fifty tokens a second: a stream outlives what a test does
 MODEL_SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 8}
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:

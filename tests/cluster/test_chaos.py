@@ -14,6 +14,8 @@ from pdserve.measure.known_answers import Lengths, known_requests
 SEED = 7
 FLAGS = {"dtype": "float32", "num_threads": 1}
 
+pytestmark = pytest.mark.long
+
 
 def test_killed_workers_and_failed_copies_cost_no_client_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,9 @@ def transferring(status: admin.ClusterStatus) -> bool:
     return any(w.load.pages_granted > 0 for w in status.workers)
 
 
-@pytest.mark.parametrize("moment", [prefilling, transferring], ids=["mid-prefill", "mid-transfer"])
+@pytest.mark.parametrize(
+    "moment", [prefilling, pytest.param(transferring, marks=pytest.mark.long)], ids=["mid-prefill", "mid-transfer"]
+)
 def test_a_cancelled_prompt_frees_every_page(cluster: LiveCluster, oracle: PreTrainedModel, moment: object) -> None:
     others = Bystanders(cluster, oracle, max_tokens=300)
     call = cluster.start(greedy(prompt(4000), 50))
@@ -70,6 +72,7 @@ def test_a_cancelled_prompt_frees_every_page(cluster: LiveCluster, oracle: PreTr
     cluster.wait_for(is_idle, FREED_WITHIN_S)
 
 
+@pytest.mark.long
 def test_a_stream_cancelled_while_it_decodes_frees_every_page(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
     others = Bystanders(cluster, oracle, max_tokens=300)
     call = cluster.start(greedy(prompt(40), LONG))
@@ -124,6 +127,7 @@ def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
     cluster.wait_for(is_idle, FREED_WITHIN_S)
 
 
+@pytest.mark.long
 def test_a_request_waits_while_the_only_worker_of_a_pool_starts_again(model: Path, tmp_path: Path) -> None:
     with live_cluster(tmp_path, model, "--dtype", "float32") as small:
         small.signal("decode-0", signal.SIGKILL)

@@ -20,6 +20,8 @@ PREDICTS = {"placement": "goodput"}
 FIRST, ANSWER, SAID = 200, 400, 30  # tokens: of the first prompt, of its answer, and of what is said then
 MODEL_SHAPE = moving.MODEL_SHAPE
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:

@@ -106,7 +106,7 @@ LOSSES = [
     *((stage, "source", int(stage != "after the commit")) for stage in STAGES),
     *((stage, "target", 1) for stage in STAGES),
 ]
-LOST_IN_EACH_RUN = {("while pages are copied", "source"), ("after the commit", "target")}
+LOST_IN_EACH_RUN = {("after the commit", "target")}
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_a_role_that_cannot_be_is_refused_and_the_last_one_stays(cluster: WiredC
     assert role_of(cluster.status(), "decode-1")[0] == MIXED
 
 
+@pytest.mark.long
 def test_roles_flip_under_load_and_no_answer_notices(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
     asked = [prompt(30 + 20 * number, f"load {number}") for number in range(8)]
     flips = [

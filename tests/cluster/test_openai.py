@@ -13,6 +13,8 @@ from live_cluster import LiveCluster, is_idle, live_cluster
 MODEL = "smollm2-135m-instruct"
 CAPITAL: Any = [{"role": "user", "content": "Name the capital of France."}]
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:

@@ -70,7 +70,9 @@ def insist(running: subprocess.Popen[str], number: signal.Signals) -> int:
     return ends(running)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(ROUTER, marks=pytest.mark.long), PREFILL, UP])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(ROUTER, marks=pytest.mark.long), PREFILL, pytest.param(UP, marks=pytest.mark.long)]
+)
 def test_a_signal_while_the_model_loads_ends_the_process_which_has_not_started(
     kind: str, endless_model: Path, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_worker_of_another_layout_is_shown_and_not_used(cluster: WiredCluster,
     assert stranger.wait(30) == 0
 
 
+@pytest.mark.long
 def test_a_worker_of_another_protocol_is_shown_and_not_used_even_where_there_is_no_other(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:

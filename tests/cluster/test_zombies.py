@@ -13,6 +13,8 @@ from pdserve.worker.ending import DISMISSED_EXIT_STATUS
 
 NAME = "prefill-0"
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:

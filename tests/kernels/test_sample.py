@@ -167,7 +167,7 @@ def test_a_tiny_top_p_still_keeps_one_token() -> None:
     [
         RowParams(),
         pytest.param(RowParams(temperature=0.6, top_k=6, top_p=0.9), marks=pytest.mark.long),
-        RowParams(top_p=0.8, min_p=0.15),
+        pytest.param(RowParams(top_p=0.8, min_p=0.15), marks=pytest.mark.long),
     ],
 )
 def test_frequencies_pass_a_chi_square_test(row: RowParams) -> None:

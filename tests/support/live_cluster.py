@@ -163,8 +163,8 @@ def all_ready(count: int) -> Callable[[admin.ClusterStatus], bool]:
 def live_cluster(folder: Path, model: Path, *flags: str, has_seats: bool = False) -> Iterator[LiveCluster]:
     """Run `pdserve up` for the length of the block; it must drain and leave nothing behind.
 
-    Unless the flags say otherwise, workers of a pool that are equally idle take turns: tests count on who meets whom. And
-    each worker computes with one thread, unless it `has_seats`: clusters of several tests share few cores.
+    Unless the flags say otherwise, workers of a pool that are equally idle take turns: tests count on who meets whom.
+    Each worker computes with one thread, unless it `has_seats`: clusters of several tests share few cores.
     """
     threads = () if has_seats else ("--num-threads", "1")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}

@@ -60,7 +60,13 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+IN_EACH_RUN = "llama3"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == IN_EACH_RUN else pytest.mark.long) for name in FAMILIES],
+)
 def model(request: pytest.FixtureRequest) -> Model:
     return load(request.param)
 
