@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
+from pdserve.autoscaler.actuator import Actuator, ActuatorError
 from pdserve.autoscaler.actuators import Actuator as Settings
 from pdserve.autoscaler.actuators import KubernetesActuator, ProcessActuator, RayActuator
 from pdserve.autoscaler.actuators import PublishActuator as PublishSettings
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_CHECK_S = 0.5  # between two looks at replicas that end
+MOST_UNSEEN = 20  # looks in turn without an answer
 
 
 @dataclass(frozen=True)
@@ -218,15 +219,27 @@ async def end_all(policy_file: Path, target: Target) -> None:
 
 
 async def end_replicas(all_: Actuator) -> None:
-    """Ask all replicas to drain until none is left. Where no answer comes in time, others are asked, and it again."""
-    held: Sequence[Held] | None = None
-    while held is None or held:
-        with _logged():
+    """Ask all replicas to drain until none is left. Where no answer comes in time, others are asked, and it again.
+
+    ActuatorError: nobody says what there is, MOST_UNSEEN times in turn.
+    """
+    unseen = 0
+    while True:
+        try:
             held = await all_.observe()
-        for replica in held or ():
-            if replica.state is not State.DRAINING:
-                with _logged():
-                    await all_.drain(replica.name)
+        except ActuatorError as error:
+            unseen += 1
+            if unseen == MOST_UNSEEN:
+                raise
+            logger.warning("%s", error)
+        else:
+            if not held:
+                return
+            unseen = 0
+            for replica in held:
+                if replica.state is not State.DRAINING:
+                    with _logged():
+                        await all_.drain(replica.name)
         await asyncio.sleep(END_CHECK_S)
 
 

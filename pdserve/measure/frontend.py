@@ -92,10 +92,9 @@ class FrontendCost:
 
     name: str
     load: Load
-    cpu_s: float  # of the router's processes, a request
-    cpu_range_s: tuple[float, float]  # the same, of the runs with the least and the most
-    busiest_s: float  # CPU time of the one of them that took most, a request
-    messages: float  # a request
+    cpu_a_request_s: dict[str, float]  # of the router's processes: the median, least and most of all runs
+    busiest_a_request_s: float  # CPU time of the one of them that took most
+    messages_a_request: float
     requests_per_s: float
     ttft_s: Percentiles | None  # of the requests of all runs
 
@@ -241,10 +240,9 @@ def _cost(load: Load, runs: Sequence[Run]) -> FrontendCost:
     return FrontendCost(
         str(load),
         load,
-        cpu_s=median(cpu_s),
-        cpu_range_s=(min(cpu_s), max(cpu_s)),
-        busiest_s=median(run.each_s(max(run.spent_s.values())) for run in runs),
-        messages=median(run.seen.num_messages / run.seen.num_requests for run in runs),
+        cpu_a_request_s={"median": median(cpu_s), "least": min(cpu_s), "most": max(cpu_s)},
+        busiest_a_request_s=median(run.each_s(max(run.spent_s.values())) for run in runs),
+        messages_a_request=median(run.seen.num_messages / run.seen.num_requests for run in runs),
         requests_per_s=median(run.seen.num_requests / run.lasted_s for run in runs),
         ttft_s=percentiles(ttft_s for run in runs for ttft_s in run.seen.ttft_s),
     )
@@ -322,7 +320,7 @@ def gains(found: Sequence[FrontendCost]) -> Iterator[str]:
         base = by_load.get(replace(load, num_frontends=least))
         if base is None or base is each:
             continue
-        served, could = each.requests_per_s / base.requests_per_s, base.busiest_s / each.busiest_s
+        served, could = each.requests_per_s / base.requests_per_s, base.busiest_a_request_s / each.busiest_a_request_s
         yield (
             f"{load}: {served:.2f} x the requests of frontends: {least}; "
             f"by the CPU time of the busiest process {could:.2f} x"

@@ -122,8 +122,6 @@ def _rows(path: str, value: object) -> Iterator[tuple[str, str]]:
         case dict():
             for name, each in value.items():
                 yield from _rows(f"{path} {name}", each)
-        case [float() as low, float() as high]:
-            yield label, _numbers(path, low, high)
         case list():
             pass
         case bool() | None:

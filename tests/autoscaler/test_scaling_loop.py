@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pdserve.autoscaler import server
 from pdserve.autoscaler.actuator import ActuatorError, Held
 from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
@@ -282,3 +283,10 @@ async def test_an_end_asks_all_replicas_though_one_does_not_answer_and_asks_agai
     async with asyncio.timeout(20):
         await end_replicas(platform)
     assert platform.orders == ["drain prefill-0", "drain decode-0"] * 2
+
+
+async def test_an_end_gives_up_where_nobody_says_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "END_CHECK_S", 0)
+    async with asyncio.timeout(20):
+        with pytest.raises(ActuatorError, match="nobody answers"):
+            await end_replicas(Platform(is_silent=True))
