@@ -29,6 +29,7 @@ def overlap(one: Highest, other: Highest) -> bool:
     return one.at_least <= (other.below or float("inf")) and other.at_least <= (one.below or float("inf"))
 
 
+@pytest.mark.long
 def test_the_capacity_of_a_single_server_is_found() -> None:
     found = highest_rate(single_server(1e6, 6000), ONE_AT_A_TIME, "round_robin", 0.9)
     assert found.point is not None

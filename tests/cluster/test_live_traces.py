@@ -41,6 +41,7 @@ def within(span: Received, other: Received) -> bool:
     )
 
 
+@pytest.mark.long
 def test_a_trace_goes_through_all_processes_and_their_logs_name_it(tmp_path: Path, model: Path) -> None:
     request = greedy(range(5, 45), 12)
     request.traceparent = CLIENT.traceparent

@@ -53,7 +53,6 @@ def cells(result: object) -> dict[str, str]:
         ("free_after_s", None, ("free after", "-")),
         ("left_over", "", ("left over", "-")),
         ("keeps_up", False, ("keeps up", "no")),
-        ("interval", (0.25, 0.75), ("interval", "0.25 / 0.75")),
     ],
 )
 def test_a_row_is_named_after_its_field_and_shows_its_unit(field: str, value: object, row: tuple[str, str]) -> None:
