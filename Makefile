@@ -123,7 +123,7 @@ clean:
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # Pinned: a loose torch would bring gigabytes of CUDA to a machine without a GPU. Not compiled: that takes pip a minute for
-# all modules, of which a third is ever imported; these are compiled then, once.
+# all modules, of which most are never imported; the others are compiled then, once.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 $(BIN)/python:

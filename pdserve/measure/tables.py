@@ -98,7 +98,7 @@ class Comparison:
 
 
 def compared(results: Iterable[object], title: str = "") -> Comparison:
-    """Return one column a result, headed by its `name`, and one row a field, as in JSON. Longer lists are left out."""
+    """Return one column a result, headed by its `name`, and one row a field, as in JSON. Lists are left out."""
     columns = [dict(_rows("", _plain(each))) for each in results]
     names = [column.pop("name", "") for column in columns]
     rows = {row: [column.get(row, "-") for column in columns] for row in dict.fromkeys(chain(*columns))}
