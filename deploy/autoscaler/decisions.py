@@ -54,6 +54,7 @@ class Binds(StrEnum):
     PAGES = "pages"  # KV pages of decode workers
     BATCH = "batch"  # sequences that a decode worker runs at most
     WAITING = "waiting"  # what waits at this moment
+    LATE = "late starts"  # nobody serves, and what starts takes longer than a start does
     MIN = "minReplicas"
     MAX = "maxReplicas"
     BUDGET = "budget"

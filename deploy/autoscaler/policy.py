@@ -34,7 +34,8 @@ class _Goal:
     target: int
     binds: Binds
     refused: list[str]
-    is_forced: bool = False  # by its limits: windows and rates do not count
+    is_forced: bool = False  # by its limits, or as nobody serves: windows and rates do not count
+    is_rescue: bool = False  # nobody serves: by a flip alone, as what starts holds its devices
     action: Action | None = None
     is_given: bool = False  # an order, this time: its own, or a flip to the other pool
 
@@ -151,6 +152,8 @@ class Autoscaler:
         notes = supply.late(pool, self._late_s(pool), self._policy.pools.of(pool).drain_timeout_s)
         if size < limits.least:
             return _Goal(size, limits.least, Binds.MIN, notes, is_forced=True)
+        if self._has_failed(pool, supply, at_s):
+            return _Goal(size, min(size + 1, limits.most), Binds.LATE, notes, is_forced=True, is_rescue=True)
         if isinstance(plan, str):
             fallback = self._policy.pools.of(pool).fallback
             if self._num_stale >= fallback.failure_threshold and fallback.replicas is not None:
@@ -168,6 +171,11 @@ class Autoscaler:
         else:
             target = min(limits.most, grown)
         return _Goal(size, target, plan.binds[pool], [*notes, kept_from] if kept_from else notes)
+
+    def _has_failed(self, pool: Role, supply: Supply, at_s: float) -> bool:
+        """Return whether no replica of a pool serves, and each one that starts takes longer than a start does."""
+        startup_s = self._lives.startup_s(pool)
+        return all(r.state is State.STARTING and at_s - r.since_s > startup_s for r in supply.of(pool))
 
     @staticmethod
     def _urgency(pool: Role, goal: _Goal, plan: Plan | str) -> tuple[bool, float]:
@@ -189,6 +197,8 @@ class Autoscaler:
         if flip is not None:
             self._order(pool, flip, {pool: 1, other(pool): -1}, goals, at_s)
             return
+        if goal.is_rescue:
+            return
         used = supply.devices(besides=owed)
         if used + devices > self._policy.budget.max_devices:
             goal.refused.append(f"{used} of {self._policy.budget.max_devices} devices are held")
@@ -205,7 +215,9 @@ class Autoscaler:
         switch, theirs, goal = self._policy.role_switch, goals[giver], goals[pool]
         if not switch.enabled or self._num_stale:
             return None
-        needed = max(limits[giver].least, self._pacing[giver].needed(at_s))
+        needed = limits[giver].least
+        if not goal.is_rescue:
+            needed = max(needed, self._pacing[giver].needed(at_s))
         serving = [replica for replica in supply.of(giver) if replica.state is State.READY]
         if theirs.is_given or theirs.target > theirs.size or min(theirs.size, len(serving)) <= needed:
             return None

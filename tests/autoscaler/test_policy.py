@@ -203,6 +203,31 @@ def test_a_replica_changes_its_role_only_if_enough_others_serve() -> None:
     assert world.size(Role.PREFILL) > 1
 
 
+def test_a_pool_whose_only_worker_does_not_come_back_is_given_one_of_the_other_pool() -> None:
+    world = World(policy(budget={"max_devices": 3}), rate=12.0, answer=11).start(2, 1).go_on(100)
+    assert world.orders == []
+    world.replicas["decode-0"] = Replica("decode-0", Role.DECODE, State.STARTING, world.at_s)
+    world.startup_s = 300.0
+    world.go_on(30)
+    assert world.orders == []
+    world.go_on(5)
+    ((_, flip),) = world.orders
+    assert isinstance(flip, Flip)
+    assert flip.role is Role.DECODE
+    assert world.decisions[1].binds is Binds.LATE
+    world.go_on(300)
+    assert world.sizes == (2, 1)
+    assert len(world.replicas) <= 3
+
+
+def test_a_pool_whose_replicas_all_start_late_is_given_none_where_the_other_has_but_its_least() -> None:
+    world = World(policy(budget={"max_devices": 8})).start(1, 1).go_on(100)
+    world.replicas["decode-0"] = Replica("decode-0", Role.DECODE, State.STARTING, world.at_s)
+    world.startup_s = 300.0
+    world.go_on(200)
+    assert world.orders == []
+
+
 def test_a_drain_of_the_wrong_replica_is_not_ordered_twice() -> None:
     world = World(policy(role_switch={"enabled": False, "min_dwell_s": 20.0}), rate=2.0).start(1, 2)
     drains = []
