@@ -153,7 +153,7 @@ class Autoscaler:
         if size < limits.least:
             return _Goal(size, limits.least, Binds.MIN, notes, is_forced=True)
         if self._has_failed(pool, supply, at_s):
-            return _Goal(size, min(size + 1, limits.most), Binds.LATE, notes, is_forced=True, is_rescue=True)
+            return _Goal(size, max(size, min(size + 1, limits.most)), Binds.LATE, notes, is_forced=True, is_rescue=True)
         if isinstance(plan, str):
             fallback = self._policy.pools.of(pool).fallback
             if self._num_stale >= fallback.failure_threshold and fallback.replicas is not None:
