@@ -78,7 +78,6 @@ def num_quarantined(cluster: LiveCluster) -> int:
     return load_of(cluster.status(), DECODE).pages_quarantined
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_writer_that_thaws_spoils_no_stream_and_its_pages_come_back_only_then(
