@@ -168,7 +168,7 @@ class LocalCluster:
     def _announce(self, exit_: ChildExit) -> None:
         name, log = exit_.spec.name, self._supervisor.log_file(exit_.spec.name)
         if exit_.restart_in_s is None:
-            if not self._supervisor.is_stopping:
+            if not self._supervisor.is_stopping and exit_.spec.role != "autoscaler":  # that one was killed on purpose
                 self._listener.on_notice(f"{name} has ended with status {exit_.status} (log: {log})")
             return
         num_restarts = next(p.num_restarts for p in self._supervisor.processes if p.name == name)
