@@ -53,7 +53,7 @@ def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, asked: list[lis
     assert {p for p, _ in workers} == {"prefill-0", "prefill-1"}
     assert {d for _, d in workers} == {"decode-0", "decode-1"}
     cluster.wait_for(is_idle, 5)
-    status = cluster.wait_for(lambda status: sum(len(worker.pairs) for worker in status.workers) == 4, 5)
+    status = cluster.wait_for(lambda status: sum(len(worker.pairs) for worker in status.workers) == len(workers), 5)
     assert {pair.carrier for worker in status.workers for pair in worker.pairs} == {"not tcp"}
 
 
