@@ -22,7 +22,7 @@ from pdserve.router.request import Request, Sequence
 from pdserve.router.view import WorkerView
 from pdserve.values import value
 
-MAX_LEAVING = 4
+MAX_LEAVING = 8
 MAX_COMING = 8
 _AGAIN_S = 1.0  # between two moves of a continuation
 _LEAST_EXTRA_PAGES = 2

@@ -375,13 +375,13 @@ def test_what_is_about_to_end_stays() -> None:
 
 def test_all_that_decodes_on_a_draining_worker_moves_a_few_at_a_time_longest_first() -> None:
     d = Moves()
-    requests = [d.run_on_s(max_tokens=20 + 15 * number) for number in range(6)]
+    requests = [d.run_on_s(max_tokens=20 + 8 * number) for number in range(MAX_LEAVING + 2)]
     d.attach_t(max_num_seqs=16)
     d.post(DrainAsked(d.s))
     first = d.moves()
     assert [move.spec.request_id for move in first] == requests[:1:-1]
     assert len(first) == MAX_LEAVING
-    for request, follower in zip(requests[:3:-1], requests[1::-1], strict=True):
+    for request, follower in zip(requests[:-3:-1], requests[1::-1], strict=True):
         d.stage(d.t, request, Stage.COMMITTED, attempt=1)
         assert [move.spec.request_id for move in d.moves()] == [follower]
     for request in requests:
