@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -181,6 +182,7 @@ class ActorActuator:
             await asyncio.to_thread(connect, settings)
         except (OSError, RuntimeError, ValueError) as error:
             raise ActuatorError(f"Ray at {settings.address or 'its usual address'}: {error}") from error
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # Ray's native handler writes a stack trace
         try:
             yield cls(template, router, settings, num_devices)
         finally:

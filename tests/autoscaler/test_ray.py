@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import lone_process
 import psutil
 import pytest
 import ray
 from actuator_suite import ActuatorSuite, held
 from admin_stub import Router, serving
+from probing import health_flags, until_served
 from ray.exceptions import RayError
 from ray_nodes import RayNodes, end_node, ray_head
 
@@ -21,9 +23,9 @@ from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.ray import ActorActuator, Ledger, connect
 from pdserve.launch import plan as plan_module
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.folder import write_secret
+from pdserve.launch.folder import ClusterState, write_secret
 from pdserve.launch.owner import OwnedWorker
-from pdserve.launch.plan import ClusterSpec, Wiring, WorkerTemplate
+from pdserve.launch.plan import PDSERVE, ClusterSpec, Wiring, WorkerTemplate, flag_arguments
 from pdserve.roles import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # Ray takes long to start
@@ -31,6 +33,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]  # Ray takes long to start
 SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
 DEAF = (sys.executable, "-I", "-c", "import signal; signal.pthread_sigmask(0, {15}); print(1); signal.pause()")
 DEVICES = dict.fromkeys(Role, 1)
+POLICY = """
+apiVersion: pdserve/v1alpha1
+kind: AutoscalingPolicy
+objectives: {ttftMs: 60000, tpotMs: 60000}
+budget: {maxDevices: 2}
+pools:
+  prefill: {maxReplicas: 1, startup: 1s}
+  decode: {maxReplicas: 1, startup: 1s}
+actuator: {kind: ray, address: ADDRESS, resourcesPerDevice: {CPU: 1}}
+"""
 
 
 def _is_deaf(pid: int) -> bool:
@@ -215,3 +227,30 @@ async def test_a_worker_that_refuses_its_flags_is_not_started_again_and_leaves_w
             assert (await held(stage))["decode-1"].state is not State.READY
     await stage.actuator.drain("decode-1")
     await stage.until_gone("decode-1")
+
+
+def test_a_signal_ends_an_autoscaler_on_ray_without_a_stack_trace(nodes: RayNodes, tmp_path: Path) -> None:
+    folder = tmp_path / "pdserve" / "c"
+    folder.mkdir(parents=True)
+    wiring = Wiring(public_port=1, internal_port=1, secret_file=write_secret(folder))  # where no router answers
+    state = ClusterState(
+        name="c",
+        supervisor_pid=os.getpid(),
+        endpoint=wiring.router,
+        admin=wiring.router,
+        secret_file=wiring.secret_file,
+        model="m",
+        ready=True,
+        processes=(),
+        elsewhere=WorkerTemplate(ClusterSpec("m", "m", name="c"), wiring),
+    )
+    (folder / "state.json").write_text(state.model_dump_json())
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(POLICY.replace("ADDRESS", nodes.address))
+    flags = {"name": "c", "policy": policy, **health_flags()}
+    with lone_process.process([*PDSERVE, "autoscale", "run", *flag_arguments(flags)], tmp_path) as running:
+        until_served(flags["health_port"], ["live", "started", "ready"])
+        running.send_signal(signal.SIGTERM)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert "SIGTERM received" not in said, said
