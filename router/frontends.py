@@ -107,6 +107,7 @@ class Frontends:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Return once all doors are open; raises CommandError in a task where a frontend ends before."""
+        self._count()
         opened = [asyncio.get_running_loop().create_future() for _ in range(self._config.num_frontends)]
         self._kept = [
             tasks.create_task(self._keep(number, first), name=f"frontend {number}")

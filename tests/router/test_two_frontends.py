@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from frontend_owners import frontends, own_ports, owner, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from probing import health_flags, served
 from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, collect, model_folder, text_of, tokens_of
 from scraping import scrape, snapshot
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -22,10 +24,18 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from pdserve.errors import ConfigError
 from pdserve.launch.authority import Authority
+from pdserve.launch.folder import free_port
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.router.frontend.api_keys import new_key
 
+# A frontend that begins once somebody has opened the pipe of its number, and closed it.
+GATED = """
+import sys
+open(f"{sys.argv.pop(1)}/{sys.argv[2]}").read()
+from pdserve.router.frontend.process import main
+main()
+"""
 NUM_OF_EACH = 8  # connections, so that each frontend has some
 
 pytestmark = pytest.mark.slow
@@ -130,6 +140,38 @@ async def not_serving(side: Side) -> None:
     async for state in health_pb2_grpc.HealthStub(side.channel).Watch(health_pb2.HealthCheckRequest()):
         if state.status == health_pb2.HealthCheckResponse.NOT_SERVING:
             return
+
+
+async def test_a_router_says_nothing_of_being_ready_until_the_doors_of_all_frontends_are_open(
+    start_router: StartRouter, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = [tmp_path / "0", tmp_path / "1"]
+    for gate in gates:
+        os.mkfifo(gate)
+    monkeypatch.setattr("pdserve.router.frontends.COMMAND", (sys.executable, "-P", "-c", GATED, str(tmp_path)))
+    ports = {key: free_port("127.0.0.1") for key in ("port", "internal_port", "metrics_port")} | health_flags()
+
+    def address(key: str) -> str:
+        return f"127.0.0.1:{ports[key]}"
+
+    async def open_doors() -> None:
+        await asyncio.to_thread(gates[0].write_text, "")
+        async with grpc.aio.insecure_channel(address("port")) as public:
+            await public.channel_ready()
+        async with grpc.aio.insecure_channel(address("internal_port")) as internal:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(internal.channel_ready(), 1)
+        assert await asyncio.to_thread(served, ports["health_port"]) == ["live"]
+        assert (await asyncio.to_thread(scrape, address("metrics_port"))).value("pdserve_frontends") == 1
+        await asyncio.to_thread(gates[1].write_text, "")
+
+    async with asyncio.TaskGroup() as tasks:
+        opening = tasks.create_task(open_doors())
+        router = await start_router(model=str(model), served_model_name=MODEL, num_frontends=2, **ports)
+        assert opening.done()
+    assert (await asyncio.to_thread(scrape, address("metrics_port"))).value("pdserve_frontends") == 2
+    await router.pair()
+    assert await asyncio.to_thread(served, ports["health_port"]) == ["live", "started", "ready"]
 
 
 async def test_each_frontend_shows_the_live_page_of_the_router(start_router: StartRouter, model: Path) -> None:
