@@ -140,18 +140,6 @@ def frontend(
     show(json_file, {"runs": found, "core": core}, compared(found, title), core_text, *gains(found))
 
 
-def handoff(
-    tcp: Annotated[bool, typer.Option("--tcp", help="Let UCX use TCP alone.")] = False,
-    json_file: JsonFile = None,
-) -> None:
-    """Write pages from one process into another with NIXL, and show what each page costs."""
-    from pdserve.measure.handoff import measure_handoff
-    from pdserve.measure.tables import compared
-
-    found = measure_handoff(tcp=tcp)
-    show(json_file, {"runs": found}, compared(found, "pages x bytes; times are of each page"))
-
-
 def profile(
     output: Annotated[Path, typer.Argument(help="File to write, YAML.", callback=writable("OUTPUT"))],
     name: ClusterName = "default",

@@ -88,7 +88,6 @@ def test_json_goes_to_a_file_beside_the_table(pdserve: Command, tmp_path: Path) 
     ("plan", "--gpus", "1"),
     ("bench", "load", "--workload", "1x2x3"),
     ("bench", "router"),
-    ("bench", "handoff"),
     ("bench", "accuracy", "no-model"),
     ("bench", "overload", "no-model"),
     ("bench", "simulator", "no-model"),

@@ -1,11 +1,11 @@
 """The benchmark copies between two real processes and reports what each page cost."""
 
-from pdserve.measure.handoff import measure
+from handoff_cost import measure
 
 
 def test_the_benchmark_reports_the_cost_of_a_page_for_each_number_of_pages() -> None:
     costs = measure(4096, [1, 40], repeats=3, tcp=False)
-    assert [(cost.page_bytes, cost.num_pages) for cost in costs] == [(4096, 1), (4096, 40)]
+    assert [cost.name for cost in costs] == ["1 x 4096", "40 x 4096"]
     for cost in costs:
         assert 0 < cost.post_us < cost.landed_us
         assert 0 < cost.digest_us < cost.landed_us
