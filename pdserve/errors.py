@@ -105,7 +105,6 @@ EXTRAS = {  # by the name that is imported
     "zmq": "worker",
     "ray": "ray",
     "lightkube": "kubernetes",
-    "matplotlib": "plots",
 }
 
 

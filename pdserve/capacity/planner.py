@@ -14,11 +14,10 @@ estimate decides, and the result has the rates between which the answer lies for
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
-from pathlib import Path
 
 from pdserve.capacity.long_run import MOST_GROWTH, Point, Question, measure
 from pdserve.capacity.shape import Shape
-from pdserve.measure.tables import Comparison, compared
+from pdserve.measure.plots import Line, Plot, plot
 from pdserve.perfmodel.profile import Profile
 
 PRECISION = 0.04  # of the rate
@@ -216,12 +215,8 @@ def _binds(question: Question, best: Point) -> str:
     return f"{text.get(missed, missed)} ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"
 
 
-def table(points: Sequence[Point], title: str) -> Comparison:
-    """Return one column a point; its name says the cluster, the policy and the rate."""
-    return compared([_figures(point) for point in points], title)
-
-
-def _figures(point: Point) -> dict[str, object]:
+def figures(point: Point) -> dict[str, object]:
+    """Return a point as tables have it; its name says the cluster, the policy and the rate."""
     fields = {"name": point.name, **asdict(point)}
     del fields["shape"], fields["policy"]  # the name says them
     if point.attainment_interval == (0.0, 1.0):  # no request is known to count
@@ -244,8 +239,8 @@ def results(points: Sequence[Point], title: str, found: Sequence[Highest] = ()) 
     return {"title": title, "points": list(points), "known": known}
 
 
-def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Comparison, tuple[str, ...]]:
-    """Return a plan as results, as a table beside the best colocated cluster, and what is to be said of it."""
+def plan_report(plan: Plan, num_gpus: int) -> tuple[list[Point], str, tuple[str, ...]]:
+    """Return a plan's cluster, beside it the best colocated one, a title, and what is to be said of it."""
     points = [plan.best] + ([plan.colocated] if plan.colocated and plan.colocated is not plan.best else [])
     title = f"{plan.best.shape}: {plan.best.rate_per_gpu * num_gpus:.1f} requests/s on {num_gpus} GPUs"
     notes = (
@@ -253,26 +248,15 @@ def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Compariso
         f"{plan.num_tried} clusters tried. What binds: {plan.binds}.",
         f"It takes {plan.kv_share:.0%} of the KV pages that fit.",
     )
-    return results(points, title, [plan.known]), table(points, title), notes
+    return points, title, notes
 
 
-def plot(points: Sequence[Point], title: str, wanted: float, path: Path) -> None:
-    """Draw attainment over the rate, a line for each cluster and policy."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
-
-    figure = Figure(figsize=(7, 4.2))
-    axes = figure.add_subplot()
-    lines: dict[str, list[Point]] = {}
-    for point in points:
-        lines.setdefault(f"{point.shape}, {point.policy}", []).append(point)
-    for name, line in lines.items():
-        ordered = sorted(line, key=lambda point: point.rate_per_gpu)
-        axes.plot([p.rate_per_gpu for p in ordered], [100 * p.attainment for p in ordered], marker="o", label=name)
-    axes.axhline(100 * wanted, linestyle=":", color="grey")
-    axes.set_xlabel("requests per second and GPU")
-    axes.set_ylabel("requests within both objectives, %")
-    axes.set_ylim(0, 102)
-    axes.set_title(title)
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+def chart(points: Sequence[Point], wanted: float) -> Plot:
+    """Return attainment over the rate, a line for each cluster and policy."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for point in sorted(points, key=lambda point: point.rate_per_gpu):
+        lines.setdefault(f"{point.shape}, {point.policy}", []).append((point.rate_per_gpu, 100 * point.attainment))
+    highest = max(point.rate_per_gpu for point in points)
+    drawn = [*map(Line, lines, lines.values()), Line("wanted", [(0.0, 100 * wanted), (highest, 100 * wanted)])]
+    labels = "requests per second and GPU", "% of requests within both objectives"
+    return plot("Attainment", labels, drawn, y_end=100.0, has_marks=True)

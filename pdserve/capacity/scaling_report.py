@@ -1,21 +1,17 @@
-"""What came of scaled pools: figures, a plot over time, and the log of decisions."""
+"""What came of scaled pools: figures, plots over time, and the log of decisions."""
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import Sizes
 from pdserve.capacity.scaling import Scaled
 from pdserve.measure.outcomes import Objective
+from pdserve.measure.plots import Line, Plot, plot, stepped
 from pdserve.measure.summary import percentiles
 from pdserve.measure.workload import Workload
 from pdserve.roles import POOLS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _BIN_S = 60.0
 
@@ -82,64 +78,43 @@ def attained_over_time(run: Scaled, objective: Objective) -> list[tuple[float, f
     return [((place + 0.5) * _BIN_S, good / count) for place, (count, good) in enumerate(bins) if count]
 
 
-def plot(runs: Sequence[Scaled], workload: Workload, objective: Objective, title: str, path: Path) -> None:
-    """Draw demand, the first run's replicas, and attainment and refusals of all runs, over time."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
-
-    figure = Figure(figsize=(9, 9))
-    demand, replicas, attained, refused = figure.subplots(4, 1, sharex=True)
-    _plot_demand(demand, workload)
-    _plot_replicas(replicas, runs)
-    for run in runs:
-        shares = attained_over_time(run, objective)
-        attained.plot([at_s / 60 for at_s, _ in shares], [100 * share for _, share in shares], label=run.name)
-        _plot_refused(refused, run)
-    attained.set_ylabel("within both, %")
-    attained.set_ylim(top=100.5)
-    attained.legend(fontsize="x-small")
-    refused.set_ylabel("refused / s")
-    refused.set_xlabel("minutes")
-    demand.set_title(title, fontsize="medium")
-    for axes in (demand, replicas, attained, refused):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+def charts(runs: Sequence[Scaled], workload: Workload, objective: Objective) -> list[Plot]:
+    """Return demand, the first run's replicas, and attainment and refusals of all runs, over time."""
+    tokens = ((each.at_s, each.prompt_tokens + each.output_tokens) for each in workload.arrivals)
+    sent = Line("sent", _each_second((each.at_s, 1) for each in workload.arrivals))
+    attained = [(run.name, attained_over_time(run, objective)) for run in runs]
+    within = [Line(name, [(at_s / 60, 100 * share) for at_s, share in shares]) for name, shares in attained]
+    refused = [Line(run.name, _each_second((each.sent_s, each.is_refused) for each in run.outcomes)) for run in runs]
+    return [
+        plot("Requests", ("minutes", "requests per second"), [sent]),
+        plot("Tokens", ("minutes", "tokens per second"), [Line("prompts and answers", _each_second(tokens))]),
+        plot("Replicas", ("minutes", "replicas"), _replicas(runs)),
+        plot("Within both objectives", ("minutes", "% of requests"), within, y_end=100.0),
+        plot("Refused", ("minutes", "requests per second"), refused),
+    ]
 
 
-def _plot_demand(axes: "Axes", workload: Workload) -> None:
-    requests, tokens = dict[int, float](), dict[int, float]()
-    for each in workload.arrivals:
-        place = int(each.at_s / _BIN_S)
-        requests[place] = requests.get(place, 0) + 1 / _BIN_S
-        tokens[place] = tokens.get(place, 0) + (each.prompt_tokens + each.output_tokens) / _BIN_S / 1000
-    minutes = sorted(requests)
-    axes.plot([place + 0.5 for place in minutes], [requests[place] for place in minutes], color="black")
-    axes.set_ylabel("requests / s")
-    other = axes.twinx()
-    other.plot([place + 0.5 for place in minutes], [tokens[place] for place in minutes], color="grey", linestyle=":")
-    other.set_ylabel("thousand tokens / s", color="grey")
+def _each_second(counts: Iterable[tuple[float, int]]) -> list[tuple[float, float]]:
+    """Return the middle of each minute, in minutes, and what was counted in a second of it."""
+    sums = Counter[int]()
+    for at_s, count in counts:
+        sums[int(at_s / _BIN_S)] += count
+    return [((place + 0.5) * _BIN_S / 60, sums[place] / _BIN_S) for place in range(max(sums, default=-1) + 1)]
 
 
-def _plot_replicas(axes: "Axes", runs: Sequence[Scaled]) -> None:
-    """Draw what serves, and shade what is paid for beside."""
-    first = runs[0]
-    for role, color in zip(POOLS, ("tab:orange", "tab:blue"), strict=True):
-        minutes = [each.at_s / 60 for each in first.sizes] + [first.span_s / 60]
-        ready, paid = (
-            [each.count(role, State.READY) for each in first.sizes],
-            [each.count(role) for each in first.sizes],
+def _replicas(runs: Sequence[Scaled]) -> list[Line]:
+    """Return the replicas of each pool of the first run that serve and that are paid for, and those of the others."""
+    first, lines = runs[0], list[Line]()
+    for role in POOLS:
+        lines.append(
+            _over_time(f"{role}, {first.name}", first, [each.count(role, State.READY) for each in first.sizes])
         )
-        axes.step(minutes, [*ready, ready[-1]], where="post", color=color, label=f"{role}, {first.name}")
-        axes.fill_between(minutes, [*ready, ready[-1]], [*paid, paid[-1]], step="post", color=color, alpha=0.25)
-    for run, style in zip(runs[1:], (":", "--", "-."), strict=False):
-        minutes = [each.at_s / 60 for each in run.sizes] + [run.span_s / 60]
-        paid = [sum(each.count(role) for role in POOLS) for each in run.sizes]
-        axes.step(minutes, [*paid, paid[-1]], where="post", color="grey", linestyle=style, label=f"both, {run.name}")
-    axes.set_ylabel("replicas")
-    axes.legend(fontsize="x-small")
+        lines.append(_over_time(f"{role}, paid for", first, [each.count(role) for each in first.sizes]))
+    for run in runs[1:]:
+        lines.append(_over_time(f"both, {run.name}", run, [sum(map(each.count, POOLS)) for each in run.sizes]))
+    return lines
 
 
-def _plot_refused(axes: "Axes", run: Scaled) -> None:
-    counts = [0] * (int(run.span_s / _BIN_S) + 1)
-    for outcome in run.outcomes:
-        counts[int(outcome.sent_s / _BIN_S)] += outcome.is_refused
-    axes.plot([place + 0.5 for place in range(len(counts))], [count / _BIN_S for count in counts], label=run.name)
+def _over_time(name: str, run: Scaled, counts: Sequence[int]) -> Line:
+    points = [(each.at_s / 60, count) for each, count in zip(run.sizes, counts, strict=True)]
+    return Line(name, stepped([*points, (run.span_s / 60, counts[-1])]))

@@ -62,7 +62,6 @@ def load(
     from pdserve.errors import ConfigError
     from pdserve.measure.client import Sampling
     from pdserve.measure.load import Load, door_notes, measure_load
-    from pdserve.measure.tables import compared
 
     rates = [checked_rate(rate) for rate in request_rate] if request_rate else [None]
     read = [sizes.read(text) for text in (*(workload or ()), *(more or ()))]
@@ -75,7 +74,7 @@ def load(
     runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, sampling, rounds)))
     summaries = [each.summary for each in runs]
     notes = [f"goodput counts requests that ended well ({goal})", *door_notes(runs)]
-    show(json_file, {"objective": goal, "runs": summaries}, compared(summaries), *notes)
+    show(json_file, summaries, "", *notes, results={"objective": goal, "runs": summaries})
     if html is not None:
         from pdserve.measure.html_report import write_report
 
@@ -92,11 +91,10 @@ def router(
 ) -> None:
     """Measure decisions per second of one core, for each policy, without network or engine."""
     from pdserve.measure.router_speed import measure_policies
-    from pdserve.measure.tables import compared
 
     found = measure_policies(prefill, decode, num_prompts, input_len)
     title = f"{prefill} + {decode} workers, {num_prompts} requests of {input_len} tokens"
-    show(json_file, {"runs": found}, compared(found, title))
+    show(json_file, found, title)
 
 
 def frontend(
@@ -122,7 +120,6 @@ def frontend(
 
     from pdserve.measure.frontend import Load, gains, measure_frontend
     from pdserve.measure.router_speed import measure_steps
-    from pdserve.measure.tables import compared
 
     kinds = product(
         step_ms or (20.0, 2.0), named_doors(door or ["grpc", "http"]), streams or (64, 256), output_len or (64, 8)
@@ -136,8 +133,8 @@ def frontend(
     core = measure_steps(num_sequences=256, num_steps=64)
     title = f"Prompts of {prompt_words} words"
     times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"
-    core_text = f"a step of 256 sequences: {times}"
-    show(json_file, {"runs": found, "core": core}, compared(found, title), core_text, *gains(found))
+    notes = f"a step of 256 sequences: {times}", *gains(found)
+    show(json_file, found, title, *notes, results={"runs": found, "core": core})
 
 
 def profile(

@@ -8,7 +8,7 @@ import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, checked_rate, objective
-from pdserve.cli.results import JsonFile, PlotFile, report, show, writable
+from pdserve.cli.results import HtmlFile, JsonFile, report, show, writable
 from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def simulate(
         ),
     ] = None,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    html: HtmlFile = None,
     log_file: Annotated[
         Path | None, typer.Option("--log", help="Write the decisions there, a line each.", callback=writable("--log"))
     ] = None,
@@ -64,7 +64,6 @@ def simulate(
     from pdserve.autoscaler.loading import load
     from pdserve.capacity import scaling_report
     from pdserve.capacity.versus import checked, simulate_all
-    from pdserve.measure.tables import compared
 
     rivals = checked(versus or ())
     wanted, requests = load(policy), _requests(trace, sizes, window, rate_scale)
@@ -76,9 +75,12 @@ def simulate(
     starts = " and ".join(f"{each_s:g}" for each_s in scene.startup_s.values())
     title = f"{requests.name}, {len(requests.arrivals)} requests; {scene.objective}; start-up {starts} s"
     results = [scaling_report.result(each, wanted, scene.objective) for each in runs]
-    show(json_file, {"title": title, "runs": results}, compared(results, title))
-    if plot is not None:
-        scaling_report.plot(runs, requests, scene.objective, title, plot)
+    table = show(json_file, results, title, results={"title": title, "runs": results})
+    if html is not None:
+        from pdserve.measure.html_report import write_page
+
+        charts = scaling_report.charts(runs, requests, scene.objective)
+        write_page(html, "A policy simulated", title, table, charts)
     if log_file is not None:
         log_file.write_text("".join(f"{line}\n" for line in scaling_report.log(runs[0])), encoding="utf-8")
 
@@ -188,7 +190,7 @@ def sim(
     attainment: Attainment = 0.9,
     poisson: Poisson = False,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
     from rich.console import Console
@@ -220,9 +222,12 @@ def sim(
     notes = [f"{name}: {planner.rate_note(each)}" for name, each in zip(names, found, strict=False)]
     if not points:
         raise CommandError(f"no rate is known to keep {attainment:.0%} within {goodput}: {'; '.join(notes)}")
-    show(json_file, planner.results(points, title, found), planner.table(points, title), *notes)
-    if plot is not None:
-        planner.plot(points, title, attainment, plot)
+    results = planner.results(points, title, found)
+    table = show(json_file, map(planner.figures, points), title, *notes, results=results)
+    if html is not None:
+        from pdserve.measure.html_report import write_page
+
+        write_page(html, "Attainment", title, table, [planner.chart(points, attainment)])
 
 
 @grouped_flags
@@ -252,8 +257,9 @@ def plan(
             f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {goodput} at any rate, "
             f"by {sizes.num_prompts} requests at each (--num-prompts)"
         )
-    results, table, notes = planner.plan_report(found, gpus)
-    show(json_file, results, table, *notes)
+    points, title, notes = planner.plan_report(found, gpus)
+    results = planner.results(points, title, [found.known])
+    show(json_file, map(planner.figures, points), title, *notes, results=results)
 
 
 def _question(workload: str, goodput: str, profile: Path | None, sizes: Sizes, *, poisson: bool) -> "Question":

@@ -20,7 +20,7 @@ from pdserve.cli.options import (
     checked_rate,
     objective,
 )
-from pdserve.cli.results import JsonFile, PlotFile, fail_unless_right, report, run, show, writable
+from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show, writable
 from pdserve.errors import CommandError
 
 if TYPE_CHECKING:
@@ -110,9 +110,7 @@ def simulator(
 
 
 def _show(json_file: Path | None, found: "Findings") -> None:
-    from pdserve.measure.tables import compared
-
-    show(json_file, found, compared(found.runs, found.title))
+    show(json_file, found.runs, found.title, results=found)
     fail_unless_right(found.runs)
 
 
@@ -140,7 +138,6 @@ def chaos(
     from rich.console import Console
 
     from pdserve.measure.chaos import ChaosTrial, FaultPlan, failures, run_chaos
-    from pdserve.measure.tables import compared
 
     spec = own.spec("chaos", mover=mover)
     faulty = own.spec("chaos", mover=mover, test_fail_copies=fail_copies or None)
@@ -151,7 +148,7 @@ def chaos(
     requests = known.requests(spec.model, own.dtype)
     verdicts = [run(run_chaos(trial, requests, Console(stderr=True))) for trial in trials]
     results = [verdict.result for verdict in verdicts]
-    show(json_file, {"runs": results}, compared(results), *failures(verdicts))
+    show(json_file, results, "", *failures(verdicts))
     if not all(verdict.is_clean for verdict in verdicts):
         raise CommandError("not every request was answered as it had to be, or pages were not given back")
 
@@ -172,11 +169,10 @@ def cancel(
     Shows how long each pool held anything of them, as the router's status says.
     """
     from pdserve.measure.cancel import CancelPlan, measure_cancels
-    from pdserve.measure.tables import compared
 
     spec = own.spec("cancel", max_num_batched_tokens=64)
     found = run(measure_cancels(spec, CancelPlan(count, input_len, output_len, seed)))
-    show(json_file, {"runs": found}, compared(found))
+    show(json_file, found)
 
 
 @grouped_flags
@@ -203,7 +199,6 @@ def moves(
     """
     from pdserve.measure.moves import MovesTrial, run_moves
     from pdserve.measure.operations import OperationsPlan
-    from pdserve.measure.tables import compared
 
     spec = own.spec("moves", max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None)
     spec = replace(spec, max_workers=spec.num_workers + 1)
@@ -211,7 +206,7 @@ def moves(
     requests = known.requests(spec.model, own.dtype)
     verdict = run(run_moves(MovesTrial(spec, load, calibration, operations), requests, report))
     wrong = [*verdict.tally.wrong_examples, *(f"{n} x {error}" for error, n in verdict.tally.errors.items())]
-    show(json_file, verdict.result, compared([verdict.result]), *wrong, *verdict.record.refused)
+    show(json_file, [verdict.result], "", *wrong, *verdict.record.refused, results=verdict.result)
     if not verdict.is_clean:
         raise CommandError("not all of it was done, or not every answer was right, or pages were not given back")
 
@@ -232,14 +227,13 @@ def drain(
     Compares how soon it leaves with the time that the pages of its answers take.
     """
     from pdserve.measure.drains import measure_drain
-    from pdserve.measure.tables import compared
 
     pages = answers * (2 + (known.input_len + known.output_len) // 16)
     own = OwnCluster(model, decode=2, num_threads=1, dtype=dtype)
     spec = own.spec("drain", max_num_seqs=max(64, answers), num_pages=pages)
     requests = known.requests(spec.model, dtype, are_answers_equal=True)
     found = run(measure_drain(spec, requests, answers, begun, report))
-    show(json_file, found, compared([found]), *found.failed)
+    show(json_file, [found], "", *found.failed, results=found)
     if found.failed or found.left_over:
         raise CommandError("an answer was not as it had to be, or pages were not given back")
 
@@ -256,13 +250,12 @@ def conversation(
 ) -> None:
     """Hold conversations whose earlier answers are fetched from the decode worker, cached, or computed again."""
     from pdserve.measure import conversation as conversations
-    from pdserve.measure.tables import compared
 
     plan = conversations.ConversationPlan(turns, input_len, output_len, repeats, seed)
     found = run(conversations.measure_conversations(own.spec("conversation"), plan, report))
     medians = conversations.medians(found)
-    table = compared(medians, "medians of conversations of each kind")
-    show(json_file, {**asdict(found), "runs": medians}, table, *conversations.conversation_notes(found))
+    title, notes = "medians of conversations of each kind", conversations.conversation_notes(found)
+    show(json_file, medians, title, *notes, results={**asdict(found), "runs": medians})
 
 
 @grouped_flags
@@ -280,7 +273,7 @@ def scale(
     dtype: Dtype = "float32",
     num_threads: Threads = None,
     json_file: JsonFile = None,
-    plot_file: PlotFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Let a local cluster scale under a load that rises, turns from prompts to answers, and falls.
 
@@ -290,7 +283,6 @@ def scale(
     from pdserve.autoscaler.process import sizes_at_start
     from pdserve.measure import scale as scaling
     from pdserve.measure.outcomes import Objective
-    from pdserve.measure.tables import compared
 
     objectives, sizes = load(policy).objectives, sizes_at_start(policy)
     own = OwnCluster(model, sizes.prefill, sizes.decode, num_threads, dtype)
@@ -307,10 +299,15 @@ def scale(
     report("computing the right answers")
     found = run(scaling.measure_scale(spec, plan, scaling.known(plan, spec.model, dtype), report))
     results = scaling.phase_results(found)
-    results_of_all = {"runs": results, "moments": found.moments, "decisions": found.decisions}
-    show(json_file, results_of_all, compared(results, f"{seconds:g} s each; {goal}"), *scaling.orders(found))
-    if plot_file is not None:
-        scaling.plot(found, plot_file)
+    title, all_ = (
+        f"{seconds:g} s each; {goal}",
+        {"runs": results, "moments": found.moments, "decisions": found.decisions},
+    )
+    table = show(json_file, results, title, *scaling.orders(found), results=all_)
+    if html is not None:
+        from pdserve.measure.html_report import write_page
+
+        write_page(html, "A policy followed", title, table, scaling.charts(found))
     ended = [outcome for outcomes in found.outcomes for outcome in outcomes]
     if any(outcome.wrong or (outcome.status != "OK" and not outcome.is_refused) for outcome in ended):
         raise CommandError("not every request was answered with the right tokens, or refused")

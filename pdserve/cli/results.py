@@ -5,7 +5,6 @@ Whether a file can be written is tried before the work begins.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -15,6 +14,7 @@ from pdserve.errors import CommandError, ConfigError, Status
 
 if TYPE_CHECKING:
     from pdserve.measure.summary import Summary
+    from pdserve.measure.tables import Comparison
 
 Result = TypeVar("Result")
 
@@ -58,28 +58,26 @@ HtmlFile = Annotated[
 ]
 
 
-def _plottable(path: Path | None) -> Path | None:
-    if path is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--plot: needs matplotlib: pip install 'pdserve[plots]'")
-    return writable("--plot")(path)
+def show(
+    json_file: Path | None, runs: Iterable[object], title: str = "", *notes: str, results: object = None
+) -> "Comparison":
+    """Print runs side by side, and notes below; write the results to the file as JSON, by default the runs.
 
+    For standard output, print the JSON alone. Returns the table.
+    """
+    from pdserve.measure.tables import as_json, compared, output
 
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw a PNG there.", callback=_plottable)]
-
-
-def show(json_file: Path | None, results: object, *shown: object) -> None:
-    """Print what is shown and write the results to the file as JSON; for standard output, print that alone."""
-    from pdserve.measure.tables import as_json, output
-
-    text = as_json(results)
+    runs = list(runs)
+    table, text = compared(runs, title), as_json({"runs": runs} if results is None else results)
     if json_file == STANDARD_OUTPUT:
         typer.echo(text, nl=False)
-        return
+        return table
     console = output()
-    for each in shown:
+    for each in (table, *notes):
         console.print(each)
     if json_file is not None:
         json_file.write_text(text, encoding="utf-8")
+    return table
 
 
 def fail_unless_right(runs: "Iterable[Summary]") -> None:

@@ -1,4 +1,4 @@
-"""A report of load runs: one HTML file, readable offline, in dark and light, without scripts."""
+"""Reports of measurements: one HTML file each, readable offline, in dark and light, without scripts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -14,7 +14,7 @@ from pdserve.measure.load import Run
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.plots import Bar, Line, Plot, Timeline, plot, shares, timeline
 from pdserve.measure.summary import Summary
-from pdserve.measure.tables import compared
+from pdserve.measure.tables import Comparison, compared
 from pdserve.reports import Stage
 from pdserve.router.timeline import parts
 
@@ -22,20 +22,25 @@ MAX_ROWS = 60  # of a timeline
 _TEMPLATES = Path(__file__).parent / "static"
 
 
-def write_report(path: Path, title: str, runs: Sequence[Run], objective: Objective) -> None:
+def write_page(
+    path: Path, title: str, note: str, table: Comparison, charts: Sequence[Plot], timelines: Sequence[Timeline] = ()
+) -> None:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
+    made = f"pdserve {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     page = environment.get_template("report.html").render(
-        title=title,
-        objective=str(objective),
-        made=f"pdserve {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        table=compared(run.summary for run in runs),
-        charts=[*_over_rate(runs), *_distributions(runs)],
-        timelines=[timeline for run in runs for timeline in _timelines(run)],
-        plots=plots,
+        title=title, note=note, made=made, table=table, charts=charts, timelines=timelines, plots=plots
     )
     path.write_text(page, encoding="utf-8")
+
+
+def write_report(path: Path, title: str, runs: Sequence[Run], objective: Objective) -> None:
+    """Write a report of load runs, with where the time of their requests went."""
+    charts = [*_over_rate(runs), *_distributions(runs)]
+    timelines = [timeline for run in runs for timeline in _timelines(run)]
+    note = f"Goodput counts requests that ended well ({objective})"
+    write_page(path, title, note, compared(run.summary for run in runs), charts, timelines)
 
 
 def _distributions(runs: Sequence[Run]) -> list[Plot]:
@@ -47,7 +52,7 @@ def _distributions(runs: Sequence[Run]) -> list[Plot]:
     for title, time_of in times:
         seen = [[1e3 * time for each in run.outcomes if (time := time_of(each)) is not None] for run in runs]
         lines = [Line(run.summary.name, shares(values)) for run, values in zip(runs, seen, strict=True)]
-        charts.append(plot(title, ("ms", "% of requests"), lines, y_end=100.0, has_marks=False))
+        charts.append(plot(title, ("ms", "% of requests"), lines, y_end=100.0))
     return charts
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import floor, log10
 
 WIDTH, HEIGHT = 640, 300
@@ -72,7 +73,9 @@ def timeline(title: str, label: str, rows: Sequence[tuple[str, Sequence[Bar]]]) 
     return Timeline(title, axis, rows, list(dict.fromkeys(name for name, *_ in bars)))
 
 
-def plot(title: str, labels: tuple[str, str], lines: Sequence[Line], *, y_end: float = 0.0, has_marks: bool) -> Plot:
+def plot(
+    title: str, labels: tuple[str, str], lines: Sequence[Line], *, y_end: float = 0.0, has_marks: bool = False
+) -> Plot:
     x_end = max((x for line in lines for x, _ in line.points), default=0.0)
     highest = max((y for line in lines for _, y in line.points), default=0.0)
     x = Axis(labels[0], x_end, WIDTH - LEFT - RIGHT)
@@ -86,3 +89,9 @@ def shares(values: Iterable[float]) -> list[tuple[float, float]]:
     step = max(1, last // _MAX_POINTS)
     picked = [*range(step, last, step), last] if ordered else []
     return [(ordered[count - 1], 100.0 * count / len(ordered)) for count in picked]
+
+
+def stepped(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the corners of a line that keeps the value of each point until the next one."""
+    corners = [((x, before), (x, y)) for (_, before), (x, y) in pairwise(points)]
+    return [*points[:1], *(corner for both in corners for corner in both)]

@@ -7,7 +7,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from pdserve.autoscaler.journal import read_record
 from pdserve.clock import MonotonicClock
@@ -18,6 +17,7 @@ from pdserve.measure.client import Timed, new_tenant
 from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
 from pdserve.measure.live import Report, started
 from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.plots import Line, Plot, plot
 from pdserve.measure.summary import summarize
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -155,22 +155,9 @@ def orders(found: ScaleFindings) -> list[str]:
     return [f"{at_s:6.1f} s  {text}" for at_s, text in found.decisions if ": hold" not in text]
 
 
-def plot(found: ScaleFindings, path: Path) -> None:
-    """Draw the replicas that serve and the requests under way over time, with the phases' names."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
-
-    figure = Figure(figsize=(8, 4.6))
-    above, below = figure.subplots(2, 1, sharex=True)
-    at_s = [each.at_s for each in found.moments]
-    for role in POOLS:
-        above.step(at_s, [each.ready[role] for each in found.moments], where="post", label=f"{role} replicas")
-    below.plot(at_s, [each.num_active + each.num_held for each in found.moments], label="requests under way")
-    for number, phase in enumerate(found.plan.phases):
-        above.axvline(number * found.plan.seconds, linestyle=":", color="grey")
-        above.annotate(phase.name, (number * found.plan.seconds, above.get_ylim()[1]), fontsize="small")
-    for axes in (above, below):
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-    below.set_xlabel("seconds")
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+def charts(found: ScaleFindings) -> list[Plot]:
+    """Return the replicas that serve and the requests under way, over time."""
+    label, moments = f"seconds: {', '.join(phase.name for phase in found.plan.phases)}", found.moments
+    replicas = [Line(f"{role} replicas", [(each.at_s, each.ready[role]) for each in moments]) for role in POOLS]
+    under_way = Line("requests under way", [(each.at_s, each.num_active + each.num_held) for each in moments])
+    return [plot("Replicas that serve", (label, "replicas"), replicas), plot("Load", (label, "requests"), [under_way])]

@@ -1,7 +1,6 @@
 """The capacity simulator: leaps, workloads, measures, plans."""
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -140,14 +139,28 @@ def test_no_colocated_cluster_sustains_more_than_the_plan(name: str) -> None:
             assert alone is None or alone.rate_per_gpu <= found.best.rate_per_gpu * SEARCHED_TO
 
 
-def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:
+def test_a_report_names_cluster_policy_and_rate() -> None:
     question = Question(PROFILE, random_lengths(30, 100, 10, 0), OBJECTIVE)
     point = measure(question, Shape(1, 1), "goodput", 2.0)
     text = as_json(planner.results([point], "title"))
     assert '"policy": "goodput"' in text
-    assert planner.table([point], "title").runs == ["1 x tp1 prefill + 1 x tp1 decode, goodput, 2.00/s a GPU"]
-    planner.plot([point], "title", 0.9, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert planner.figures(point)["name"] == "1 x tp1 prefill + 1 x tp1 decode, goodput, 2.00/s a GPU"
+
+
+def test_attainment_is_drawn_over_the_rate_for_each_cluster_and_policy() -> None:
+    question = Question(PROFILE, random_lengths(30, 100, 10, 0), OBJECTIVE)
+    points = [
+        measure(question, Shape(1, 1), policy, rate)
+        for policy, rate in (("goodput", 3.0), ("goodput", 2.0), ("round_robin", 2.0))
+    ]
+    drawn = {line.name: list(line.points) for line in planner.chart(points, 0.9).lines}
+    assert list(drawn) == [
+        "1 x tp1 prefill + 1 x tp1 decode, goodput",
+        "1 x tp1 prefill + 1 x tp1 decode, round_robin",
+        "wanted",
+    ]
+    assert [rate for rate, _ in drawn["1 x tp1 prefill + 1 x tp1 decode, goodput"]] == [2.0, 3.0]
+    assert drawn["wanted"] == [(0.0, 90.0), (3.0, 90.0)]
 
 
 def test_the_router_benchmark_places_and_ends_every_request() -> None:

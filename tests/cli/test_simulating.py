@@ -37,7 +37,7 @@ def test_a_simulated_policy_stands_beside_its_rivals(pdserve: Command, files: Pa
     paths = str(files / "policy.yaml"), "--trace", str(files / "trace.json"), "--log", str(files / "log.txt")
     flags = "--startup", "5s", "--rate-scale", "4", "--slow", "1.5@20-30", "--decode", "2"
     rivals = "--versus", "hpa", "--versus", "planner"
-    ended = pdserve("autoscale", "simulate", *paths, *flags, *rivals, "--json", "-")
+    ended = pdserve("autoscale", "simulate", *paths, *flags, *rivals, "--json", "-", "--html", str(files / "a.html"))
     assert (ended.returncode, ended.stderr.splitlines()) == (0, ["policy", "hpa", "planner"])
     runs = json.loads(ended.stdout)["runs"]
     assert [run["name"] for run in runs] == ["policy", "HPA, queue and KV usage", "planner rules"]
@@ -47,6 +47,11 @@ def test_a_simulated_policy_stands_beside_its_rivals(pdserve: Command, files: Pa
         assert run["cost"] >= 2 * run["device_hours"]
         assert run["sizes"][0]["ready decode"] == 2
     assert (files / "log.txt").read_text().splitlines() == runs[0]["decisions"]
+    page = (files / "a.html").read_text(encoding="utf-8")
+    for title in ("Requests", "Tokens", "Replicas", "Within both objectives", "Refused"):
+        assert f"<h3>{title}</h3>" in page
+    assert "decode, paid for" in page
+    assert "both, planner rules" in page
 
 
 def test_the_trace_that_a_policy_is_warmed_up_with_is_read(pdserve: Command, files: Path) -> None:

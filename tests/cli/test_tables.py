@@ -1,7 +1,6 @@
 """Tables fit where they are printed, and never cut a header."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -137,13 +136,18 @@ def test_what_too_few_requests_cannot_tell_is_said_in_one_line(pdserve: Command)
     assert "not settled at any rate; --num-prompts allows more" in ended.stderr
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_runs(
-    pdserve: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_report_has_the_table_and_the_plot_and_is_refused_before_anything_runs(
+    pdserve: Command, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    ended = pdserve(*SIM, "--plot", str(tmp_path / "plot.png"))
+    assert pdserve(*SIM, "--html", str(tmp_path / "report.html")).returncode == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "rate per gpu" in text
+    assert "<h3>Attainment</h3>" in text
+    assert "Where the time of requests went" not in text
+    path = tmp_path / "nowhere" / "report.html"
+    ended = pdserve(*SIM, "--html", str(path))
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "pdserve: --plot: needs matplotlib: pip install 'pdserve[plots]'\n"
+    assert ended.stderr == f"pdserve: --html: cannot write {path}: No such file or directory\n"
 
 
 def test_a_trace_that_is_not_there_is_named_once(pdserve: Command) -> None:

@@ -296,7 +296,7 @@ def violations(page: Page) -> list[str]:
 
 @pytest.mark.skipif(PICTURES is None, reason="make test-page renews the pictures")
 def test_pictures(opened: Open, cluster: LiveCluster) -> None:
-    from PIL import Image  # noqa: PLC0415 - matplotlib's, which only pictures need
+    from PIL import Image  # noqa: PLC0415 - which only pictures need
 
     with Traffic(cluster):
         page = opened()

@@ -10,7 +10,7 @@ from pdserve.measure.client import Door
 from pdserve.measure.html_report import write_report
 from pdserve.measure.load import Run
 from pdserve.measure.outcomes import ANY, OK, Objective, Outcome
-from pdserve.measure.plots import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Line, plot, shares, timeline
+from pdserve.measure.plots import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Line, plot, shares, stepped, timeline
 
 STAGES = ("received", "tokenized", "admitted", "placed", "prefill_queued", "prefill_started", "prefill_done")
 
@@ -114,3 +114,8 @@ def test_a_timeline_names_each_part_once() -> None:
     made = timeline("t", "ms", [("r", [("a", 0.0, 1.0), ("b", 1.0, 3.0)]), ("q", [("a", 0.0, 2.0)])])
     assert made.names == ["a", "b"]
     assert made.x.end == 3.0
+
+
+def test_a_stepped_line_keeps_each_value_until_the_next() -> None:
+    assert stepped([(0.0, 1.0), (5.0, 2.0), (8.0, 2.0)]) == [(0.0, 1.0), (5.0, 1.0), (5.0, 2.0), (8.0, 2.0), (8.0, 2.0)]
+    assert stepped([]) == []

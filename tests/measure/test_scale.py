@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pdserve.measure.known_answers import KnownRequest
 from pdserve.measure.outcomes import OK, Objective, Outcome
-from pdserve.measure.scale import Moment, ScaleFindings, ScalePlan, arrivals, orders, phase_results, phases
+from pdserve.measure.scale import Moment, ScaleFindings, ScalePlan, arrivals, charts, orders, phase_results, phases
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
 
@@ -36,3 +36,7 @@ def test_a_phase_has_what_its_clients_saw_and_the_replicas_that_served_and_order
     assert (quiet["prefill_replicas"], quiet["decode_replicas"]) == (1.0, 1.5)
     assert quiet["failures"] == {"WRONG": 1, "RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1}
     assert orders(found) == ["   2.0 s  decode: add decode-1; 1 of 2 replicas"]
+    assert [list(line.points) for line in charts(found)[0].lines] == [
+        [(1, 1), (99, 1), (150, 1)],
+        [(1, 1), (99, 2), (150, 2)],
+    ]
