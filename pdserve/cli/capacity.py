@@ -8,7 +8,7 @@ import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, checked_rate, objective
-from pdserve.cli.results import HtmlFile, JsonFile, report, show, writable
+from pdserve.cli.results import HtmlFile, JsonFile, draw, report, show, writable
 from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
@@ -76,11 +76,7 @@ def simulate(
     title = f"{requests.name}, {len(requests.arrivals)} requests; {scene.objective}; start-up {starts} s"
     results = [scaling_report.result(each, wanted, scene.objective) for each in runs]
     table = show(json_file, results, title, results={"title": title, "runs": results})
-    if html is not None:
-        from pdserve.measure.html_report import write_page
-
-        charts = scaling_report.charts(runs, requests, scene.objective)
-        write_page(html, "A policy simulated", title, table, charts)
+    draw(html, "A policy simulated", title, table, scaling_report.charts(runs, requests, scene.objective))
     if log_file is not None:
         log_file.write_text("".join(f"{line}\n" for line in scaling_report.log(runs[0])), encoding="utf-8")
 
@@ -224,10 +220,7 @@ def sim(
         raise CommandError(f"no rate is known to keep {attainment:.0%} within {goodput}: {'; '.join(notes)}")
     results = planner.results(points, title, found)
     table = show(json_file, map(planner.figures, points), title, *notes, results=results)
-    if html is not None:
-        from pdserve.measure.html_report import write_page
-
-        write_page(html, "Attainment", title, table, [planner.chart(points, attainment)])
+    draw(html, "Attainment", title, table, [planner.chart(points, attainment)])
 
 
 @grouped_flags

@@ -20,7 +20,7 @@ from pdserve.cli.options import (
     checked_rate,
     objective,
 )
-from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show, writable
+from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
 from pdserve.errors import CommandError
 
 if TYPE_CHECKING:
@@ -304,10 +304,7 @@ def scale(
         {"runs": results, "moments": found.moments, "decisions": found.decisions},
     )
     table = show(json_file, results, title, *scaling.orders(found), results=all_)
-    if html is not None:
-        from pdserve.measure.html_report import write_page
-
-        write_page(html, "A policy followed", title, table, scaling.charts(found))
+    draw(html, "A policy followed", title, table, scaling.charts(found))
     ended = [outcome for outcomes in found.outcomes for outcome in outcomes]
     if any(outcome.wrong or (outcome.status != "OK" and not outcome.is_refused) for outcome in ended):
         raise CommandError("not every request was answered with the right tokens, or refused")

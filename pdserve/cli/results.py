@@ -4,7 +4,7 @@ Whether a file can be written is tried before the work begins.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -13,6 +13,7 @@ import typer
 from pdserve.errors import CommandError, ConfigError, Status
 
 if TYPE_CHECKING:
+    from pdserve.measure.plots import Plot
     from pdserve.measure.summary import Summary
     from pdserve.measure.tables import Comparison
 
@@ -78,6 +79,14 @@ def show(
     if json_file is not None:
         json_file.write_text(text, encoding="utf-8")
     return table
+
+
+def draw(html: Path | None, title: str, note: str, table: "Comparison", charts: "Sequence[Plot]") -> None:
+    """Write a report with a table and its plots, where one is wanted."""
+    from pdserve.measure.html_report import write_page
+
+    if html is not None:
+        write_page(html, title, note, table, charts)
 
 
 def fail_unless_right(runs: "Iterable[Summary]") -> None:
