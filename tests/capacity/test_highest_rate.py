@@ -7,6 +7,7 @@ from pdserve.capacity.long_run import Question, measure
 from pdserve.capacity.planner import Highest, highest_rate
 from pdserve.capacity.shape import Shape
 from pdserve.measure.outcomes import Objective
+from pdserve.measure.tables import compared
 from pdserve.measure.workload import Arrival, Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from tests.capacity.test_steady import attainment_of
@@ -80,6 +81,6 @@ def test_what_too_few_requests_cannot_tell_is_not_settled() -> None:
     assert highest_rate(question, Shape(2, 2), "goodput", 0.9) == Highest(None, 0.0, None)
     point = measure(question, Shape(2, 2), "goodput", 5.0)
     assert point.is_settled is False
-    shown = dict(planner.table([point], "title").rows)
+    shown = dict(compared([planner.figures(point)]).rows)
     unknown = ("attainment", "goodput per gpu", "refused", "missed", "keeps up")
     assert [shown[row] for row in unknown] == [["-"]] * len(unknown)
