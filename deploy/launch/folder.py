@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -20,6 +21,7 @@ from pdserve.rpc import read_secret
 
 CERTIFICATES = "certificates"
 RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
+_QUIET_PORTS = range(20_000, 32_768)  # below those that Linux, macOS and Windows take for connections
 
 
 class ProcessState(BaseModel):
@@ -172,8 +174,11 @@ def claimed_port(host: str, wanted: int | None, preferred: int, flag: str = "--r
 
 
 def free_port(host: str, flag: str = "--host") -> int:
-    """Return a port that is free now. ConfigError names the flag of a host where none is."""
-    port = _bindable(host, 0)
+    """Return a port that is free now. ConfigError names the flag of a host where none is.
+
+    It is none of those that the system gives to connections and to whoever asks for any, for nobody listens there yet.
+    """
+    port = next((port for port in random.sample(_QUIET_PORTS, 16) if _bindable(host, port)), None)
     if port is None:
         raise ConfigError(f"{flag}: nothing can listen on {host}")
     return port

@@ -308,6 +308,12 @@ async def test_a_port_in_use_is_refused_when_asked_for_and_passed_over_when_pref
             assert port not in (0, taken)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell it elsewhere")
+def test_a_free_port_is_none_that_the_system_gives_to_connections() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split())
+    assert all(not first <= free_port(HOST) <= last for _ in range(20))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="claims are names that only Linux has")
 def test_a_port_is_one_clusters_before_its_router_listens_and_anybodys_after_its_end() -> None:
     free = free_port(HOST)
