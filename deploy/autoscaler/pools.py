@@ -81,7 +81,7 @@ class ScaleDown(ScalingRules):
     """Limits of shrinking."""
 
     stabilization_window_seconds: Window = Field(
-        default=120.0,
+        default=300.0,
         description="Time over which wanted sizes are looked at together: a pool shrinks only to the greatest of them.",
     )
     policies: RateLimits = Field(

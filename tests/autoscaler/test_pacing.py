@@ -35,9 +35,9 @@ def test_a_pool_grows_to_the_least_size_of_the_window() -> None:
 
 def test_a_pool_does_not_shrink_before_its_demand_was_watched_for_a_window() -> None:
     pool = pacing(begun_s=0.0)
-    pool.want(exactly(1), 119.0)
-    assert pool.shrunk(4, 119.0)[0] == 4
-    assert pool.shrunk(4, 120.0)[0] == 1
+    pool.want(exactly(1), 299.0)
+    assert pool.shrunk(4, 299.0)[0] == 4
+    assert pool.shrunk(4, 300.0)[0] == 1
 
 
 @pytest.mark.parametrize(("select", "allowed"), [("Max", 6), ("Min", 3), ("Disabled", 2)])

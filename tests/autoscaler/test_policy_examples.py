@@ -97,7 +97,7 @@ NIGHT = {"daysOfWeek": ["Fri"], "start": "22:00", "end": "06:00", "minReplicas":
         (
             {"behavior": {"scaleDown": {"tolerance": 0.25}}},
             {},
-            "done for all of 2m, with 25% more demand, by at most 100%",
+            "done for all of 5m, with 25% more demand, by at most 100%",
         ),
         ({}, {}, "Without fresh metrics it keeps its size."),
         ({"fallback": {"replicas": 2}}, {}, "and after 15s grows to 2 if it is smaller."),

@@ -36,10 +36,10 @@ def test_other_durations_are_refused(given: object) -> None:
         policy_of(startup=given)
 
 
-def test_what_is_not_given_of_a_behavior_is_as_in_hpa_but_for_the_window_of_scale_down() -> None:
+def test_what_is_not_given_of_a_behavior_is_as_in_hpa() -> None:
     behavior = policy_of(behavior={"scaleDown": {"selectPolicy": "Min"}}).pools.prefill.behavior
     assert behavior.scale_up.stabilization_window_seconds == 0
-    assert behavior.scale_down.stabilization_window_seconds == 120
+    assert behavior.scale_down.stabilization_window_seconds == 300
     assert [(each.type, each.value, each.period_seconds) for each in behavior.scale_up.policies] == [
         ("Pods", 4, 15),
         ("Percent", 100, 15),
