@@ -17,6 +17,7 @@ Flags = Mapping[str, object]
 ProcessRole = Role | Literal["router", "autoscaler"]
 WORKER_ROLES = tuple(Role)
 WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")  # a log file is called so
+MAX_CHILDREN = 1024  # workers with which a cluster begins on this machine; more are a typing error
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
 # -P: the working folder is not searched for modules; ours has some with other packages' names.
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
@@ -62,9 +63,7 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         for key in self.worker_flags.keys() - WorkerConfig.model_fields.keys():
             raise ConfigError(f"--{key.replace('_', '-')}: no worker has such a setting")
-        for key, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
-            if number < 0 or (number == 0 and self.num_mixed < 1):
-                raise ConfigError(f"--{key}: {number} is refused: at least one worker is needed, or a mixed one")
+        self._check_counts()
         for key in PUBLISHED:
             for endpoint in {str(self.flags_of(role).get(key, "")) for role in WORKER_ROLES}:
                 if endpoint.startswith("tcp://") and not endpoint.endswith((":*", ":0")):
@@ -72,8 +71,15 @@ class ClusterSpec:
                     raise ConfigError(f"--{key.replace('_', '-')}: {text}")
         if self.tls and self.elsewhere:
             raise ConfigError("--tls: workers on other machines would need certificates there")
+
+    def _check_counts(self) -> None:
+        for key, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+            if number < 0 or (number == 0 and self.num_mixed < 1):
+                raise ConfigError(f"--{key}: {number} is refused: at least one worker is needed, or a mixed one")
         if self.num_mixed < 0:
             raise ConfigError(f"--mixed: {self.num_mixed} is refused: none is 0")
+        if self.num_workers > MAX_CHILDREN and not self.elsewhere:
+            raise ConfigError(f"{self.num_workers} workers are over the limit of {MAX_CHILDREN} on one machine")
         if self.max_workers is not None and self.max_workers < self.num_workers:
             raise ConfigError(f"--max-workers: {self.max_workers} is refused: {self.num_workers} are started")
 

@@ -90,7 +90,7 @@ class TextDelta:
 class OutputText:
     """Text of one sequence. After a stop string or `finish`, it takes no more."""
 
-    __slots__ = ("_detokenizer", "_has_stops", "_min_tokens", "_num_tokens", "_stops")
+    __slots__ = ("_detokenizer", "_has_stops", "_includes_stop", "_min_tokens", "_num_tokens", "_stops")
 
     def __init__(
         self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int = 0, *, includes_stop: bool = False
@@ -98,16 +98,22 @@ class OutputText:
         """No stop string ends the text within its first `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self._has_stops = bool(stops)
+        self._includes_stop = includes_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._stops = StopMatcher(stops, includes_stop=includes_stop)
 
-    def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Take a step's tokens; the one that completes a stop string is the last that counts."""
+    def push(self, token_ids: Sequence[int], *, ends_in_stop_token: bool = False) -> TextDelta:
+        """Take a step's tokens; the one that completes a stop string is the last that counts.
+
+        ends_in_stop_token: the last of them ended the sequence. It counts, and like a stop string is left out of the
+        text.
+        """
+        num_shown = len(token_ids) - (ends_in_stop_token and not self._includes_stop)
         if not self._has_stops:
-            return TextDelta(self._detokenizer.push(token_ids), len(token_ids), None)
+            return TextDelta(self._detokenizer.push(token_ids[:num_shown]), len(token_ids), None)
         texts = []
-        for position in range(len(token_ids)):
+        for position in range(num_shown):
             texts.append(self._push_token(token_ids[position : position + 1]))
             if self._stops.matched is not None:
                 return TextDelta("".join(texts), position + 1, self._stops.matched)

@@ -107,7 +107,8 @@ class Answer:
             self._unsent_bytes += command.prompt_logprobs.num_bytes
             self._note_news(is_urgent=False)
             return None
-        gained = output.push(command.token_ids)
+        ends_in_stop_token = command.finish_reason == inference.FINISH_REASON_STOP
+        gained = output.push(command.token_ids, ends_in_stop_token=ends_in_stop_token)
         text, stop, finish_reason = gained.text, gained.stop, command.finish_reason
         if finish_reason and stop is None:
             last = output.finish()

@@ -130,6 +130,12 @@ def test_fewer_workers_than_it_begins_with_are_refused() -> None:
         ClusterSpec(model="m", served_model_name="m", num_decode=2, max_workers=2)
 
 
+def test_more_workers_than_a_machine_has_room_for_are_refused_before_any_is_planned() -> None:
+    with pytest.raises(ConfigError, match="1000000001 workers are over the limit of 1024 on one machine"):
+        ClusterSpec(model="m", served_model_name="m", num_prefill=10**9)
+    ClusterSpec(model="m", served_model_name="m", num_prefill=10**9, elsewhere=True)
+
+
 def test_an_autoscaler_is_one_more_process_and_no_worker() -> None:
     policy = Path("/policies/a policy.yaml")
     spec = ClusterSpec(model="m", served_model_name="m", name="mine", autoscaling=policy)

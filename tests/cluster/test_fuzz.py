@@ -18,6 +18,7 @@ import pytest
 import zmq
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster
 from proofs import proof_for
+from smg_grpc_proto import vllm_engine_pb2 as vllm
 from sockets import listening
 from tls_cluster import TlsCluster
 
@@ -28,12 +29,23 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1 import open_inference_pb2 as open_inference
 from pdserve.rpc import join_address, split_address
 
 SECONDS = float(os.environ.get("PDSERVE_FUZZ_S", "15"))
 SEED = os.environ.get("PDSERVE_FUZZ_SEED", "0")
 FLAGS = ("--dtype", "float32", "--num-pages", "100")
 PUBLISHED = ("--kv-events-endpoint", "tcp://127.0.0.1:*", "--kv-events-replay-endpoint", "tcp://127.0.0.1:*")
+# As many workers as it begins with: the autoscaler is there for its ports alone.
+POLICY = """
+apiVersion: pdserve/v1alpha1
+kind: AutoscalingPolicy
+objectives: {ttftMs: 60000, tpotMs: 60000}
+budget: {maxDevices: 2}
+pools: {prefill: {maxReplicas: 1, startup: 1s}, decode: {maxReplicas: 1, startup: 1s}}
+roleSwitch: {enabled: false, minDwell: 0s}
+actuator: {kind: process}
+"""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 ZMTP = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00"
 GROWTH_BYTES = 48 * 2**20  # of one process, after it has seen a third of the garbage
@@ -129,21 +141,36 @@ class Caller:
         state = self._cluster.state
         register = link.AttachRequest(register=link.Register(worker_id="x", incarnation=5, protocol_version=9))
         moves = admin.MoveSequencesRequest(worker_id="decode-0", max_sequences=1)
+        of_vllm = vllm.GenerateRequest(request_id="r", text="a", sampling_params=vllm.SamplingParams(max_tokens=2))
+        text = open_inference.InferTensorContents(bytes_contents=[b"a"])
+        tensor = open_inference.ModelInferRequest.InferInputTensor
+        inputs = [tensor(name="text_input", datatype="BYTES", shape=[1], contents=text)]
+        of_triton = open_inference.ModelInferRequest(model_name=state.model, inputs=inputs)
         address, method, message = rng.choice(
             (
-                (state.endpoint, "InferenceService/Generate", request.SerializeToString()),
-                (state.endpoint, "InferenceService/ListModels", inference.ListModelsRequest().SerializeToString()),
-                (state.admin, "LinkService/Attach", register.SerializeToString()),
-                (state.admin, "AdminService/MoveSequences", moves.SerializeToString()),
-                *((address, "HandoffService/Attach", hello) for address, hello in self._handoffs),
+                (state.endpoint, "pdserve.v1.InferenceService/Generate", request.SerializeToString()),
+                (
+                    state.endpoint,
+                    "pdserve.v1.InferenceService/ListModels",
+                    inference.ListModelsRequest().SerializeToString(),
+                ),
+                (state.endpoint, "vllm.grpc.engine.VllmEngine/Generate", of_vllm.SerializeToString()),
+                (state.endpoint, "vllm.grpc.engine.VllmEngine/Abort", of_vllm.SerializeToString()),
+                (state.endpoint, "inference.GRPCInferenceService/ModelInfer", of_triton.SerializeToString()),
+                (state.endpoint, "inference.GRPCInferenceService/ModelStreamInfer", of_triton.SerializeToString()),
+                (state.endpoint, "grpc.health.v1.Health/Watch", b""),
+                (state.endpoint, "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b"\x3a\x00"),
+                (state.admin, "pdserve.v1.LinkService/Attach", register.SerializeToString()),
+                (state.admin, "pdserve.v1.AdminService/MoveSequences", moves.SerializeToString()),
+                *((address, "pdserve.v1.HandoffService/Attach", hello) for address, hello in self._handoffs),
             )
         )
         with grpc.insecure_channel(address) as channel:
             metadata = None
             if address != state.endpoint:
-                metadata = proof_for(channel, state.secret_file, f"/pdserve.v1.{method}")
+                metadata = proof_for(channel, state.secret_file, f"/{method}")
             said = iter([spoilt(message, rng) for _ in range(rng.randrange(1, 4))])
-            call = channel.stream_stream(f"/pdserve.v1.{method}")(said, metadata=metadata, timeout=1)
+            call = channel.stream_stream(f"/{method}")(said, metadata=metadata, timeout=1)
             with suppress(grpc.RpcError):
                 next(call)
             call.cancel()
@@ -192,8 +219,11 @@ def assert_rests(cluster: LiveCluster, before: dict[int, tuple[int, int]]) -> No
 def cluster(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveCluster]:
-    own = PUBLISHED if request.param == "plain" else ("--tls", "--num-frontends", "2")
-    with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *own) as plain:
+    folder = tmp_path_factory.mktemp("cluster")
+    policy = folder / "policy.yaml"
+    policy.write_text(POLICY)
+    own = (*PUBLISHED, "--policy", str(policy)) if request.param == "plain" else ("--tls", "--num-frontends", "2")
+    with live_cluster(folder, model, *FLAGS, *own) as plain:
         cluster = TlsCluster(plain) if request.param == "tls" else plain
         yield cluster
         cluster.close()

@@ -112,6 +112,20 @@ async def test_what_comes_in_one_turn_is_written_together() -> None:
     assert outcome is FINISHED
 
 
+@pytest.mark.parametrize(
+    ("finish_reason", "shown"), [(inference.FINISH_REASON_STOP, 1), (inference.FINISH_REASON_LENGTH, 2)]
+)
+async def test_the_text_of_a_stop_token_is_left_out_and_the_token_is_not(finish_reason: int, shown: int) -> None:
+    door, ids = Door(), TOKENIZER.encode("ab", add_special=False)
+    answer = answer_for(door)
+    gain(answer, ids[0])
+    gain(answer, ids[1], finish_reason=finish_reason)
+    answer.end(FINISHED)
+    await turn()
+    assert door.tokens() == [ids]
+    assert "".join(each.text for gains, _ in door.writes for each in gains) == "ab"[:shown]
+
+
 def test_tokens_of_short_steps_are_written_together_and_late_ones_within_their_limit() -> None:
     clock, door = VirtualClock(1.0), Door()
     answer = answer_for(door, interval=None, loop=VirtualLoop(clock))

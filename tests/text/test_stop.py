@@ -148,3 +148,14 @@ def test_what_comes_out_at_the_end_does_not_stop_a_text_that_may_not(byte_level:
     output = OutputText(byte_level.detokenizer(at_start=True), ("\ufffd",), min_tokens=1)
     assert output.push(unfinished) == TextDelta("", 1, None)
     assert output.finish() == TextDelta("\ufffd", 0, None)
+
+
+@pytest.mark.parametrize("stops", [(), ("END",)])
+def test_the_token_that_ended_a_sequence_counts_and_is_left_out_of_its_text(
+    byte_level: Tokenizer, stops: tuple[str, ...]
+) -> None:
+    ids = byte_level.encode("one!", add_special=False)
+    for includes_stop, text in ((False, "one"), (True, "one!")):
+        output = OutputText(byte_level.detokenizer(at_start=True), stops, includes_stop=includes_stop)
+        assert output.push(ids, ends_in_stop_token=True) == TextDelta(text, len(ids), None)
+        assert output.finish() == TextDelta("", 0, None)
