@@ -7,7 +7,6 @@ import grpc
 import lone_process
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scraping import scrape
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -51,7 +50,7 @@ def test_it_computes_from_the_prompt_to_the_end_and_drains(
         opened = grpc.secure_channel(f"127.0.0.1:{port}", believed)
     command = lone_process.command(lone_process.DECODE, tmp_path, model, **settings)
     with lone_process.process(command, tmp_path) as worker, opened as channel:
-        until_serving(channel)
+        lone_process.until_serving(channel)
         if role == "mixed":
             shown = scrape(f"127.0.0.1:{metrics_port}")
             called = "pdserve_tls_connections_called_total"
@@ -66,10 +65,3 @@ def test_it_computes_from_the_prompt_to_the_end_and_drains(
         scores = oracle(torch.tensor([PROMPT + tokens])).logits[0]
     assert tokens == scores[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert len(tokens) == NUM_TOKENS
-
-
-def until_serving(channel: grpc.Channel) -> None:
-    """Return once requests may come."""
-    asked = health_pb2.HealthCheckRequest(service="vllm.grpc.engine.VllmEngine")
-    news = health_pb2_grpc.HealthStub(channel).Watch(asked, timeout=PATIENCE_S, wait_for_ready=True)
-    assert any(reply.status == health_pb2.HealthCheckResponse.SERVING for reply in news)

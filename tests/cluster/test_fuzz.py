@@ -7,18 +7,21 @@ import os
 import random
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import grpc
+import lone_process
 import psutil
 import pytest
 import zmq
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster
 from proofs import proof_for
 from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from sockets import listening
 from tls_cluster import TlsCluster
 
@@ -26,11 +29,12 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import greeting, wire
 from pdserve.kvtransfer.session import Peer
+from pdserve.launch.folder import free_port
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import open_inference_pb2 as open_inference
-from pdserve.rpc import join_address, split_address
+from pdserve.rpc import Metadata, join_address, split_address
 
 SECONDS = float(os.environ.get("PDSERVE_FUZZ_S", "15"))
 SEED = os.environ.get("PDSERVE_FUZZ_SEED", "0")
@@ -115,6 +119,17 @@ def throw(address: str, rng: random.Random, authority: Path | None) -> None:
             channel.recv(4096)
 
 
+def call_spoilt(
+    channel: grpc.Channel, method: str, message: bytes, rng: random.Random, metadata: Metadata | None = None
+) -> None:
+    """Make one call whose messages are spoilt, and leave after its first answer."""
+    said = iter([spoilt(message, rng) for _ in range(rng.randrange(1, 4))])
+    call = channel.stream_stream(f"/{method}")(said, metadata=metadata, timeout=1)
+    with suppress(grpc.RpcError):
+        next(call)
+    call.cancel()
+
+
 class Caller:
     """Who knows the secret and makes no sense."""
 
@@ -169,11 +184,7 @@ class Caller:
             metadata = None
             if address != state.endpoint:
                 metadata = proof_for(channel, state.secret_file, f"/{method}")
-            said = iter([spoilt(message, rng) for _ in range(rng.randrange(1, 4))])
-            call = channel.stream_stream(f"/{method}")(said, metadata=metadata, timeout=1)
-            with suppress(grpc.RpcError):
-                next(call)
-            call.cancel()
+            call_spoilt(channel, method, message, rng, metadata)
 
     def publish(self, rng: random.Random, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Ask publishers of KV events for what is no replay."""
@@ -250,3 +261,43 @@ def test_garbage_on_every_port_changes_nothing(cluster: LiveCluster) -> None:
     assert cluster.generate(asked).tokens == expected
     assert_rests(cluster, before)
     cluster.wait_for(is_idle, 20)
+
+
+def test_garbage_on_every_port_of_a_worker_that_answers_clients_itself_changes_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    rng, port = random.Random(SEED), free_port("127.0.0.1")
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    tokenized = vllm.TokenizedInput(input_ids=range(5, 45))
+    asked = vllm.GenerateRequest(request_id="r", tokenized=tokenized, sampling_params=params)
+    settings = {"routers": (), "dialect_port": port, "dtype": "float32", "num_pages": 100}
+    command = lone_process.command(lone_process.DECODE, tmp_path, model, **settings)
+    with (
+        lone_process.process(command, tmp_path) as worker,
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        assert worker.stderr is not None
+        reading = threading.Thread(target=worker.stderr.read, daemon=True)  # a full pipe would stop the worker
+        reading.start()
+        lone_process.until_serving(channel)
+        engine, process = VllmEngineStub(channel), psutil.Process(worker.pid)
+
+        def tokens() -> list[int]:
+            (reply,) = engine.Generate(asked, timeout=60)
+            return list(reply.complete.output_ids)
+
+        expected, num_files = tokens(), process.num_fds()
+        addresses = sorted(join_address(host, int(each)) for host, each in listening(worker.pid))
+        begun_s = time.monotonic()
+        while time.monotonic() - begun_s < SECONDS:
+            throw(rng.choice(addresses), rng, None)
+            method = rng.choice(("Generate", "Abort", "GetModelInfo", "GetLoads"))
+            call_spoilt(channel, f"vllm.grpc.engine.VllmEngine/{method}", asked.SerializeToString(), rng)
+        assert tokens() == expected
+        deadline_s = time.monotonic() + 20
+        while process.num_fds() > num_files + 4:
+            assert time.monotonic() < deadline_s, process.num_fds()
+            time.sleep(0.2)
+        assert worker.poll() is None
+        worker.kill()
+        reading.join()

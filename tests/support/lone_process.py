@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from proofs import KnowSecret
 
 from pdserve.ids import new_request_id
@@ -22,6 +23,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.token_ids import to_wire
 
+DIRECT_START_S = 60
 ROUTER, PREFILL, DECODE, UP = "router", "prefill", "decode", "up"
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 UNPRIVILEGED = ("unshare", "--user", "--map-root-user", *NAMESPACE[1:])
@@ -68,6 +70,13 @@ def child_of(parent: subprocess.Popen[str]) -> int:
     """Return the process id, seen from here, of the one child of a process."""
     (child,) = psutil.Process(parent.pid).children()
     return child.pid
+
+
+def until_serving(channel: grpc.Channel) -> None:
+    """Return once a worker that answers clients itself takes requests."""
+    asked = health_pb2.HealthCheckRequest(service="vllm.grpc.engine.VllmEngine")
+    news = health_pb2_grpc.HealthStub(channel).Watch(asked, timeout=DIRECT_START_S, wait_for_ready=True)
+    assert any(reply.status == health_pb2.HealthCheckResponse.SERVING for reply in news)
 
 
 class EndlessRouter(LinkServiceServicer):
