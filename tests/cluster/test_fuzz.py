@@ -277,7 +277,7 @@ def test_garbage_on_every_port_of_a_worker_that_answers_clients_itself_changes_n
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         assert worker.stderr is not None
-        reading = threading.Thread(target=worker.stderr.read, daemon=True)  # a full pipe would stop the worker
+        reading = threading.Thread(target=worker.stderr.buffer.read, daemon=True)  # a full pipe would stop the worker
         reading.start()
         lone_process.until_serving(channel)
         engine, process = VllmEngineStub(channel), psutil.Process(worker.pid)
