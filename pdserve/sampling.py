@@ -90,7 +90,7 @@ class SamplingParams:
         _in_range("top_k", self.top_k, 0, vocab_size)
         _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_range("seed", self.seed, 0, 2**64 - 1)

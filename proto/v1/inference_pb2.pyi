@@ -318,7 +318,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Only tokens at least this fraction as likely as the likeliest, 0 to 1. Default 0."""
     repetition_penalty: _builtins.float
-    """Divides (or multiplies) the logits of tokens in prompt and answer, over 0 to 100. Default 1."""
+    """Divides (or multiplies) the logits of tokens in prompt and answer, 0.01 to 100. Default 1."""
     presence_penalty: _builtins.float
     """Subtracted once from tokens already in the answer, -2 to 2. Default 0."""
     frequency_penalty: _builtins.float
@@ -344,7 +344,7 @@ class SamplingParams(_message.Message):
     at most 20. The prompt is then computed whole: no cached prefix of it is used.
     """
     include_stop_str_in_output: _builtins.bool
-    """Leave the stop string that ended an answer in its text."""
+    """Leave the stop string or stop token that ended an answer in its text."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text. Default true."""
     fill_model_len: _builtins.bool

@@ -38,7 +38,7 @@ BAD = {
     "top_p 0": ({"top_p": 0.0}, "top_p: 0.0 is outside (0.0, 1.0]"),
     "top_k": ({"top_k": 257}, "top_k: 257 is outside [0, 256]"),
     "min_p": ({"min_p": 1.5}, "min_p: 1.5 is outside [0.0, 1.0]"),
-    "repetition_penalty": ({"repetition_penalty": math.nan}, "repetition_penalty: nan is outside (0.0, 100.0]"),
+    "repetition_penalty": ({"repetition_penalty": math.nan}, "repetition_penalty: nan is outside [0.01, 100.0]"),
     "presence_penalty": ({"presence_penalty": 2.5}, "presence_penalty: 2.5 is outside [-2.0, 2.0]"),
     "frequency_penalty": ({"frequency_penalty": -2.5}, "frequency_penalty: -2.5 is outside [-2.0, 2.0]"),
     "logit_bias token": ({"logit_bias": {256: 1.0}}, "logit_bias token: 256 is outside [0, 255]"),
