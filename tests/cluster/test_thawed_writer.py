@@ -31,19 +31,20 @@ def cluster(model: Path, tmp_path: Path) -> Iterator[LiveCluster]:
 
 
 class Crowd:
-    """Streams that need more pages, all together, than the decode worker has."""
+    """Streams that are asked for together."""
 
-    def __init__(self, cluster: LiveCluster, first_seed: int, count: int = 10) -> None:
+    def __init__(self, cluster: LiveCluster, first_seed: int, count: int, num_tokens: int) -> None:
         self._pool = ThreadPoolExecutor(count)
+        self._num_tokens = num_tokens
         self._asked = [prompt(150, seed) for seed in range(first_seed, first_seed + count)]
         self.answers: list[Future[Answer]] = [
-            self._pool.submit(cluster.generate, greedy(asked, 200)) for asked in self._asked
+            self._pool.submit(cluster.generate, greedy(asked, num_tokens)) for asked in self._asked
         ]
 
     def assert_right(self, oracle: PreTrainedModel) -> None:
         for asked, pending in zip(self._asked, self.answers, strict=True):
             answer = pending.result()
-            assert_right(oracle, asked, answer.tokens[0], 200)
+            assert_right(oracle, asked, answer.tokens[0], self._num_tokens)
         self._pool.shutdown()
 
 
@@ -91,13 +92,14 @@ def test_a_writer_that_thaws_spoils_no_stream_and_its_pages_come_back_only_then(
     with ExitStack() as frozen:
         call, answer = freeze_in_mid_write(cluster, asked, frozen)
         cluster.wait_for(lambda status: load_of(status, DECODE).pages_quarantined == PROMPT_PAGES, 15)
-        Crowd(cluster, 100, count=4).assert_right(oracle)
+        Crowd(cluster, 100, count=4, num_tokens=200).assert_right(oracle)
         answer.read(call)
         assert answer.ledger.attempts == 2
         assert len(answer.tokens[0]) == 30
         assert first_disagreement(oracle, asked, answer.tokens[0]) is None
         assert num_quarantined(cluster) == PROMPT_PAGES
-        crowd = Crowd(cluster, 200)
+        # Answers so long that the first still run when the last begins, however slowly one worker computes all prompts.
+        crowd = Crowd(cluster, 200, count=10, num_tokens=500)
         cluster.wait_for(has_no_room, 20)
     crowd.assert_right(oracle)
     cluster.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 10)
