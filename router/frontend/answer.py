@@ -32,7 +32,7 @@ class Gain:
     text: str = ""  # may lag behind token_ids, where a character or a stop string may still be unfinished
     logprobs: list[inference.TokenLogprobs] = field(default_factory=list)  # parallel to token_ids, if asked for
     finish_reason: int = 0  # FinishReason; 0: it goes on
-    stop_match: str | None = None  # the stop string that ended it
+    stop_match: str | int | None = None  # what ended it: a stop string, or one of stop_token_ids
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the prompt's next tokens; in front of all
 
 
@@ -118,6 +118,8 @@ class Answer:
             finish_reason = inference.FINISH_REASON_STOP
             gain.stop_match = stop
             self._has_stopped = True
+        elif ends_in_stop_token and gain.token_ids and gain.token_ids[-1] in self.terms.params.stop_token_ids:
+            gain.stop_match = gain.token_ids[-1]
         if finish_reason:
             gain.finish_reason = finish_reason
             self._outputs[index] = None

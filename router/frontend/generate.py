@@ -91,7 +91,7 @@ def _delta(gain: Gain) -> bytes:
             text=gain.text,
             logprobs=gain.logprobs,
             finish_reason=inference.FinishReason.ValueType(gain.finish_reason),
-            stop_match=gain.stop_match or "",
+            stop_match=gain.stop_match if isinstance(gain.stop_match, str) else "",
         ).SerializeToString()
     else:
         ids, text = b"".join(map(_varint, gain.token_ids)), gain.text.encode()

@@ -62,15 +62,18 @@ def unexpected(error: Exception) -> None:
     raise AssertionError(error)
 
 
-def answer_for(
+def answer_for(  # noqa: PLR0913 - each test names what it is about
     door: Door,
     n: int = 1,
     max_unsent_bytes: int = 1000,
     interval: int | None = 1,
     loop: asyncio.AbstractEventLoop | None = None,
     pace: Pace | None = None,
+    *,
+    stop_token_ids: Sequence[int] = (),
 ) -> Answer:
-    request = inference.GenerateRequest(sampling=inference.SamplingParams(n=n, max_tokens=100))
+    params = inference.SamplingParams(n=n, max_tokens=100, stop_token_ids=stop_token_ids)
+    request = inference.GenerateRequest(sampling=params)
     terms = check_terms(request, 256, 0, 1000, NO_DEFAULTS)
     outputs = [OutputText(TOKENIZER.detokenizer(at_start=False), ()) for _ in range(n)]
     return Answer(
@@ -124,6 +127,26 @@ async def test_the_text_of_a_stop_token_is_left_out_and_the_token_is_not(finish_
     await turn()
     assert door.tokens() == [ids]
     assert "".join(each.text for gains, _ in door.writes for each in gains) == "ab"[:shown]
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "last", "named"),
+    [
+        (inference.FINISH_REASON_STOP, 7, 7),
+        (inference.FINISH_REASON_STOP, 8, None),  # the end of the text by the model's own word
+        (inference.FINISH_REASON_LENGTH, 7, None),
+    ],
+)
+async def test_a_stop_token_is_named_where_the_request_asked_for_it(
+    finish_reason: int, last: int, named: int | None
+) -> None:
+    door = Door()
+    answer = answer_for(door, stop_token_ids=[6, 7])
+    gain(answer, 10)
+    gain(answer, last, finish_reason=finish_reason)
+    await turn()
+    ((gained,), _) = door.writes[0]
+    assert (gained.token_ids, gained.stop_match) == ([10, last], named)
 
 
 def test_tokens_of_short_steps_are_written_together_and_late_ones_within_their_limit() -> None:

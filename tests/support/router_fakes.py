@@ -228,12 +228,15 @@ class FakeWorker:
         await self.progress(key, link.STAGE_DECODE_JOINED)
         first = len(token_ids_of(spec)) - spec.num_prompt_tokens
         last = min(spec.sampling.max_tokens, first + 1 + self.max_step)
+        indices = list(indices_of(spec))
         for position in range(first, last):
-            if key not in self.specs:
-                return
+            if key not in self.specs or not indices:
+                break
             is_last = position + 1 == spec.sampling.max_tokens
-            await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
-        if last == spec.sampling.max_tokens:
+            deltas = [self.delta(spec, index, position, is_last=is_last) for index in indices]
+            await self.step(deltas)
+            indices = [delta.index for delta in deltas if not delta.finish_reason]
+        if last == spec.sampling.max_tokens or not indices:
             self.specs.pop(key, None)
 
     async def step(self, deltas: Sequence[link.TokenDelta]) -> None:
@@ -246,14 +249,19 @@ class FakeWorker:
     def delta(self, spec: link.SequenceSpec, index: int, position: int, *, is_last: bool = False) -> link.TokenDelta:
         prompt = token_ids_of(spec)[: spec.num_prompt_tokens]
         top = [inference.TokenLogprob(token_id=i, logprob=-1.0) for i in range(self.logprobs_per_token)]
+        token, finish_reason = token_of(prompt, index, position), inference.FINISH_REASON_UNSPECIFIED
+        if token in spec.sampling.stop_token_ids:
+            finish_reason = inference.FINISH_REASON_STOP
+        elif is_last:
+            finish_reason = inference.FINISH_REASON_LENGTH
         return link.TokenDelta(
             request_id=spec.request_id,
             attempt=spec.attempt,
             index=index,
             position=position,
-            token_ids=[token_of(prompt, index, position)],
+            token_ids=[token],
             logprobs=[inference.TokenLogprobs(chosen=-0.5, top=top)] if top else [],
-            finish_reason=inference.FINISH_REASON_LENGTH if is_last else inference.FINISH_REASON_UNSPECIFIED,
+            finish_reason=finish_reason,
         )
 
 

@@ -22,7 +22,6 @@ class Replies:
     def __init__(self, request: inference.GenerateRequest, *, streams: bool, prompt_ids: Sequence[int]) -> None:
         self._streams = streams
         self._prompt_ids = prompt_ids
-        self._stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self._has_top = request.sampling.logprobs > 0
         self._scored: list[PromptLogprobs] = []  # until every continuation has begun
         self._begun: set[int] = set()
@@ -79,11 +78,10 @@ class Replies:
             input_logprobs=None if self._streams else self._input_logprobs(),
             index=gain.index,
         )
-        last = gain.token_ids[-1] if gain.token_ids else None
-        if gain.stop_match:
+        if isinstance(gain.stop_match, str):
             complete.matched_stop_str = gain.stop_match
-        elif gain.finish_reason == inference.FINISH_REASON_STOP and last in self._stop_token_ids:
-            complete.matched_token_id = last
+        elif gain.stop_match is not None:
+            complete.matched_token_id = gain.stop_match
         return Reply(complete=complete)
 
     def _output_logprobs(self, gain: Gain) -> vllm.OutputLogProbs | None:

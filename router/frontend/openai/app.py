@@ -22,7 +22,7 @@ from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
     Generator,
     Scope,
-    check_length,
+    check_head,
     headers_of,
     key_of,
     read_body,
@@ -65,7 +65,7 @@ class App:
                 return
             if scope["path"] not in OPEN:
                 self._intake.clients.identify(key_of(scope))
-            check_length(scope)
+            check_head(scope)
             if scope["method"] != "POST":
                 if scope["path"] in self._generation:
                     raise HttpError(405, f"{scope['method']} {scope['path']}: POST is needed", headers=_ALLOWED)

@@ -65,7 +65,7 @@ class Choice:
     filter: TextFilter | None = None
     num_chars: int = 0  # given out: where the next token's text begins
     finish_reason: str | None = None
-    stop_match: str | None = None
+    stop_match: str | int | None = None
     is_begun: bool = False  # a chunk of it was written
     end_is_shown: bool = False
     before_text: bytes = b""  # of a chunk

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pdserve.errors import RequestError, Status, invalid
+from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.api_keys import METADATA_KEY, bearer
@@ -115,11 +115,14 @@ def key_of(scope: Scope) -> bytes | None:
     return None if shown is None else bearer([(METADATA_KEY, shown.decode("latin-1"))])
 
 
-def check_length(scope: Scope) -> None:
-    """Raise HttpError where a request announces a body over the limit."""
-    num_bytes = int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))
-    if num_bytes > PUBLIC_MESSAGE_BYTES:
-        raise too_large(num_bytes)
+def check_head(scope: Scope) -> None:
+    """Raise HttpError where a request announces a body over the limit, or a compressed one."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > PUBLIC_MESSAGE_BYTES:
+            raise too_large(int(value))
+        if name == b"content-encoding" and value.lower() != b"identity":
+            shown = echo(value.decode("latin-1"))
+            raise HttpError(415, f"content-encoding: {shown} is not read here; send the body as it is")
 
 
 async def read_body(receive: Any) -> bytes:  # noqa: ANN401 - ASGI's

@@ -181,11 +181,13 @@ async def test_tenants_abort_their_own_requests_alone(start_router: StartRouter,
     await router.until_idle()
 
 
-def test_an_end_without_tokens_names_none() -> None:
-    asked = inference.GenerateRequest(sampling=inference.SamplingParams(stop_token_ids=[7]))
-    (end,) = Replies(asked, streams=True, prompt_ids=[1]).take([Gain(0, finish_reason=inference.FINISH_REASON_STOP)], 0)
+@pytest.mark.parametrize(("match", "shown_as"), [(0, "matched_token_id"), ("x", "matched_stop_str"), (None, None)])
+def test_an_end_names_what_it_matched(match: str | int | None, shown_as: str | None) -> None:
+    gain = Gain(0, finish_reason=inference.FINISH_REASON_STOP, stop_match=match)
+    (end,) = Replies(inference.GenerateRequest(), streams=True, prompt_ids=[1]).take([gain], 0)
     assert end.complete.finish_reason == "stop"
-    assert end.complete.WhichOneof("matched_stop") is None
+    assert end.complete.WhichOneof("matched_stop") == shown_as
+    assert shown_as is None or getattr(end.complete, shown_as) == match
 
 
 async def test_what_gateways_ask_of_an_engine_is_answered_for_the_cluster(start_router: StartRouter) -> None:

@@ -243,6 +243,16 @@ async def test_a_stop_string_ends_the_text(start_http: StartHttp) -> None:
     assert answer["text"] == whole[: whole.index(stop) + 2]
 
 
+async def test_a_stop_token_that_ends_an_answer_is_named(start_http: StartHttp) -> None:
+    door = await start_http()
+    *before, stop = tokens_of(ids("hello"), 4)
+    assert stop not in before
+    asked = {"prompt": "hello", "max_tokens": 8, "stop_token_ids": [stop], "return_token_ids": True}
+    answer = (await door.post("/v1/completions", **asked)).json()["choices"][0]
+    assert (answer["text"], answer["finish_reason"], answer["stop_reason"]) == (said("hello", 3), "stop", stop)
+    assert answer["token_ids"] == [*before, stop]
+
+
 async def test_objectives_and_priority_come_in_the_body_or_in_headers(start_http: StartHttp) -> None:
     door = await start_http()
     headers = {"x-slo-ttft-ms": "0.001", "x-request-priority": "3", "x-request-id": "mine"}

@@ -1,5 +1,6 @@
 """What clients of the HTTP door see of requests that are not served: OpenAI's shape, naming field, value and limit."""
 
+import gzip
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,12 @@ async def test_what_nobody_foresaw_has_openais_shape(start_http: StartHttp, monk
     for path, body in ((COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
         response = await door.post(path, **body)
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+
+
+async def test_a_compressed_body_is_refused_as_such(start_http: StartHttp) -> None:
+    door = await start_http()
+    body, headers = gzip.compress(b"{}"), {"content-encoding": "gzip"}
+    response = await door.http.post(COMPLETIONS, content=body, headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (415, "invalid_request_error")
+    assert error["message"] == "content-encoding: gzip is not read here; send the body as it is"
