@@ -1,9 +1,9 @@
 """What starts and ends workers on the autoscaler's order."""
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
-from pdserve.autoscaler.observation import State
 from pdserve.errors import CommandError
 from pdserve.roles import Role
 from pdserve.values import value
@@ -11,6 +11,14 @@ from pdserve.values import value
 
 class ActuatorError(CommandError):
     """An order was not carried out, or nobody knows whether it was. Says why; the same order may be given again."""
+
+
+class State(Enum):
+    """Where a replica is in its life. One that has ended is not listed."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
 
 
 @value

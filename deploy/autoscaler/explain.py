@@ -1,11 +1,21 @@
-"""A policy in plain sentences. Pure."""
+"""A policy in plain sentences, and what another one changes. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from pdserve.autoscaler.actuators import Actuator, KubernetesActuator, ProcessActuator, PublishActuator, RayActuator
+from pydantic import BaseModel
+
 from pdserve.autoscaler.pools import DAYS, Fallback, Pool, RateLimit, ScalingRules, Schedule, Signal
-from pdserve.autoscaler.schema import Forecaster, Policy, RoleSwitch
-from pdserve.autoscaler.section import in_units
+from pdserve.autoscaler.schema import (
+    Actuator,
+    Forecaster,
+    KubernetesActuator,
+    Policy,
+    ProcessActuator,
+    PublishActuator,
+    RayActuator,
+    RoleSwitch,
+)
+from pdserve.autoscaler.section import in_units, key_of
 
 _SIGNALS = {
     "queue_tokens": "{:g} prompt tokens wait at a replica on average",
@@ -145,3 +155,49 @@ def _of_ray(actuator: RayActuator) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def changes(old: object, new: object, where: str = "") -> Iterator[str]:
+    """Say what differs between two policies, or two parts of one called `where`; a sentence for each field."""
+    before, after = _parts(old), _parts(new)
+    if old == new:
+        return
+    if before is None or after is None or type(old) is not type(new):
+        yield f"{where} is {_shown(new)}, was {_shown(old)}"
+        return
+    for key in {**before, **after}:
+        place = f"{where}.{key}" if where else key
+        if key not in before:
+            yield f"{place} is added: {_shown(after[key])}"
+        elif key not in after:
+            yield f"{place} is removed, was {_shown(before[key])}"
+        else:
+            yield from changes(before[key], after[key], place)
+
+
+def _parts(given: object) -> Mapping[str, object] | None:
+    """Return what a value is made of, by the names that it has in a file; None of what is shown as a whole."""
+    match given:
+        case BaseModel():
+            fields = {name: getattr(given, name) for name in type(given).model_fields}
+            return {key_of(name): in_units(value) if name.endswith("_s") else value for name, value in fields.items()}
+        case dict():
+            return given
+        case tuple() if all(isinstance(each, BaseModel) for each in given):
+            return {str(index): each for index, each in enumerate(given)}
+    return None
+
+
+def _shown(given: object) -> str:
+    match given:
+        case None:
+            return "by default"
+        case tuple():
+            return ", ".join(map(_shown, given)) or "none"
+        case float():
+            return f"{given:g}"
+        case BaseModel() | dict():
+            parts = (_parts(given) or {}).items()
+            return " ".join(f"{key} {_shown(part)}" for key, part in parts if part is not None)
+        case _:
+            return str(given)

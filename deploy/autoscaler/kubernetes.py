@@ -15,8 +15,8 @@ from uuid import uuid4
 import grpc
 
 from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
-from pdserve.autoscaler.actuators import KubernetesActuator as Settings
 from pdserve.autoscaler.process import give_role, ordering
+from pdserve.autoscaler.schema import KubernetesActuator as Settings
 from pdserve.autoscaler.workload import MARK, Workload
 from pdserve.clock import Clock
 from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError

@@ -13,13 +13,12 @@ import grpc
 
 from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
 from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
+from pdserve.autoscaler.explain import changes
 from pdserve.autoscaler.journal import Journal
-from pdserve.autoscaler.loading import load, reload
-from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.observation import Observation, Observer
 from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
-from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.status import Observer
+from pdserve.autoscaler.schema import Policy, load
 from pdserve.clock import Clock
 from pdserve.errors import ConfigError, ProtocolError
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -58,19 +57,23 @@ class PolicyFile:
     def changed(self) -> tuple[str, ...]:
         """Take over what the file holds as a whole, and return what that changes; empty where it is as it was.
 
-        ConfigError, once for each content, where it is not valid: the policy stays.
+        ConfigError, once for each content, where it is not valid, or names another actuator: the policy stays.
         """
         text = _text_of(self.path)
         if text == self._text:
             return ()
         self._text, self.problem = text, ""
         try:
-            policy, changes = reload(self.path, self.policy)
-            self.policy, self.earlier = policy, self._warm_up(policy)
+            policy = load(self.path)
+            if policy.actuator != self.policy.actuator:
+                other = "; ".join(changes(self.policy.actuator, policy.actuator, "actuator"))
+                raise ConfigError(f"{self.path}: {other}: an actuator changes only with a new start of the autoscaler")
+            earlier = self._warm_up(policy)
         except ConfigError as error:
             self.problem = str(error)
             raise
-        return changes
+        before, self.policy, self.earlier = self.policy, policy, earlier
+        return tuple(changes(before, policy))
 
 
 def _text_of(path: Path) -> bytes | None:

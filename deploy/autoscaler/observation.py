@@ -1,21 +1,17 @@
-"""What the autoscaler sees of a cluster. Pure values."""
+"""What the autoscaler sees of a cluster: made of what routers and an actuator report. Pure."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from enum import Enum
 
+from pdserve.autoscaler.actuator import Held, State
 from pdserve.demand import Demand
 from pdserve.perfmodel.curve import StepCosts
-from pdserve.roles import Role
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import POOLS, Role
 from pdserve.values import value
-
-
-class State(Enum):
-    """Where a replica is in its life. One that has ended is not listed."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
+from pdserve.wire import ENOUGH_STEPS, ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve
 
 
 @value
@@ -62,3 +58,123 @@ class Observation:
     refused: Mapping[str, int] = field(default_factory=dict)  # since the last one, by what bound them (`Cause.value`)
     costs: Mapping[Role, StepCosts] = field(default_factory=dict)  # of steps, as learnt or from a profile
     capacities: Mapping[Role, Capacity] = field(default_factory=dict)
+
+
+class Observer:
+    """Sees one cluster again and again. Counters become differences, and each replica's state gets its beginning.
+
+    Keeps what replicas of a pool hold: a pool that has lost its last one is still sized.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: dict[tuple[str, State], float] = {}
+        self._demands: dict[str, Demand] = {}  # by router
+        self._refused: dict[str, Counter[str]] = {}  # by router
+        self._counted_s: float | None = None  # when these were counted
+        self._capacities: dict[Role, Capacity] = {}  # as last seen
+
+    def observe(
+        self, at_s: float, unix_s: float, held: Sequence[Held], statuses: Sequence[admin.ClusterStatus] | None
+    ) -> Observation:
+        """Return what is seen at a moment. `statuses`: of all routers; None where one of them did not answer.
+
+        ProtocolError where a router counts as no router of this version does.
+        """
+        workers = _workers(statuses or ())
+        replicas = self._replicas(at_s, held, workers)
+        if statuses is None:
+            return Observation(at_s, unix_s, replicas, demand=None)
+        demand, refused, before_s = self._counted(statuses), self._refusals(statuses), self._counted_s
+        self._counted_s = at_s
+        self._capacities |= _capacities([worker.registration for worker in workers.values()])
+        return Observation(
+            at_s=at_s,
+            unix_s=unix_s,
+            replicas=replicas,
+            demand=demand,
+            seconds=0.0 if before_s is None else at_s - before_s,
+            num_held=sum(status.num_held for status in statuses),
+            refused=refused,
+            costs=_costs([learnt for status in statuses for learnt in status.costs]),
+            capacities=dict(self._capacities),
+        )
+
+    def _replicas(
+        self, at_s: float, held: Sequence[Held], workers: dict[str, admin.WorkerStatus]
+    ) -> tuple[Replica, ...]:
+        replicas = tuple(self._replica(at_s, each, workers.get(each.worker_id or each.name)) for each in held)
+        self._since_s = {(replica.name, replica.state): replica.since_s for replica in replicas}
+        return replicas
+
+    def _replica(self, at_s: float, held: Held, worker: admin.WorkerStatus | None) -> Replica:
+        state, role, load = held.state, held.role, link.Heartbeat()
+        if worker is not None:
+            role, load = ROLES.get(worker.registration.role, role), worker.load
+            if load.draining:
+                state = State.DRAINING
+            elif state is State.STARTING and worker.registration.ready:
+                state = State.READY
+        return Replica(
+            name=held.name,
+            role=role,
+            state=state,
+            since_s=self._since_s.get((held.name, state), at_s),
+            num_sequences=sequences_of(role, load.num_running, load.num_waiting),
+            waiting_tokens=load.waiting_tokens,
+            kv_tokens=load.kv_tokens,
+        )
+
+    def _counted(self, statuses: Sequence[admin.ClusterStatus]) -> Demand:
+        """Return what came since the last time. Of a router that is seen for the first time nothing counts."""
+        found = {status.router_id: demand_from_proto(status.demand) for status in statuses}
+        news = [count.since(self._demands[name]) for name, count in found.items() if name in self._demands]
+        self._demands = found
+        return sum(news, Demand())
+
+    def _refusals(self, statuses: Sequence[admin.ClusterStatus]) -> dict[str, int]:
+        found = {status.router_id: Counter(dict(status.refused_because)) for status in statuses}
+        news = Counter[str]()
+        for name, count in found.items():
+            before = self._refused.get(name, count)
+            news += count if any(count[cause] < before[cause] for cause in before) else count - before
+        self._refused = found
+        return dict(news)
+
+
+def _workers(statuses: Iterable[admin.ClusterStatus]) -> dict[str, admin.WorkerStatus]:
+    """Return each worker as one router sees it: it reports the same load to all of them."""
+    return {worker.registration.worker_id: worker for status in statuses for worker in status.workers}
+
+
+def _costs(learnt: Sequence[admin.LearntCosts]) -> dict[Role, StepCosts]:
+    """Return what steps cost in each role of which a router knows anything.
+
+    A pool that hardly ever does what the other one does is taken to do it as the other one.
+    """
+    prefill, decode = most_seen(learnt, link.ROLE_PREFILL), most_seen(learnt, link.ROLE_DECODE)
+    known = {costs.role for costs in learnt}
+    prefill = prefill if prefill.role in known else decode
+    decode = decode if decode.role in known else prefill
+    if not known:
+        return {}
+    in_decode = decode if decode.num_prefill_steps >= ENOUGH_STEPS else prefill
+    in_prefill = prefill if prefill.num_decode_steps >= ENOUGH_STEPS else decode
+    return {
+        Role.PREFILL: StepCosts(prefill_curve(prefill), decode_pieces(in_prefill)),
+        Role.DECODE: StepCosts(prefill_curve(in_decode), decode_pieces(decode)),
+    }
+
+
+def _capacities(workers: Sequence[link.Register]) -> dict[Role, Capacity]:
+    """Return what the smallest worker of each pool holds; mixed ones are in both."""
+    found = {}
+    for role in POOLS:
+        here = [w for w in workers if w.ready and w.role in ROLES and ROLES[w.role].is_in(role)]
+        if here:
+            found[role] = Capacity(
+                kv_tokens=min(worker.num_pages * worker.layout.page_size for worker in here),
+                max_num_seqs=min(worker.max_num_seqs for worker in here),
+                step_tokens=min(worker.max_num_batched_tokens for worker in here),
+                page_tokens=max(worker.layout.page_size for worker in here),
+            )
+    return found

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
-from pdserve.autoscaler.observation import Replica, State
+from pdserve.autoscaler.observation import Replica
 from pdserve.roles import Role
 from pdserve.values import value
 
@@ -35,7 +36,6 @@ class Outcome:
 
     action: Action
     result: Result
-    at_s: float
     effects: Mapping[Role, int]  # what it would have changed each pool's size by
     reason: str = ""
 
@@ -63,7 +63,6 @@ class Orders:
         self._in_flight: dict[Role, _Order] = {}  # what changes both pools under both
         self._owed: dict[tuple[Role, int], _Order] = {}  # by pool and direction, 1 or -1
         self._troubles: dict[tuple[Role, int], _Trouble] = {}
-        self._outcomes: list[Outcome] = []
 
     def begin(self, action: Action, effects: Mapping[Role, int], at_s: float) -> None:
         """Take note of an order that pools are given; none of them has one in flight."""
@@ -78,14 +77,14 @@ class Orders:
             if order.action == action:
                 order.at_s = at_s
 
-    def fail(self, action: Action, reason: str, at_s: float) -> None:
-        """End an order that was not carried out, or of which nobody knows whether it was."""
+    def fail(self, action: Action, reason: str, at_s: float) -> list[Outcome]:
+        """End an order, if it is in flight, that was not carried out, or of which nobody knows whether it was."""
         order = next((order for order in self._in_flight.values() if order.action == action), None)
-        if order is not None:
-            self._end(order, Result.FAILED, at_s, reason)
+        return [] if order is None else [self._end(order, Result.FAILED, at_s, reason)]
 
-    def settle(self, replicas: Mapping[str, Replica], late_s: Mapping[Role, float], at_s: float) -> None:
-        """Compare what was ordered with what is there."""
+    def settle(self, replicas: Mapping[str, Replica], late_s: Mapping[Role, float], at_s: float) -> list[Outcome]:
+        """Compare what was ordered with what is there; return the orders that have ended."""
+        outcomes = []
         for pool, order in list(self._in_flight.items()):
             if self._in_flight.get(pool) is not order:
                 continue  # of both pools, and has just ended
@@ -94,13 +93,13 @@ class Orders:
                 result = Result.LATE
             if result is not None:
                 reason = f"not seen within {late_s[pool]:.0f} s" if result is Result.LATE else ""
-                self._end(order, result, at_s, reason)
+                outcomes.append(self._end(order, result, at_s, reason))
         for (pool, by), order in list(self._owed.items()):
             if _seen(order.action, replicas) is not None or at_s - order.at_s > 2 * late_s[pool]:
                 del self._owed[pool, by]
+        return outcomes
 
-    def _end(self, order: _Order, result: Result, at_s: float, reason: str) -> None:
-        self._outcomes.append(Outcome(order.action, result, at_s, order.effects, reason))
+    def _end(self, order: _Order, result: Result, at_s: float, reason: str) -> Outcome:
         for pool, by in order.effects.items():
             del self._in_flight[pool]
             if result in {Result.DONE, Result.GONE}:
@@ -110,6 +109,7 @@ class Orders:
             backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(trouble.count, 10))
             trouble.count, trouble.again_s, trouble.reason = trouble.count + 1, at_s + backoff_s, reason
             self._owed[pool, by] = _Order(order.action, order.effects, at_s)
+        return Outcome(order.action, result, order.effects, reason)
 
     def in_flight(self, pool: Role) -> Action | None:
         order = self._in_flight.get(pool)
@@ -134,11 +134,6 @@ class Orders:
         """Return replicas that were ordered, or may have been, and are not seen yet."""
         orders = (*self._in_flight.values(), *self._owed.values())
         return [o.action for o in orders if isinstance(o.action, Add) and o.action.name not in replicas]
-
-    def take_outcomes(self) -> tuple[Outcome, ...]:
-        """Return the outcomes since the last call."""
-        outcomes, self._outcomes = tuple(self._outcomes), []
-        return outcomes
 
 
 def _seen(action: Action, replicas: Mapping[str, Replica]) -> Result | None:

@@ -13,8 +13,9 @@ from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.forecast import new_forecaster
 from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.pacing import Wanted
+from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.sizing import Bounds, Sized, Sizer
+from pdserve.autoscaler.sizing import Sized, Sizer
 from pdserve.autoscaler.traffic import Fading, Traffic, mean
 from pdserve.autoscaler.urgent import Misses
 from pdserve.demand import Demand

@@ -10,14 +10,14 @@ never changes its role.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip, other
-from pdserve.autoscaler.observation import Observation, Replica, State
+from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.orders import Orders, Outcome, Result
 from pdserve.autoscaler.pacing import Pacing
 from pdserve.autoscaler.planning import Plan, Planner
-from pdserve.autoscaler.pools import bounds
+from pdserve.autoscaler.pools import Bounds, bounds
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.sizing import Bounds
 from pdserve.autoscaler.supply import Lives, Supply
 from pdserve.roles import POOLS, Role
 
@@ -51,7 +51,6 @@ class Autoscaler:
     def __init__(self, policy: Policy, warm_up: Sequence[tuple[float, float]] = ()) -> None:
         """`warm_up`: earlier forecast intervals, each with its prompt tokens to compute and answer tokens a second."""
         self._policy = policy
-        self._advisory = policy.mode == "advisory"
         self._planner = Planner(policy, warm_up)
         self._orders = Orders()
         self._lives = Lives()
@@ -63,7 +62,6 @@ class Autoscaler:
     def follow(self, policy: Policy, warm_up: Sequence[tuple[float, float]] = ()) -> None:
         """Follow another policy. Orders and what was learnt stay, but not demand if it is to be forecast otherwise."""
         before, self._policy = self._policy, policy
-        self._advisory = policy.mode == "advisory"
         self._lives.guess({pool: policy.pools.of(pool).startup_s for pool in POOLS})
         self._planner.policy = policy
         if (policy.forecaster, policy.interval) != (before.forecaster, before.interval):
@@ -79,7 +77,7 @@ class Autoscaler:
         self._lives.observe(observation.replicas, at_s)
         self._settle(observation)
         supply = Supply(self._policy, observation, self._orders.unseen)
-        limits = {pool: self._limits(pool, observation.unix_s) for pool in POOLS}
+        limits = {pool: bounds(self._policy.pools.of(pool), observation.unix_s) for pool in POOLS}
         plan = self._plan(observation, supply, limits)
         if isinstance(plan, Plan):
             for pool in POOLS:
@@ -99,8 +97,7 @@ class Autoscaler:
 
     def failed(self, action: Action, reason: str, at_s: float) -> None:
         """Take note that an action was not carried out, or that nobody knows whether it was."""
-        self._orders.fail(action, reason, at_s)
-        self._note_outcomes()
+        self._note(self._orders.fail(action, reason, at_s))
 
     def take_outcomes(self) -> tuple[Outcome, ...]:
         """Return how orders have ended since the last call."""
@@ -118,11 +115,10 @@ class Autoscaler:
 
     def _settle(self, observation: Observation) -> None:
         replicas = {replica.name: replica for replica in observation.replicas}
-        self._orders.settle(replicas, {pool: self._late_s(pool) for pool in POOLS}, observation.at_s)
-        self._note_outcomes()
+        late_s = {pool: self._late_s(pool) for pool in POOLS}
+        self._note(self._orders.settle(replicas, late_s, observation.at_s))
 
-    def _note_outcomes(self) -> None:
-        outcomes = self._orders.take_outcomes()
+    def _note(self, outcomes: Sequence[Outcome]) -> None:
         self._outcomes += outcomes
         for outcome in outcomes:
             if outcome.result is Result.DONE:
@@ -131,10 +127,6 @@ class Autoscaler:
                 self._lives.forget(outcome.action.name)
             for pool, by in outcome.effects.items():
                 self._pacing[pool].unchanged(by)
-
-    def _limits(self, pool: Role, unix_s: float) -> Bounds:
-        least, most = bounds(self._policy.pools.of(pool), unix_s)
-        return Bounds(least, most, self._policy.pools.of(pool).devices_per_replica)
 
     # ---- what is wanted
 
@@ -267,7 +259,7 @@ class Autoscaler:
         goals[pool].action = action
         for each in changes:
             goals[each].is_given = True
-        if self._advisory:
+        if self._policy.mode == "advisory":
             return
         self._orders.begin(action, changes, at_s)
         held_s = self._policy.role_switch.min_dwell_s
@@ -293,7 +285,7 @@ class Autoscaler:
             seen=seen,
             predicted=predicted,
             refused="; ".join(goal.refused),
-            advisory=self._advisory,
+            advisory=self._policy.mode == "advisory",
         )
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pdserve.autoscaler.section import DURATION, Section
 from pdserve.roles import Role
+from pdserve.values import value
 from pdserve.yaml_models import FieldError, did_you_mean
 
 MAX_REPLICAS = 4096  # of a pool
@@ -226,19 +227,32 @@ class Pools(Section):
         return self.prefill if role is Role.PREFILL else self.decode
 
 
+@value
+class Bounds:
+    """How many replicas a pool may have, and what each takes."""
+
+    least: int
+    most: int
+    devices: int = 1
+
+    def within(self, size: int) -> int:
+        """Return the size, or the limit beyond which it is."""
+        return max(self.least, min(self.most, size))
+
+
 _FIRST_MONDAY = datetime(2026, 1, 5, tzinfo=UTC)  # of the year whose weeks stand for all
 _WEEK = timedelta(days=7)
 
 
-def bounds(pool: Pool, unix_s: float) -> tuple[int, int]:
-    """Return how many replicas a pool has at least and at most at a moment of the wall clock, Unix seconds.
+def bounds(pool: Pool, unix_s: float) -> Bounds:
+    """Return the limits of a pool at a moment of the wall clock, Unix seconds.
 
     Where schedules differ, which no valid policy allows, the greatest limits hold.
     """
     held = [each for each in pool.schedules if holds(each, unix_s)]
     least = [each.min_replicas for each in held if each.min_replicas is not None]
     most = [each.max_replicas for each in held if each.max_replicas is not None]
-    return max(least, default=pool.min_replicas), max(most, default=pool.max_replicas)
+    return Bounds(max(least, default=pool.min_replicas), max(most, default=pool.max_replicas), pool.devices_per_replica)
 
 
 def holds(schedule: Schedule, unix_s: float) -> bool:

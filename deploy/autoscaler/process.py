@@ -9,15 +9,14 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.autoscaler.actuator import ActuatorError, Held
-from pdserve.autoscaler.loading import load
-from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.actuator import ActuatorError, Held, State
 from pdserve.autoscaler.pools import bounds
+from pdserve.autoscaler.schema import load
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 from pdserve.wire import ROLE_NUMBERS, ROLES
 
 STATES = {
@@ -45,9 +44,9 @@ def sizes_at_start(policy_file: Path) -> PoolSizes:
     policy = load(policy_file)
     if policy.actuator.kind not in ("process", "ray"):
         raise ConfigError(f"{policy_file}: actuator.kind: {policy.actuator.kind} starts no workers of this cluster")
-    (prefill, _), (decode, _) = (bounds(pool, time.time()) for pool in (policy.pools.prefill, policy.pools.decode))
-    fewest_devices = min(policy.pools.prefill.devices_per_replica, policy.pools.decode.devices_per_replica)
-    return PoolSizes(prefill, decode, policy.budget.max_devices // fewest_devices, policy.actuator.kind == "ray")
+    prefill, decode = (bounds(policy.pools.of(pool), time.time()) for pool in POOLS)
+    most = policy.budget.max_devices // min(prefill.devices, decode.devices)
+    return PoolSizes(prefill.least, decode.least, most, policy.actuator.kind == "ray")
 
 
 class LocalActuator:

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import grpc
 
-from pdserve.autoscaler.actuator import ActuatorError, Held
-from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.actuator import ActuatorError, Held, State
 from pdserve.launch.admin import AdminClient
 from pdserve.roles import Role
 from pdserve.wire import ROLES

@@ -26,10 +26,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental import internal_kv
 
 import pdserve
-from pdserve.autoscaler.actuator import ActuatorError, Held
-from pdserve.autoscaler.actuators import RayActuator as Settings
-from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.actuator import ActuatorError, Held, State
 from pdserve.autoscaler.process import give_role, ordering
+from pdserve.autoscaler.schema import RayActuator as Settings
 from pdserve.errors import ConfigError, first_of
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import runtime_dir

@@ -1,19 +1,19 @@
 """The policy file: what a capacity owner wants of each pool, and what its parts have to agree on. Pure.
 
-`loading.load` reads one. Each check raises FieldError at the field to change.
+Each check raises FieldError at the field to change.
 """
 
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
-from pdserve.autoscaler.actuators import Actuator, ProcessActuator
 from pdserve.autoscaler.pools import Devices, Pool, Pools, bounds, changes_of, holds
 from pdserve.autoscaler.section import DURATION, Section, key_of
-from pdserve.yaml_models import FieldError
+from pdserve.yaml_models import FieldError, read_model
 
 Milliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
 
@@ -107,6 +107,84 @@ class RoleSwitch(Section):
     )
 
 
+Name = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
+Amount = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+
+
+class _Ordering(Section):
+    """What takes orders."""
+
+    timeout_s: Annotated[float, Field(gt=0, le=3600, strict=True), DURATION] = Field(
+        default=10.0,
+        description="Time in which an order is to be taken on; later it counts as failed, and is given again.",
+    )
+
+
+class ProcessActuator(_Ordering):
+    """Processes on this machine, kept by `pdserve up`."""
+
+    kind: Literal["process"] = Field(default="process", description="Processes on this machine, kept by `pdserve up`.")
+
+
+class RayActuator(_Ordering):
+    """Ray: an actor for each worker, which owns the worker's process."""
+
+    kind: Literal["ray"] = Field(
+        default="ray", description="Actors of a Ray cluster, each of which owns a worker's process."
+    )
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        description="Address of the Ray cluster; by default Ray looks for it.",
+    )
+    namespace: Name = Field(
+        default="pdserve", description="Ray namespace of the actors, one for each cluster of pdserve."
+    )
+    resources_per_device: dict[Name, Amount] = Field(
+        {"GPU": 1.0},
+        min_length=1,
+        max_length=16,
+        description="Ray resources that a device of a replica takes, by name: GPU, CPU or a custom one. A replica of "
+        "several devices gets them on one node.",
+    )
+    request_nodes: bool = Field(
+        default=True, description="Whether Ray's autoscaler is asked for nodes ahead of the actors."
+    )
+
+
+class ScaleTarget(Section):
+    """A Deployment of Kubernetes whose scale is set; of no other workload can the pod be chosen that is removed."""
+
+    name: Name = Field(description="Its name.")
+
+
+class KubernetesActuator(_Ordering):
+    """Kubernetes: the scale subresource of one workload for each pool."""
+
+    kind: Literal["kubernetes"] = Field(
+        default="kubernetes", description="Pods of two deployments of Kubernetes, whose scale is set."
+    )
+    namespace: Name = Field(default="default", description="Namespace of both workloads.")
+    prefill: ScaleTarget = Field(description="Deployment of the prefill pool.")
+    decode: ScaleTarget = Field(description="Deployment of the decode pool.")
+    lease: Name = Field(
+        default="pdserve-autoscaler",
+        description="Name of the Lease whose holder decides, where several autoscalers run.",
+    )
+
+
+class PublishActuator(Section):
+    """Nothing is started or ended: the wanted sizes are published for HPA or KEDA to act on."""
+
+    kind: Literal["publish"] = Field(
+        default="publish", description="Nobody: `pdserve_desired_replicas` on /metrics is for HPA or KEDA to act on."
+    )
+
+
+Actuator = ProcessActuator | RayActuator | KubernetesActuator | PublishActuator
+
+
 class Policy(Section):
     """How many replicas each pool is to have, and when."""
 
@@ -134,6 +212,11 @@ class Policy(Section):
         check_role_switch(self.role_switch, self.pools)
         check_forecaster(self.forecaster, self.interval)
         return self
+
+
+def load(path: Path) -> Policy:
+    """Read a policy; ConfigError names file, line, field and limit of whatever is wrong."""
+    return read_model(Policy, path)
 
 
 def json_schema() -> str:
@@ -169,7 +252,7 @@ def check_budget(budget: Budget, pools: Pools) -> None:
             f"{budget.max_devices} is below {fallback}, what fallback.replicas of both pools hold",
         )
     for at_s in changes_of((*pools.prefill.schedules, *pools.decode.schedules)):
-        least = sum(pool.devices_per_replica * bounds(pool, at_s)[0] for pool in both)
+        least = sum(pool.devices_per_replica * bounds(pool, at_s).least for pool in both)
         if least > budget.max_devices:
             raise FieldError(
                 ("budget", "maxDevices"),
@@ -190,12 +273,11 @@ def check_schedules(name: str, pool: Pool) -> None:
                         f"asks for {count} as {key_of(field)}, and schedules.{asking[0][0]} for {asking[0][1]} at the "
                         f"same time{_hour(at_s, pool)}",
                     )
-        least, most = bounds(pool, at_s)
-        if least > most:
+        limits = bounds(pool, at_s)
+        if limits.least > limits.most:
             place: tuple[int | str, ...] = ("schedules", held[-1][0]) if held else ()
-            raise FieldError(
-                ("pools", name, *place), f"minReplicas, {least}, is above maxReplicas, {most},{_hour(at_s, pool)}"
-            )
+            problem = f"minReplicas, {limits.least}, is above maxReplicas, {limits.most},{_hour(at_s, pool)}"
+            raise FieldError(("pools", name, *place), problem)
 
 
 def check_role_switch(switch: RoleSwitch, pools: Pools) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from pdserve.autoscaler.actuator import Actuator, ActuatorError
-from pdserve.autoscaler.actuators import Actuator as Settings
-from pdserve.autoscaler.actuators import KubernetesActuator, ProcessActuator, RayActuator
-from pdserve.autoscaler.actuators import PublishActuator as PublishSettings
+from pdserve.autoscaler.actuator import Actuator, ActuatorError, State
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.journal import Journal
-from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile, WarmUp
-from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.process import LocalActuator
 from pdserve.autoscaler.publish import PublishActuator
-from pdserve.autoscaler.schema import Policy
+from pdserve.autoscaler.schema import Actuator as Settings
+from pdserve.autoscaler.schema import KubernetesActuator, Policy, ProcessActuator, RayActuator, load
+from pdserve.autoscaler.schema import PublishActuator as PublishSettings
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError, not_installed
 from pdserve.health import answering
@@ -213,8 +210,7 @@ async def _beside(settings: Settings, actuator: Actuator, target: Target) -> "As
 
 async def end_all(policy_file: Path, target: Target) -> None:
     """Let all replicas of a cluster drain and end, and wait until they have. ActuatorError: none is reached."""
-    policy = load(policy_file)
-    async with connected(policy, target) as all_:
+    async with connected(load(policy_file), target) as all_:
         await end_replicas(all_)
 
 
@@ -238,18 +234,11 @@ async def end_replicas(all_: Actuator) -> None:
             unseen = 0
             for replica in held:
                 if replica.state is not State.DRAINING:
-                    with _logged():
+                    try:
                         await all_.drain(replica.name)
+                    except ActuatorError as error:  # the order is given again
+                        logger.warning("%s", error)
         await asyncio.sleep(END_CHECK_S)
-
-
-@contextmanager
-def _logged() -> Iterator[None]:
-    """Log the failure of an order that is given again."""
-    try:
-        yield
-    except ActuatorError as error:
-        logger.warning("%s", error)
 
 
 def samples(loop: Loop, actuator: Actuator, beside: "InCluster | None" = None) -> Iterator[Sample]:

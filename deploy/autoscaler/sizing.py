@@ -16,6 +16,7 @@ import numpy as np
 
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.observation import Capacity
+from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.prefill_queue import PrefillPool
 from pdserve.autoscaler.schema import Budget, Objectives
 from pdserve.autoscaler.traffic import Traffic, mean
@@ -118,19 +119,6 @@ def _kv_of_a_sequence(traffic: Traffic) -> float:
 
 _PROMPTS_BEFORE = 6.0  # that are computed before one where they come in bursts, itself included
 _MAX_SPLITS = 64  # of a budget that are compared
-
-
-@value
-class Bounds:
-    """How many replicas a pool may have, and what each takes."""
-
-    least: int
-    most: int
-    devices: int = 1
-
-    def within(self, size: int) -> int:
-        """Return the size, or the limit beyond which it is."""
-        return max(self.least, min(self.most, size))
 
 
 @value

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add
-from pdserve.autoscaler.observation import Observation, Replica, State
+from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.schema import Policy
 from pdserve.roles import POOLS, Role
 

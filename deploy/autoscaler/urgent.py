@@ -9,7 +9,8 @@ odds corrects what is predicted from then on.
 from collections.abc import Mapping, Sequence
 from math import ceil, exp, sqrt
 
-from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
+from pdserve.autoscaler.actuator import State
+from pdserve.autoscaler.observation import Capacity, Observation, Replica
 from pdserve.autoscaler.pools import Signal
 from pdserve.autoscaler.traffic import SURE
 from pdserve.demand import Demand

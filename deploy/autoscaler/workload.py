@@ -9,8 +9,7 @@ there beyond those before it; until there is one, it starts without a pod.
 
 from collections.abc import Iterator, Sequence
 
-from pdserve.autoscaler.actuator import ActuatorError, Held
-from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.actuator import ActuatorError, Held, State
 from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
 from pdserve.roles import Role
 

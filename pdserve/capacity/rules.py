@@ -30,9 +30,10 @@ from itertools import count
 from math import ceil
 from statistics import fmean
 
+from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain
-from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
-from pdserve.autoscaler.sizing import Bounds
+from pdserve.autoscaler.observation import Capacity, Observation, Replica
+from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.urgent import CAUSES
 from pdserve.demand import Demand
 from pdserve.measure.outcomes import Objective

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import Sizes
 from pdserve.capacity.scaling import Scaled

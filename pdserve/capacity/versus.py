@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pdserve.autoscaler.decisions import Decision
 from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.policy import Autoscaler
+from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.sizing import Bounds
 from pdserve.capacity.rules import HPA_PERIOD_S, PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage, Rules
 from pdserve.capacity.scaling import Scaled, Scaling, Scene
 from pdserve.errors import ConfigError

@@ -21,7 +21,7 @@ def validate(
     policies: Annotated[list[Path], typer.Argument(metavar="POLICY...", help="Policies, YAML or JSON.")],
 ) -> None:
     """Check policies: what is wrong is named with file, line, field and limit."""
-    from pdserve.autoscaler.loading import load
+    from pdserve.autoscaler.schema import load
     from pdserve.measure.warm_up import warm_up
 
     for path in policies:
@@ -37,7 +37,7 @@ def explain(
 ) -> None:
     """Say in plain sentences what a policy does, and when."""
     from pdserve.autoscaler.explain import sentences
-    from pdserve.autoscaler.loading import load
+    from pdserve.autoscaler.schema import load
 
     for sentence in sentences(load(policy)):
         typer.echo(sentence)

@@ -61,7 +61,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate a policy under a trace: attainment, refusals, replicas and device-hours over time."""
-    from pdserve.autoscaler.loading import load
+    from pdserve.autoscaler.schema import load
     from pdserve.capacity import scaling_report
     from pdserve.capacity.versus import checked, simulate_all
 

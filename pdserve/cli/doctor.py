@@ -81,8 +81,7 @@ async def resource_findings(policy_resource: str) -> list["Finding"]:
 
 async def policy_findings(policy: Path, policy_resource: str | None) -> list["Finding"]:
     """Check an autoscaler's policy, and the rights that it needs on Kubernetes."""
-    from pdserve.autoscaler.actuators import KubernetesActuator
-    from pdserve.autoscaler.loading import load
+    from pdserve.autoscaler.schema import KubernetesActuator, load
     from pdserve.doctor.machine import failed, ok
     from pdserve.doctor.rights import gather_rights
 

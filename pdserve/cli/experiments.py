@@ -279,8 +279,8 @@ def scale(
 
     The requests have the policy's objectives. Each answer is checked against one engine alone.
     """
-    from pdserve.autoscaler.loading import load
     from pdserve.autoscaler.process import sizes_at_start
+    from pdserve.autoscaler.schema import load
     from pdserve.measure import scale as scaling
     from pdserve.measure.outcomes import Objective
 

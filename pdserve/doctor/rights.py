@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.autoscaler.actuators import KubernetesActuator
+from pdserve.autoscaler.schema import KubernetesActuator
 from pdserve.doctor.machine import Finding, failed, ok
 from pdserve.errors import EXTRAS, CommandError, ConfigError, not_installed
 from pdserve.kubernetes.objects import Object

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pdserve.autoscaler.loading import changes, load, reload
+from pdserve.autoscaler.explain import changes
+from pdserve.autoscaler.loop import PolicyFile
 from pdserve.autoscaler.pools import DAYS, Schedule, holds
-from pdserve.autoscaler.schema import Policy
+from pdserve.autoscaler.schema import Policy, load
 from pdserve.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
@@ -173,7 +174,8 @@ def test_every_fault_is_named_at_once(write: Callable[[str], Path]) -> None:
 
 
 def test_a_changed_policy_says_what_changed(write: Callable[[str], Path]) -> None:
-    running = load(write(GOOD))
+    file = PolicyFile(write(GOOD), lambda _: ())
+    running = file.policy
     text = (
         GOOD.replace("startup: 30s", "startup: 90s")
         .replace("{maxDevices: 8}", "{maxDevices: 10}\nmode: advisory")
@@ -182,7 +184,8 @@ def test_a_changed_policy_says_what_changed(write: Callable[[str], Path]) -> Non
         .replace("      - {start: 17:30, end: 20:00, timeZone: Europe/Zurich, maxReplicas: 3}\n", "")
         .replace("kind: kalman", "kind: holt-winters, season: 1d")
     )
-    policy, changed = reload(write(text), running)
+    write(text)
+    changed, policy = file.changed(), file.policy
     assert policy.budget.max_devices == 10
     assert changed == (
         "budget.maxDevices is 10, was 8",
@@ -194,7 +197,7 @@ def test_a_changed_policy_says_what_changed(write: Callable[[str], Path]) -> Non
         "timeZone Europe/Zurich maxReplicas 3",
         "pools.decode.signals.0.target is 0.7, was 0.8",
     )
-    assert changes(policy, policy) == ()
+    assert list(changes(policy, policy)) == []
     assert [each for each in changes(policy, running) if "schedules" in each] == [
         "pools.prefill.schedules.1 is added: daysOfWeek Mon, Tue, Wed, Thu, Fri, Sat, Sun start 17:30 end 20:00 "
         "timeZone Europe/Zurich maxReplicas 3"
@@ -202,14 +205,15 @@ def test_a_changed_policy_says_what_changed(write: Callable[[str], Path]) -> Non
 
 
 def test_the_actuator_of_a_running_autoscaler_does_not_change(write: Callable[[str], Path]) -> None:
-    running = load(write(GOOD))
+    file = PolicyFile(write(GOOD), lambda _: ())
+    running = file.policy
+    write(GOOD.replace("kind: ray", "kind: ray, namespace: mine").replace("maxDevices: 8", "maxDevices: 9"))
     with pytest.raises(ConfigError, match=r"actuator.namespace is mine, was pdserve: an actuator changes only with"):
-        reload(
-            write(GOOD.replace("kind: ray", "kind: ray, namespace: mine").replace("maxDevices: 8", "maxDevices: 9")),
-            running,
-        )
+        file.changed()
+    write(GOOD.replace("kind: ray", "kind: process"))
     with pytest.raises(ConfigError, match=r"actuator is .*kind process.*, was .*kind ray"):
-        reload(write(GOOD.replace("kind: ray", "kind: process")), running)
+        file.changed()
+    assert file.policy is running
 
 
 CLOCKS = st.integers(0, 23).map(lambda hour: f"{hour:02}:00")

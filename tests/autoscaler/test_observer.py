@@ -1,8 +1,7 @@
 """Counters become differences, a router that is silent makes all of it stale, and a state keeps its beginning."""
 
-from pdserve.autoscaler.actuator import Held
-from pdserve.autoscaler.observation import Capacity, Observation, State
-from pdserve.autoscaler.status import Observer
+from pdserve.autoscaler.actuator import Held, State
+from pdserve.autoscaler.observation import Capacity, Observation, Observer
 from pdserve.demand import Demand
 from pdserve.perfmodel.curve import Curve
 from pdserve.proto.v1 import admin_pb2 as admin

@@ -7,8 +7,7 @@ from policy_table import rows
 from typer.testing import CliRunner
 
 from pdserve.autoscaler.explain import sentences
-from pdserve.autoscaler.loading import load
-from pdserve.autoscaler.schema import Policy, json_schema
+from pdserve.autoscaler.schema import Policy, json_schema, load
 from pdserve.cli.app import app
 from pdserve.errors import ConfigError
 

@@ -5,7 +5,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from pdserve.autoscaler.pools import bounds
+from pdserve.autoscaler.pools import Bounds, bounds
 from pdserve.autoscaler.schema import Policy
 
 
@@ -67,5 +67,5 @@ NIGHT = {"daysOfWeek": ["Fri"], "start": "22:00", "end": "06:00", "timeZone": "E
 )
 def test_a_schedule_past_midnight_belongs_to_the_day_that_it_starts_on(moment: str, least: int) -> None:
     local = datetime.fromisoformat(moment).replace(tzinfo=ZoneInfo("Europe/Zurich"))
-    assert bounds(policy_of(schedules=[NIGHT]).pools.prefill, local.timestamp()) == (least, 4)
-    assert bounds(policy_of(schedules=[NIGHT]).pools.decode, local.timestamp()) == (1, 4)
+    assert bounds(policy_of(schedules=[NIGHT]).pools.prefill, local.timestamp()) == Bounds(least, 4)
+    assert bounds(policy_of(schedules=[NIGHT]).pools.decode, local.timestamp()) == Bounds(1, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import yaml
 
-from pdserve.autoscaler.loading import load
+from pdserve.autoscaler.schema import load
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "ray"
 

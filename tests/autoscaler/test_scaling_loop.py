@@ -9,10 +9,9 @@ import grpc
 import pytest
 
 from pdserve.autoscaler import server
-from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.actuator import ActuatorError, Held, State
 from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
-from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.server import end_replicas
 from pdserve.demand import Demand
 from pdserve.errors import CommandError

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.observation import Capacity
 from pdserve.autoscaler.planning import settled
+from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.prefill_queue import PrefillPool, erlang_c
 from pdserve.autoscaler.schema import Budget, Objectives
-from pdserve.autoscaler.sizing import Bounds, DecodePool, Sizer
+from pdserve.autoscaler.sizing import DecodePool, Sizer
 from pdserve.autoscaler.traffic import Lengths, Traffic
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
 from pdserve.roles import Role

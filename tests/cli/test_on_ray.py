@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.autoscaler.actuators import RayActuator
-from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.process import PoolSizes, sizes_at_start
+from pdserve.autoscaler.schema import RayActuator, load
 from pdserve.cli.cluster import Platform, check_platform, policy_on_ray
 from pdserve.errors import ConfigError
 

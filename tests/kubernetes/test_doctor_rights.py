@@ -7,7 +7,7 @@ import pytest
 import yaml
 from kube_cluster import KubeCluster
 
-from pdserve.autoscaler.actuators import KubernetesActuator, ScaleTarget
+from pdserve.autoscaler.schema import KubernetesActuator, ScaleTarget
 from pdserve.cli.doctor import policy_findings, resource_findings
 from pdserve.doctor.machine import Level
 from pdserve.doctor.rights import needed

@@ -11,8 +11,7 @@ from kube_api import Fault, KubeApi
 from kube_cluster import REAL, KubeCluster
 from kube_stage import KubeStage, kube_stage
 
-from pdserve.autoscaler.actuator import ActuatorError
-from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.actuator import ActuatorError, State
 from pdserve.kubernetes.objects import ROLE_LABEL
 from pdserve.kubernetes.rights import ACTUATOR
 from pdserve.roles import Role

@@ -5,8 +5,7 @@ from typing import Protocol
 
 import pytest
 
-from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
-from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held, State
 from pdserve.roles import Role
 
 
