@@ -15,7 +15,7 @@ from pdserve.cli import processes
 from pdserve.cli.app import main
 from pdserve.errors import ConfigError
 from pdserve.kubernetes.config import WatcherConfig
-from pdserve.kubernetes.server import serve
+from pdserve.kubernetes.watcher import serve
 from pdserve.names import Lookups, addresses_of, resolve
 
 Answers = list[Callable[[], frozenset[str]]]

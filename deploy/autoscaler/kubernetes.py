@@ -5,10 +5,13 @@ makes its own deployment smaller.
 """
 
 import asyncio
+import logging
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -21,12 +24,13 @@ from pdserve.autoscaler.workload import MARK, Workload
 from pdserve.clock import Clock
 from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError
 from pdserve.kubernetes.election import Leadership
-from pdserve.kubernetes.events import Events, Subject
-from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
+from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Anything, Pod, Scale
 from pdserve.kubernetes.watcher import PodWatcher, Routers
 from pdserve.launch.admin import AdminClient
 from pdserve.roles import Role
 from pdserve.wire import ROLES
+
+logger = logging.getLogger(__name__)
 
 CONFLICT = 409
 
@@ -49,7 +53,6 @@ class PodActuator:
         names = {Role.PREFILL: settings.prefill.name, Role.DECODE: settings.decode.name}
         self._kept = {role: _Kept(Workload(name, role)) for role, name in names.items()}
         self._pods_path = f"/api/v1/namespaces/{settings.namespace}/pods"
-        self._selectors: dict[str, str] = {}  # of workloads, by name
 
     def workload(self, role: Role) -> Workload:
         """Return the workload whose pods start with a role."""
@@ -64,7 +67,7 @@ class PodActuator:
             for kept in self._kept.values():
                 async with kept.lock:
                     scale = await self._scale(kept.workload)
-                    pods, version = await self._list(scale.status.selector)
+                    pods, version = await self._client.pods(self._pods_path, scale.status.selector)
                     kept.workload.see(scale, pods, version, asyncio.get_running_loop().time())
         with suppress(ApiError, ActuatorError, TimeoutError, grpc.aio.AioRpcError):  # labels follow later
             async with asyncio.timeout(self._settings.timeout_s):
@@ -95,13 +98,13 @@ class PodActuator:
             async with self._asking(f"drain {name}"), kept.lock:
                 workload = kept.workload
                 if workload.pod(name) is not None:
-                    pods, _ = await self._list(self._selectors[workload.name])
+                    pods, _ = await self._client.pods(self._pods_path, workload.selector)
                     pod = workload.begin_drain(name, pods)
                     if pod is None:
                         return
                     for stale in workload.stale_marks():
-                        await self._annotate(stale, None)
-                    await self._annotate(pod, MARK)
+                        await self._patch(stale, {"annotations": {DELETION_COST: None}})
+                    await self._patch(pod, {"annotations": {DELETION_COST: MARK}})
                 elif workload.is_coming(name):
                     pod = None
                 else:
@@ -152,17 +155,10 @@ class PodActuator:
         scale = await self._client.get(self._scale_path(workload), Scale)
         if not scale.status.selector:
             raise ActuatorError(f"{workload.name}: its scale names no selector")
-        self._selectors[workload.name] = scale.status.selector
         return scale
 
     def _scale_path(self, workload: Workload) -> str:
         return f"/apis/apps/v1/namespaces/{self._settings.namespace}/deployments/{workload.name}/scale"
-
-    async def _list(self, selector: str) -> tuple[list[Pod], str]:
-        return await self._client.pods(self._pods_path, selector)
-
-    async def _annotate(self, pod: Pod, cost: str | None) -> None:
-        await self._patch(pod, {"annotations": {DELETION_COST: cost}})
 
     async def _patch(self, pod: Pod, metadata: dict[str, object]) -> None:
         path = f"{self._pods_path}/{pod.metadata.name}"
@@ -181,6 +177,67 @@ class PodActuator:
 
 REASONS = {"add": "ScalingUp", "drain": "ScalingDown", "flip": "ChangingRole"}
 FAILED = "OrderFailed"
+BURST, EVERY_S = 20, 5.0
+SEND_S = 10.0
+MAX_NOTE = 1024  # characters that the API takes
+
+
+class Events:
+    """Events of deployments, so that `kubectl describe` shows what was decided and why.
+
+    They are for people to read. A burst of 20 is sent at once, then one event every 5 s. When more are waiting, the
+    oldest are dropped. Events that the API refuses are dropped too.
+    """
+
+    def __init__(self, client: Client, namespace: str, instance: str) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._instance = instance
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=BURST)
+        self._news = asyncio.Event()
+
+    def report(self, workload: Workload, reason: str, note: str) -> None:
+        """Have an event sent. `reason`: one word in CamelCase."""
+        about = {"apiVersion": "apps/v1", "kind": "Deployment", "namespace": self._namespace}
+        self._waiting.append(
+            {
+                "apiVersion": "events.k8s.io/v1",
+                "kind": "Event",
+                "metadata": {"name": f"{workload.name}.{uuid4().hex[:16]}", "namespace": self._namespace},
+                "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+                "reportingController": "pdserve.dev/autoscaler",
+                "reportingInstance": self._instance[:128],
+                "action": reason,
+                "reason": reason,
+                "type": "Warning" if reason == FAILED else "Normal",
+                "note": note[:MAX_NOTE],
+                "regarding": {**about, "name": workload.name, "uid": workload.uid},
+            }
+        )
+        self._news.set()
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        allowed, loop = float(BURST), asyncio.get_running_loop()
+        counted_s = loop.time()
+        while True:
+            self._news.clear()
+            now_s = loop.time()
+            allowed, counted_s = min(float(BURST), allowed + (now_s - counted_s) / EVERY_S), now_s
+            while self._waiting and allowed >= 1:
+                allowed -= 1
+                await self._send(self._waiting.popleft())
+            if self._waiting:
+                await asyncio.sleep((1 - allowed) * EVERY_S)
+            else:
+                await self._news.wait()
+
+    async def _send(self, body: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self._client.create(f"/apis/events.k8s.io/v1/namespaces/{self._namespace}/events", body, Anything)
+        except (ApiError, TimeoutError) as error:
+            logger.warning("an event of %s was not sent: %s", body["regarding"]["name"], error or "no answer")
 
 
 class InCluster:
@@ -197,8 +254,7 @@ class InCluster:
         me = f"{socket.gethostname()}_{uuid4().hex[:12]}"
         namespace = client.namespace if settings is None else settings.namespace
         self._actuator = actuator
-        self._events = Events(client, "pdserve.dev/autoscaler", me)
-        self._namespace = namespace
+        self._events = Events(client, namespace, me)
         self.watcher = PodWatcher(client, namespace, routers, clock)
         self._turns = None if settings is None else Leadership(client, namespace, settings.lease, me, clock)
 
@@ -210,10 +266,7 @@ class InCluster:
     def announce(self, pool: Role, verb: str, text: str) -> None:
         """Show an order, or why one failed, as an event of the pool's workload."""
         if isinstance(self._actuator, PodActuator):
-            workload = self._actuator.workload(pool)
-            subject = Subject("apps/v1", "Deployment", self._namespace, workload.name, workload.uid)
-            reason = REASONS.get(verb, FAILED)
-            self._events.report(subject, reason, text, is_warning=reason == FAILED)
+            self._events.report(self._actuator.workload(pool), REASONS.get(verb, FAILED), text)
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]], stop: asyncio.Event) -> None:
         """Do the autoscaler's work whenever it leads, and the rest all the time, until the work has ended."""

@@ -154,8 +154,11 @@ async def connected(policy: Policy, target: Target) -> AsyncIterator[Actuator]:
             async with _on_ray(policy, policy.actuator, target, router) as actuator:
                 yield actuator
         case KubernetesActuator():
-            async with _on_kubernetes(policy.actuator, router) as actuator:
-                yield actuator
+            from pdserve.autoscaler.kubernetes import PodActuator  # noqa: PLC0415 - its client is an extra
+            from pdserve.kubernetes.client import Client  # noqa: PLC0415
+
+            async with Client() as client:
+                yield PodActuator(client, router, policy.actuator)
 
 
 @asynccontextmanager
@@ -164,25 +167,12 @@ async def _on_ray(
 ) -> AsyncIterator[Actuator]:
     if target.elsewhere is None:
         raise ConfigError("actuator.kind: ray: this cluster was not started by `pdserve up --on ray`")
-    try:
-        from pdserve.autoscaler.ray import ActorActuator  # noqa: PLC0415 - Ray is an extra
-    except ModuleNotFoundError as error:
-        raise not_installed("ray") from error
+    from pdserve.autoscaler.ray import ActorActuator  # noqa: PLC0415 - Ray is an extra
+
     pools = {Role.PREFILL: policy.pools.prefill, Role.DECODE: policy.pools.decode, Role.MIXED: policy.pools.decode}
     devices = {role: pool.devices_per_replica for role, pool in pools.items()}
     async with ActorActuator.connected(target.elsewhere, router, settings, devices) as actuator:
         yield actuator
-
-
-@asynccontextmanager
-async def _on_kubernetes(settings: KubernetesActuator, router: AdminClient) -> AsyncIterator[Actuator]:
-    try:
-        from pdserve.autoscaler.kubernetes import PodActuator  # noqa: PLC0415 - its client is an extra
-        from pdserve.kubernetes.client import Client  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise not_installed("lightkube") from error
-    async with Client() as client:
-        yield PodActuator(client, router, settings)
 
 
 @asynccontextmanager

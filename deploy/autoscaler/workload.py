@@ -26,6 +26,7 @@ class Workload:
         self.name = name
         self.role = role  # with which its pods start
         self.uid = ""
+        self.selector = ""  # of its pods
         self._size = 0  # wanted
         self._pods: dict[str, Pod] = {}  # by uid, without those that have ended
         self._marked: set[str] = set()  # uids of pods that are to be removed before others
@@ -42,7 +43,7 @@ class Workload:
             raise ActuatorError(f"{self.name}: no pod is listed, of {scale.status.replicas} that there are")
         if version.isdecimal():  # as all API servers have it, though not all promise it
             self._check_age(int(version), now_s)
-        before, self.uid = set(self._pods), scale.metadata.uid
+        before, self.uid, self.selector = set(self._pods), scale.metadata.uid, scale.status.selector
         self._pods = {pod.metadata.uid: pod for pod in pods if pod.status.phase not in ("Succeeded", "Failed")}
         self._marked = {uid for uid, pod in self._pods.items() if _cost(pod) == int(MARK)}
         self._names = {uid: name for uid, name in self._names.items() if uid in self._pods}

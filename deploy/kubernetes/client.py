@@ -7,7 +7,6 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx2
@@ -80,9 +79,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def get(self, path: str, kind: type[T]) -> T:

@@ -69,7 +69,6 @@ class Leadership:
         self._me = me
         self._clock = clock
         self._election = Election(me)
-        self._transitions = 0
         self.leads = False
 
     @property
@@ -147,7 +146,6 @@ class Leadership:
         spec = lease.spec
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # for people; nobody here compares it
         changes = spec.holder_identity != holder
-        self._transitions = (spec.lease_transitions or 0) + (changes and bool(holder))
         body = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -161,7 +159,7 @@ class Leadership:
                 "leaseDurationSeconds": DURATION_S if holder else 1,
                 "acquireTime": now if changes else spec.acquire_time,
                 "renewTime": now,
-                "leaseTransitions": self._transitions,
+                "leaseTransitions": (spec.lease_transitions or 0) + (changes and bool(holder)),
             },
         }
         return await self._client.replace(f"{self._path}/{self._name}", body, Lease)

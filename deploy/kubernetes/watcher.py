@@ -4,19 +4,24 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 
 import grpc
 import msgspec
 
-from pdserve.clock import Clock
+from pdserve.clock import Clock, MonotonicClock
+from pdserve.health import answering
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError, UnreachableError
+from pdserve.kubernetes.config import WatcherConfig
 from pdserve.kubernetes.ends import Ended, Ends
 from pdserve.kubernetes.objects import Lease, Node, Object, Pod, Status
 from pdserve.kubernetes.rights import NODE_LEASES
 from pdserve.launch.admin import AdminClient
 from pdserve.metrics import REPORTED_ENDS, UNPROVED_ENDS, Sample
+from pdserve.metrics_server import showing
+from pdserve.names import addresses_of, check_names
+from pdserve.signals import drain_on_signals
 from pdserve.values import value
 
 GONE = 410  # the API no longer has the version that a watch is to begin at
@@ -222,3 +227,25 @@ class PodWatcher:
             self._warned[what] = cause
         else:
             self._warned.pop(what, None)
+
+
+async def serve(config: WatcherConfig) -> None:
+    """Watch until a signal comes. ConfigError where a router's name is none, or this process has no account."""
+    stop = asyncio.Event()
+    check_names(config.routers, "routers")
+    first = AdminClient(config.routers[0], config.secret_file, config.identity_dir)  # reads its files once for all
+
+    async def routers() -> list[AdminClient]:
+        return [first.at(address) for address in await addresses_of(config.routers)]
+
+    async with AsyncExitStack() as stack:
+        stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))
+        client = await stack.enter_async_context(Client())
+        watcher = PodWatcher(client, client.namespace, routers, MonotonicClock())
+        health = await stack.enter_async_context(answering(config))
+        await stack.enter_async_context(showing(config, watcher.samples, first.credentials.identity))
+        health.start(lambda: not stop.is_set())
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(watcher.run())
+            await stop.wait()
+            task.cancel()

@@ -80,7 +80,7 @@ def _serving(settings: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]
 def watch_pods(config: ConfigFile = None, **flags: object) -> None:
     """Report to routers which processes of pods have ended, on Kubernetes; an autoscaler there does so, too."""
     settings = settings_of(WatcherConfig, config, flags)
-    from pdserve.kubernetes.server import serve
+    from pdserve.kubernetes.watcher import serve
 
     run_process(serve, settings)
 

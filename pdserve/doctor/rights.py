@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.autoscaler.schema import KubernetesActuator
 from pdserve.doctor.machine import Finding, failed, ok
-from pdserve.errors import EXTRAS, CommandError, ConfigError, not_installed
+from pdserve.errors import CommandError, ConfigError
 from pdserve.kubernetes.objects import Object
 from pdserve.kubernetes.rights import ACTUATOR, RESOURCE, WATCHER, Right
 
@@ -78,12 +78,8 @@ def rights_findings(allowed: Mapping[Action, bool]) -> Iterator[Finding]:
 
 
 async def gather_rights(actuator: KubernetesActuator | None, policy_resource: str | None = None) -> list[Finding]:
-    try:
-        from pdserve.kubernetes.client import Client  # noqa: PLC0415 - its packages are an extra
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
-            raise
-        raise not_installed(error.name) from error
+    from pdserve.kubernetes.client import Client  # noqa: PLC0415 - its packages are an extra
+
     try:
         async with Client() as client, asyncio.timeout(ASKED_WITHIN_S):
             actions = needed(actuator, client.namespace or "default", policy_resource)
