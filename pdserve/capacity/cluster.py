@@ -78,18 +78,18 @@ class SimCluster:
         objective: Objective,
         ways: Ways = USUAL,
     ) -> None:
-        self._clock = VirtualClock()
+        self.clock = VirtualClock()
         self._profile = profile
         self._workload = workload
         self._objective = objective
-        self._builder = builder = Builder(profile, shape, workload)
+        self.builder = builder = Builder(profile, shape, workload)
         self._moves = ways.moves
         self._coming: Iterator[Arrival] = iter(())
         self._num_awaited = self._num_attached = 0
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
         self._workers: dict[LinkId, SimWorker] = {}
-        self._wires = Wires(self._clock, profile.link, builder.page_bytes)
+        self._wires = Wires(self.clock, profile.link, builder.page_bytes)
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
@@ -119,7 +119,7 @@ class SimCluster:
         """Serve the whole workload, each request to its end."""
         self.expect(iter(self._workload.arrivals))
         with garbage_left():
-            self._clock.run()
+            self.clock.run()
         for router in self._routers.values():
             router.core.check_idle()
         outcomes = self._outcomes.values()
@@ -134,8 +134,8 @@ class SimCluster:
         """Serve until `count` requests have come since the start; requests that are not over go on next time."""
         self._num_awaited = count
         with garbage_left():
-            self._clock.run()
-        return self._so_far(self._clock.now_s())
+            self.clock.run()
+        return self._so_far(self.clock.now_s())
 
     def _so_far(self, now_s: float) -> Run:
         outcomes, workers = tuple(self._outcomes.values()), self._workers.values()
@@ -148,16 +148,16 @@ class SimCluster:
     def _expect_next(self) -> None:
         arrival = next(self._coming, None)
         if arrival is not None:
-            self._clock.at(arrival.at_s, self._arrive, len(self._outcomes) + 1, arrival)
+            self.clock.at(arrival.at_s, self._arrive, len(self._outcomes) + 1, arrival)
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
         if number == self._num_awaited:
-            self._clock.stop()
+            self.clock.stop()
         request_id = RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
         self._outcomes[request_id] = Outcome(arrival.at_s, arrival.prompt_tokens, arrival.output_tokens, number)
         self._expect_next()
         self._lengths[request_id] = arrival.output_tokens
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         event = router_events.RequestArrived(
             request_id=request_id,
             token_ids=self._workload.token_ids(number, arrival),
@@ -173,12 +173,12 @@ class SimCluster:
         return RouterRef(int.from_bytes(request_id[8:], "big") % len(self._routers))
 
     def _post(self, router: _Router, event: Event) -> None:
-        for command in router.core.handle(event, self._clock.now_s()):
+        for command in router.core.handle(event, self.clock.now_s()):
             self._carry_out(router, command)
         due_s = router.core.next_wakeup_s()
-        if due_s is not None and due_s < router.alarm_s and due_s < self._clock.now_s() + DEADLINE_S / 2:
+        if due_s is not None and due_s < router.alarm_s and due_s < self.clock.now_s() + DEADLINE_S / 2:
             router.alarm_s = due_s
-            self._clock.at(max(due_s, self._clock.now_s()), self._wake, router, due_s)
+            self.clock.at(max(due_s, self.clock.now_s()), self._wake, router, due_s)
 
     def _wake(self, router: _Router, due_s: float) -> None:
         if router.alarm_s == due_s:
@@ -190,9 +190,9 @@ class SimCluster:
             case Place():
                 self._place(router, command)
             case Deliver(request_id, _, token_ids):
-                self._outcomes[request_id].take(len(token_ids), self._clock.now_s())
+                self._outcomes[request_id].take(len(token_ids), self.clock.now_s())
             case End(request_id, end):
-                close(self._outcomes[request_id], end, self._clock.now_s())
+                close(self._outcomes[request_id], end, self.clock.now_s())
             case Move():
                 self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
@@ -214,11 +214,11 @@ class SimCluster:
 
     def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec
-        self._outcomes[spec.request_id].placed_s = self._clock.now_s()
+        self._outcomes[spec.request_id].placed_s = self.clock.now_s()
         job = job_of(spec)
         prefill = None if place.prefill is None else self._workers[place.prefill.link]
         decode = None if place.decode is None else self._workers[place.decode.link]
-        deadline_s = self._clock.now_s() + spec.remaining_s
+        deadline_s = self.clock.now_s() + spec.remaining_s
         if decode is not None:
             peer = None if prefill is None else prefill.peer
             decode.reported[spec.request_id, spec.attempt] = 0 if prefill is None else 1
@@ -230,18 +230,18 @@ class SimCluster:
             placed = messages.Placed(router.ref, job, deadline_s, target=peer, target_address="simulated", fetch=fetch)
             prefill.offer(placed)
         for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
-            self._clock.soon(self._report_load, worker)
+            self.clock.soon(self._report_load, worker)
 
     def _move(self, router: _Router, move: Move) -> None:
         source, target, spec = self._workers[move.source.link], self._workers[move.target.link], move.spec
         if not source.reports:  # the router does not know the tokens of its answers so far
             refused = (Failure.OVERLOADED, "moves are left out")
             failed = router_events.AttemptFailed(target.link, spec.request_id, spec.attempt, *refused)
-            self._clock.soon(self._post, router, failed)
+            self.clock.soon(self._post, router, failed)
             return
         present = HandoffKey(spec.request_id, move.attempt)
         target.reported[spec.request_id, spec.attempt] = num_known = len(spec.token_ids) - spec.num_prompt_tokens
-        deadline_s = self._clock.now_s() + spec.remaining_s
+        deadline_s = self.clock.now_s() + spec.remaining_s
         job = job_of(spec)
         target.offer(messages.Placed(router.ref, job, deadline_s, source.peer, extra_tokens=move.extra_tokens))
         (index,), num_tokens = spec.indices, spec.num_prompt_tokens + num_known
@@ -250,7 +250,7 @@ class SimCluster:
 
     def _share(self, spec: SequenceSpec, fetch: Fetch, target: Peer) -> messages.Fetch:
         """Ask the holder of a prompt's leading pages to send them; return what their receiver is told."""
-        holder, deadline_s = self._workers[fetch.holder.link], self._clock.now_s() + fetch.within_s
+        holder, deadline_s = self._workers[fetch.holder.link], self.clock.now_s() + fetch.within_s
         key, token_ids = HandoffKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
         asked = (key, token_ids, spec.cache_salt, target, "simulated", deadline_s)
         holder.offer(messages.ShareAsked(*asked))
@@ -261,7 +261,7 @@ class SimCluster:
     def _attach(self, name: str, role: Role) -> SimWorker:
         self._num_attached += 1
         link = LinkId(self._num_attached)
-        worker, registration = self._builder.build(self._clock, name, link, role, self._lengths.__getitem__)
+        worker, registration = self.builder.build(self.clock, name, link, role, self._lengths.__getitem__)
         worker.perform = self._perform
         if self._moves:
             worker.step_singly()
@@ -294,7 +294,7 @@ class SimCluster:
                 case messages.Tokens():
                     deltas[command.router].append(delta(worker.reported, command))
                 case messages.Progress() if command.stage not in LEDGER_ONLY:
-                    self._post(self._routers[command.router], stage(worker.link, command, self._clock.now_s()))
+                    self._post(self._routers[command.router], stage(worker.link, command, self.clock.now_s()))
                 case messages.Progress():
                     pass
                 case messages.RoleTaken():
@@ -317,7 +317,7 @@ class SimCluster:
         for ref, router in self._routers.items():
             self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s))
         reports = worker.reports or len(self._routers) > 1
-        if reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
+        if reports and self.clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
             self._report_load(worker)
 
     def _report_cache(self, worker: SimWorker) -> None:
@@ -328,7 +328,7 @@ class SimCluster:
 
     def _report_load(self, worker: SimWorker) -> None:
         """Report to every router how full a worker is, and what its answers have gained, if it does steps singly."""
-        worker.reported_s = self._clock.now_s()
+        worker.reported_s = self.clock.now_s()
         known = news(worker.reported, worker.scheduler.running) if worker.reports else ()
         for ref, router in self._routers.items() if known else ():
             ours = [each for each in known if self._router_of(each.request_id) == ref]

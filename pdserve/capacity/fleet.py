@@ -3,22 +3,20 @@
 A replica serves after its start-up time. It is paid for from the order to start it until its worker has left.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from pdserve.autoscaler.actuator import ActuatorError, State
 from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
 from pdserve.autoscaler.observation import Replica, sequences_of
 from pdserve.capacity.cluster import SimCluster
-from pdserve.capacity.worker import Builder, SimWorker
+from pdserve.capacity.worker import SimWorker
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
-from pdserve.measure.outcomes import Outcome
 from pdserve.roles import POOLS, Role
 from pdserve.router import events as router_events
 from pdserve.router.core import RouterCore
 from pdserve.values import value
-from pdserve.virtual_time import VirtualClock
 from pdserve.worker.messages import Load
 
 
@@ -34,33 +32,11 @@ class Sizes:
         return sum(self.counts[state][role] for state in states or State)
 
 
-@dataclass(slots=True)
-class _Member:
-    """A replica, as its launcher knows it."""
-
-    name: str
-    role: Role
-    state: State
-    since_s: float
-
-
 class ElasticCluster(SimCluster):
     """Does what operators and launchers do to a cluster. It has one router."""
 
     slowness = 1.0  # times that steps take as long as the profile says
     on_left: Callable[[str], None] | None = None  # called with the name of each worker that has drained
-
-    @property
-    def builder(self) -> Builder:
-        return self._builder
-
-    @property
-    def outcomes(self) -> Iterable[Outcome]:
-        return self._outcomes.values()
-
-    @property
-    def clock(self) -> VirtualClock:
-        return self._clock
 
     @property
     def router(self) -> RouterCore:
@@ -126,10 +102,8 @@ class Fleet:
         self._cluster = cluster
         self._clock = cluster.clock
         self._startup_s = startup_s
-        self._members: dict[str, _Member] = {}
+        self._members = {view.name: Replica(view.name, view.role, State.READY, 0.0) for view in cluster.router.workers}
         self.history: list[Sizes] = []
-        for view in cluster.router.workers:
-            self._members[view.name] = _Member(view.name, view.role, State.READY, 0.0)
         cluster.on_left = self._left
         self._note()
 
@@ -147,12 +121,12 @@ class Fleet:
         """Return all replicas, with the load that each worker reports in its heartbeat."""
         self._take_roles()
         loads = {worker.peer.worker_id: worker.core.load() for worker in self._cluster.workers}
-        return tuple(_replica(member, loads.get(WorkerId(member.name))) for member in self._members.values())
+        return tuple(_loaded(member, loads.get(WorkerId(member.name))) for member in self._members.values())
 
     def _add(self, name: str, role: Role) -> None:
         if name in self._members:
             return
-        self._members[name] = _Member(name, role, State.STARTING, self._clock.now_s())
+        self._members[name] = Replica(name, role, State.STARTING, self._clock.now_s())
         self._clock.at(self._clock.now_s() + self._startup_s[role], self._started, name)
         self._note()
 
@@ -188,8 +162,8 @@ class Fleet:
         del self._members[name]
         self._note()
 
-    def _enter(self, member: _Member, state: State) -> None:
-        member.state, member.since_s = state, self._clock.now_s()
+    def _enter(self, member: Replica, state: State) -> None:
+        self._members[member.name] = replace(member, state=state, since_s=self._clock.now_s())
         self._note()
 
     def _take_roles(self) -> None:
@@ -197,7 +171,7 @@ class Fleet:
         for view in self._cluster.router.workers:
             member = self._members[view.name]
             if member.role is not view.role:
-                member.role = view.role
+                self._members[view.name] = replace(member, role=view.role)
                 self._note()
 
     def _note(self) -> None:
@@ -208,19 +182,12 @@ class Fleet:
         self.history.append(Sizes(self._clock.now_s(), counts))
 
 
-def _replica(member: _Member, load: Load | None) -> Replica:
-    known = member.name, member.role, member.state, member.since_s
+def _loaded(member: Replica, load: Load | None) -> Replica:
     if load is None:
-        return Replica(*known)
-    num_sequences = sequences_of(member.role, load.num_running, load.num_waiting)
-    return Replica(*known, num_sequences, load.waiting_tokens, load.kv_tokens)
-
-
-def replica_seconds(history: Sequence[Sizes], until_s: float) -> Mapping[Role, float]:
-    """Return for how long replicas of each pool were paid up to a moment."""
-    paid_s = dict.fromkeys(POOLS, 0.0)
-    ends_s = [*(each.at_s for each in history[1:]), until_s]
-    for sizes, end_s in zip(history, ends_s, strict=True):
-        for role in POOLS:
-            paid_s[role] += max(0.0, min(end_s, until_s) - sizes.at_s) * sizes.count(role)
-    return paid_s
+        return member
+    return replace(
+        member,
+        num_sequences=sequences_of(member.role, load.num_running, load.num_waiting),
+        waiting_tokens=load.waiting_tokens,
+        kv_tokens=load.kv_tokens,
+    )

@@ -24,6 +24,7 @@ and components/src/dynamo/planner/core (throughput_scaling.py, load_scaling.py, 
 Dynamo's regressions of step times are replaced by the step costs that the router has learnt, which are more exact.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -72,58 +73,43 @@ def num_refused(observation: Observation, role: Role) -> int:
     return sum(observation.refused.get(cause, 0) for cause in CAUSES[role])
 
 
-def devices_left(observation: Observation, limits: Mapping[Role, Bounds], max_devices: int) -> int:
-    """Return how many devices no replica holds."""
-    return max_devices - sum(limits[each.role].devices for each in observation.replicas)
-
-
-class Rules:
-    """Rules that go by what is observed alone, and need no word of what became of their orders."""
-
-    def ordered(self, action: Action, at_s: float) -> None:
-        """Change nothing: the replica is observed."""
-
-    def failed(self, action: Action, reason: str, at_s: float) -> None:
-        """Change nothing: the replica is not observed, and ordered again."""
-
-
 class Orders:
-    """Orders replicas, and drains those that start first, then the emptiest."""
+    """Orders replicas as far as the devices go round, and drains those that start first, then the emptiest."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, limits: Mapping[Role, Bounds], max_devices: int) -> None:
         self._names = (f"{prefix}-{number}" for number in count(1))
+        self._limits = limits
+        self._max_devices = max_devices
 
-    def towards(self, observation: Observation, role: Role, wanted: Wanted, most: int) -> Sequence[Decision]:
-        """Return the orders that bring a pool to its wanted size, `most` of them for one replica more."""
-        pool = pool_of(observation, role)
-        num_lacking, num_spare = wanted.num_replicas - len(pool), len(pool) - wanted.num_replicas
-        actions: list[Action] = [Add(next(self._names), role) for _ in range(min(most, num_lacking))]
-        cheapest = sorted(pool, key=lambda replica: (replica.state is not State.STARTING, replica.num_sequences))
-        actions += [Drain(replica.name) for replica in cheapest[: max(0, num_spare)]]
-        return [
-            Decision(role, action, len(pool), wanted.num_replicas, wanted.binds, wanted.seen, predicted="nothing")
-            for action in actions
-        ]
+    def towards(self, observation: Observation, wanted: Mapping[Role, Wanted]) -> Sequence[Decision]:
+        """Return the orders that bring pools to their wanted sizes, the first pool first."""
+        left = self._max_devices - sum(self._limits[each.role].devices for each in observation.replicas)
+        decisions = list[Decision]()
+        for role, goal in wanted.items():
+            pool, devices = pool_of(observation, role), self._limits[role].devices
+            num_added = max(0, min(left // devices, goal.num_replicas - len(pool)))
+            left -= num_added * devices
+            cheapest = sorted(pool, key=lambda replica: (replica.state is not State.STARTING, replica.num_sequences))
+            actions: list[Action] = [Add(next(self._names), role) for _ in range(num_added)]
+            actions += [Drain(replica.name) for replica in cheapest[: max(0, len(pool) - goal.num_replicas)]]
+            decisions += [
+                Decision(role, action, len(pool), goal.num_replicas, goal.binds, goal.seen, predicted="nothing")
+                for action in actions
+            ]
+        return decisions
 
 
-class QueueAndKvUsage(Rules):
+class QueueAndKvUsage:
     """HPA for both pools, each on its own."""
 
     def __init__(self, limits: Mapping[Role, Bounds], max_devices: int) -> None:
         self._limits = limits
-        self._max_devices = max_devices
-        self._orders = Orders("hpa")
+        self._orders = Orders("hpa", limits, max_devices)
         self._recommended: dict[Role, deque[tuple[float, int]]] = {role: deque() for role in limits}
 
     def decide(self, observation: Observation) -> Sequence[Decision]:
         """Return orders for both pools, as far as the devices go round."""
-        left, decisions = devices_left(observation, self._limits, self._max_devices), list[Decision]()
-        for role, limits in self._limits.items():
-            wanted = self._wanted(observation, role)
-            orders = self._orders.towards(observation, role, wanted, left // limits.devices)
-            left -= sum(order.verb == "add" for order in orders) * limits.devices
-            decisions += orders
-        return decisions
+        return self._orders.towards(observation, {role: self._wanted(observation, role) for role in self._limits})
 
     def _wanted(self, observation: Observation, role: Role) -> Wanted:
         size, serving = len(pool_of(observation, role)), len(pool_of(observation, role, State.READY))
@@ -162,14 +148,14 @@ def _kv_usage(observation: Observation, role: Role) -> float:
     return fmean(shares) / observation.capacities[role].kv_tokens if shares else 0.0
 
 
-class PlannerRules(Rules):
+class PlannerRules:
     """Both loops, for both pools."""
 
     def __init__(self, limits: Mapping[Role, Bounds], max_devices: int, objective: Objective) -> None:
         self._limits = limits
         self._max_devices = max_devices
         self._objective = objective
-        self._orders = Orders("planner")
+        self._orders = Orders("planner", limits, max_devices)
         self._demand, self._seconds = Demand(), 0.0  # of the interval under way
         self._prompt_tokens = 0.0  # of a mean prompt
         self._floors: dict[Role, int] = {}  # until a first interval is over, the pools as they are
@@ -186,16 +172,13 @@ class PlannerRules(Rules):
             self._demand, self._seconds = Demand(), 0.0
         if not self._floors:
             self._floors = {role: len(pool_of(observation, role)) for role in self._limits}
-        left, decisions = devices_left(observation, self._limits, self._max_devices), list[Decision]()
+        changing = {each.role for each in observation.replicas if each.state is not State.READY}
+        wanted = dict[Role, Wanted]()
         for role, limits in self._limits.items():
-            if any(each.role is role and each.state is not State.READY for each in observation.replicas):
-                continue
-            size = limits.within(max(self._floors[role], self._by_load(observation, role)))
-            wanted = Wanted(size, Binds.STEP_TIME, f"floor {self._floors[role]}")
-            orders = self._orders.towards(observation, role, wanted, left // limits.devices)
-            left -= sum(order.verb == "add" for order in orders) * limits.devices
-            decisions += orders
-        return decisions
+            if role not in changing:
+                size = limits.within(max(self._floors[role], self._by_load(observation, role)))
+                wanted[role] = Wanted(size, Binds.STEP_TIME, f"floor {self._floors[role]}")
+        return self._orders.towards(observation, wanted)
 
     # ---- throughput
 
@@ -221,14 +204,13 @@ class PlannerRules(Rules):
     def _batch(self, observation: Observation, context: float) -> tuple[int, float]:
         """Return the largest batch whose steps keep the objective, one at least, and how long its steps take."""
         costs, capacity = observation.costs[Role.DECODE], observation.capacities[Role.DECODE]
-        low, high = 1, max(1, min(capacity.max_num_seqs, int(capacity.kv_tokens / context)))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if _step_s(costs, middle, middle * context) <= self._objective.tpot_s:
-                low = middle
-            else:
-                high = middle - 1
-        return low, _step_s(costs, low, low * context)
+        most = max(1, min(capacity.max_num_seqs, int(capacity.kv_tokens / context)))
+
+        def step_s(batch: int) -> float:
+            return _step_s(costs, batch, batch * context)
+
+        batch = max(1, bisect_right(range(1, most + 1), self._objective.tpot_s, key=step_s))
+        return batch, step_s(batch)
 
     def _affordable(self, sizes: dict[Role, int]) -> dict[Role, int]:
         devices = sum(size * self._limits[role].devices for role, size in sizes.items())

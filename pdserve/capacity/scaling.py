@@ -5,34 +5,27 @@ the replicas of the actuator.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf
 
-from pdserve.autoscaler.actuator import ActuatorError
+from pdserve.autoscaler.actuator import ActuatorError, State
 from pdserve.autoscaler.decisions import Action, Decision
 from pdserve.autoscaler.observation import Capacity, Observation
-from pdserve.capacity.fleet import ElasticCluster, Fleet, Sizes, replica_seconds
+from pdserve.autoscaler.policy import Autoscaler
+from pdserve.autoscaler.schema import Policy
+from pdserve.capacity.fleet import ElasticCluster, Fleet, Sizes
 from pdserve.capacity.shape import Shape
 from pdserve.demand import Demand
 from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.plots import Line, Plot, plot, stepped
+from pdserve.measure.summary import percentiles
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.roles import POOLS, Role
 from pdserve.values import value
 
-
-class Scaler(Protocol):
-    """Decides how many replicas each pool has."""
-
-    def decide(self, observation: Observation) -> Sequence[Decision]:
-        """Return what to do now."""
-
-    def ordered(self, action: Action, at_s: float) -> None:
-        """Take note that an action was taken on."""
-
-    def failed(self, action: Action, reason: str, at_s: float) -> None:
-        """Take note that an action was not carried out."""
+Decide = Callable[[Observation], Sequence[Decision]]
 
 
 @value
@@ -85,7 +78,11 @@ class Scaled:
     @property
     def replica_hours(self) -> Mapping[Role, float]:
         """Replicas of each pool times the hours that they were paid for, until the last request came."""
-        return {role: paid_s / 3600 for role, paid_s in replica_seconds(self.sizes, self.span_s).items()}
+        ends_s = [*(each.at_s for each in self.sizes[1:]), inf]
+        lasted = [
+            (sizes, min(end_s, self.span_s) - sizes.at_s) for sizes, end_s in zip(self.sizes, ends_s, strict=True)
+        ]
+        return {role: sum(max(0.0, paid_s) * each.count(role) for each, paid_s in lasted) / 3600 for role in POOLS}
 
     def attainment(self, objective: Objective) -> float:
         """Return the share of all requests within both objectives, refused ones counted."""
@@ -98,13 +95,16 @@ class Scaled:
 
 
 class Scaling:
-    """One run: looks at the cluster every few seconds, and carries out what its scaler decides."""
+    """One run: looks at the cluster every few seconds, and carries out what is decided."""
 
-    def __init__(self, scene: Scene, scaler: Scaler | None = None, every_s: float = 5.0) -> None:
-        """Without a scaler the pools stay as they are."""
+    def __init__(
+        self, scene: Scene, decide: Decide = lambda _: (), every_s: float = 5.0, told: Autoscaler | None = None
+    ) -> None:
+        """`told` learns what became of its orders: other rules go by what they observe."""
         self._scene = scene
-        self._scaler = scaler
+        self._decide = decide
         self._every_s = every_s
+        self._told = told
         self._cluster = ElasticCluster(scene.profile, scene.shape, scene.placement, scene.workload, scene.objective)
         self._fleet = Fleet(self._cluster, scene.startup_s)
         self._orders: list[Noted] = []
@@ -118,28 +118,29 @@ class Scaling:
         for slow in self._scene.slow:
             clock.at(slow.from_s, self._cluster.slow_down, slow.factor)
             clock.at(slow.until_s, self._cluster.slow_down, 1.0)
-        if self._scaler is not None:
-            clock.at(self._every_s, self._look, self._scaler)
+        clock.at(self._every_s, self._look)
         run = self._cluster.run()
         return Scaled(name, run.outcomes, tuple(self._fleet.history), tuple(self._orders), self._scene.span_s)
 
-    def _look(self, scaler: Scaler) -> None:
+    def _look(self) -> None:
         clock = self._cluster.clock
-        for decision in scaler.decide(self._observe()):
+        for decision in self._decide(self._observe()):
             if decision.action is not None:
-                self._carry_out(scaler, decision, decision.action)
+                self._carry_out(decision, decision.action)
         if clock.now_s() + self._every_s < self._scene.span_s:
-            clock.at(clock.now_s() + self._every_s, self._look, scaler)
+            clock.at(clock.now_s() + self._every_s, self._look)
 
-    def _carry_out(self, scaler: Scaler, decision: Decision, action: Action) -> None:
+    def _carry_out(self, decision: Decision, action: Action) -> None:
         now_s, error = self._cluster.clock.now_s(), ""
         if not decision.advisory:
             try:
                 self._fleet.carry_out(action)
-                scaler.ordered(action, now_s)
             except ActuatorError as failed:
                 error = str(failed)
-                scaler.failed(action, error, now_s)
+            if self._told is not None and error:
+                self._told.failed(action, error, now_s)
+            elif self._told is not None:
+                self._told.ordered(action, now_s)
         self._orders.append(Noted(now_s, decision, error))
 
     def _observe(self) -> Observation:
@@ -170,3 +171,96 @@ class Scaling:
         )
         self._seen, self._refused, self._looked_s = counted, refused, now_s
         return observation
+
+
+# ---- figures, plots over time, and the log of decisions
+
+_BIN_S = 60.0
+
+
+def result(run: Scaled, policy: Policy, objective: Objective) -> dict[str, object]:
+    """Return all of a run but its single requests. Of lists, only the JSON has more than the table."""
+    pools = {role: policy.pools.of(role) for role in POOLS}
+    orders = Counter(noted.decision.verb for noted in run.orders if not noted.error and not noted.decision.advisory)
+    served = [outcome for outcome in run.outcomes if outcome.is_good]
+    return {
+        "name": run.name,
+        "attainment": run.attainment(objective),
+        "refused": run.refused,
+        "device_hours": sum(hours * pools[role].devices_per_replica for role, hours in run.replica_hours.items()),
+        "mean_replicas": {role: run.replica_hours[role] / run.span_s * 3600 for role in POOLS},
+        "most_devices": max(
+            sum(sizes.count(role) * pools[role].devices_per_replica for role in POOLS) for sizes in run.sizes
+        ),
+        "cost": sum(hours * pools[role].cost_per_replica_hour for role, hours in run.replica_hours.items()),
+        "orders": orders,
+        "ttft_s": percentiles(outcome.ttft_s for outcome in served if outcome.ttft_s is not None),
+        "tpot_s": percentiles(outcome.tpot_s for outcome in served if outcome.tpot_s is not None),
+        "num_requests": len(run.outcomes),
+        "attainment_over_time": attained_over_time(run, objective),
+        "sizes": [
+            {"at_s": each.at_s, **{f"{s.value} {role}": each.counts[s][role] for s in State for role in POOLS}}
+            for each in run.sizes
+        ],
+        "decisions": log(run),
+    }
+
+
+def log(run: Scaled) -> list[str]:
+    """Return the decisions that were to be carried out, a line each."""
+    return [
+        f"{each.at_s:7.0f} s  {each.decision.text}{f'; failed: {each.error}' if each.error else ''}"
+        for each in run.orders
+    ]
+
+
+def attained_over_time(run: Scaled, objective: Objective) -> list[tuple[float, float]]:
+    """Return the share within both objectives of what came in each minute; its middle in seconds."""
+    bins = [[0, 0] for _ in range(int(run.span_s / _BIN_S) + 1)]
+    for outcome in run.outcomes:
+        counts = bins[int(outcome.sent_s / _BIN_S)]
+        counts[0] += 1
+        counts[1] += outcome.meets(objective)
+    return [((place + 0.5) * _BIN_S, good / count) for place, (count, good) in enumerate(bins) if count]
+
+
+def charts(runs: Sequence[Scaled], workload: Workload, objective: Objective) -> list[Plot]:
+    """Return demand, the first run's replicas, and attainment and refusals of all runs, over time."""
+    tokens = ((each.at_s, each.prompt_tokens + each.output_tokens) for each in workload.arrivals)
+    sent = Line("sent", _each_second((each.at_s, 1) for each in workload.arrivals))
+    attained = [(run.name, attained_over_time(run, objective)) for run in runs]
+    within = [Line(name, [(at_s / 60, 100 * share) for at_s, share in shares]) for name, shares in attained]
+    refused = [Line(run.name, _each_second((each.sent_s, each.is_refused) for each in run.outcomes)) for run in runs]
+    return [
+        plot("Requests", ("minutes", "requests per second"), [sent]),
+        plot("Tokens", ("minutes", "tokens per second"), [Line("prompts and answers", _each_second(tokens))]),
+        plot("Replicas", ("minutes", "replicas"), _replicas(runs)),
+        plot("Within both objectives", ("minutes", "% of requests"), within, y_end=100.0),
+        plot("Refused", ("minutes", "requests per second"), refused),
+    ]
+
+
+def _each_second(counts: Iterable[tuple[float, int]]) -> list[tuple[float, float]]:
+    """Return the middle of each minute, in minutes, and what was counted in a second of it."""
+    sums = Counter[int]()
+    for at_s, count in counts:
+        sums[int(at_s / _BIN_S)] += count
+    return [((place + 0.5) * _BIN_S / 60, sums[place] / _BIN_S) for place in range(max(sums, default=-1) + 1)]
+
+
+def _replicas(runs: Sequence[Scaled]) -> list[Line]:
+    """Return the replicas of each pool of the first run that serve and that are paid for, and those of the others."""
+    first, lines = runs[0], list[Line]()
+    for role in POOLS:
+        lines.append(
+            _over_time(f"{role}, {first.name}", first, [each.count(role, State.READY) for each in first.sizes])
+        )
+        lines.append(_over_time(f"{role}, paid for", first, [each.count(role) for each in first.sizes]))
+    for run in runs[1:]:
+        lines.append(_over_time(f"both, {run.name}", run, [sum(map(each.count, POOLS)) for each in run.sizes]))
+    return lines
+
+
+def _over_time(name: str, run: Scaled, counts: Sequence[int]) -> Line:
+    points = [(each.at_s / 60, count) for each, count in zip(run.sizes, counts, strict=True)]
+    return Line(name, stepped([*points, (run.span_s / 60, counts[-1])]))

@@ -5,16 +5,18 @@ the least size of each pool, with the other pool at its largest. Then it tries a
 both upwards. A run ends early once it has missed too much.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import product
 
 from pdserve.autoscaler.decisions import Decision
 from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.schema import Policy
-from pdserve.capacity.rules import HPA_PERIOD_S, PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage, Rules
-from pdserve.capacity.scaling import Scaled, Scaling, Scene
+from pdserve.capacity.rules import HPA_PERIOD_S, PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
+from pdserve.capacity.scaling import Decide, Scaled, Scaling, Scene
 from pdserve.errors import ConfigError
 from pdserve.measure.warm_up import warm_up
 from pdserve.roles import POOLS, Role
@@ -36,51 +38,46 @@ def checked(rivals: Sequence[str]) -> Sequence[str]:
 def simulate_all(scene: Scene, policy: Policy, rivals: Sequence[str], on_tried: Tried) -> list[Scaled]:
     """Return the run of the autoscaler's core first, then those of its rivals, which are of RIVALS."""
     on_tried("policy")
-    runs = [Scaling(scene, Autoscaler(policy, warm_up(policy)), policy.interval.react_s).run("policy")]
-    for rival in rivals:
-        on_tried(rival)
-        runs += _rival(rival, scene, policy, runs[0].attainment(scene.objective), on_tried)
-    return runs
-
-
-def _rival(rival: str, scene: Scene, policy: Policy, attained: float, on_tried: Tried) -> list[Scaled]:
+    core, max_devices = Autoscaler(policy, warm_up(policy)), policy.budget.max_devices
+    runs = [Scaling(scene, core.decide, policy.interval.react_s, core).run("policy")]
     pools = {role: policy.pools.of(role) for role in POOLS}
     limits = {
-        role: Bounds(pool.min_replicas, pool.max_replicas, pool.devices_per_replica) for role, pool in pools.items()
+        role: Bounds(each.min_replicas, each.max_replicas, each.devices_per_replica) for role, each in pools.items()
     }
-    max_devices = policy.budget.max_devices
-    match rival:
-        case "static":
-            found = StaticPools(scene, attained, on_tried).smallest(
-                limits[Role.PREFILL], limits[Role.DECODE], max_devices
-            )
-            return [] if found is None else [found]
-        case "hpa":
-            scaler = QueueAndKvUsage(limits, max_devices)
-            return [Scaling(scene, scaler, HPA_PERIOD_S).run("HPA, queue and KV usage")]
-        case _:
-            rules = PlannerRules(limits, max_devices, scene.objective)
-            return [Scaling(scene, rules, PLANNER_PERIOD_S).run("planner rules")]
+    for rival in rivals:
+        on_tried(rival)
+        match rival:
+            case "static":
+                static = StaticPools(scene, runs[0].attainment(scene.objective), on_tried)
+                found = static.smallest(limits[Role.PREFILL], limits[Role.DECODE], max_devices)
+                runs += [found] if found is not None else []
+            case "hpa":
+                decide = QueueAndKvUsage(limits, max_devices).decide
+                runs.append(Scaling(scene, decide, HPA_PERIOD_S).run("HPA, queue and KV usage"))
+            case _:
+                rules = PlannerRules(limits, max_devices, scene.objective)
+                runs.append(Scaling(scene, rules.decide, PLANNER_PERIOD_S).run("planner rules"))
+    return runs
 
 
 class _TooManyMissedError(Exception):
     """So many requests have missed their objectives that a run need not go on."""
 
 
-@dataclass
-class _Watch(Rules):
-    """Ends a run that cannot attain enough; orders nothing."""
+def _watch(most_missed: float) -> Decide:
+    """Return what ends a run that cannot attain enough, and orders nothing."""
+    num_missed = 0
 
-    most_missed: float
-    missed: int = field(default=0)
-
-    def decide(self, observation: Observation) -> Sequence[Decision]:
+    def look(observation: Observation) -> Sequence[Decision]:
+        nonlocal num_missed
         demand = observation.demand
         if demand is not None:
-            self.missed += demand.num_judged - demand.num_within_both
-        if self.missed > self.most_missed:
+            num_missed += demand.num_judged - demand.num_within_both
+        if num_missed > most_missed:
             raise _TooManyMissedError
         return ()
+
+    return look
 
 
 class StaticPools:
@@ -92,23 +89,17 @@ class StaticPools:
         self._on_tried = on_tried
         self._tried: dict[tuple[int, int], Scaled | None] = {}
 
-    @property
-    def num_tried(self) -> int:
-        return len(self._tried)
-
     def smallest(self, prefill: Bounds, decode: Bounds, max_devices: int) -> Scaled | None:
         """Return the run of the pools with the fewest devices that attain enough; None where the largest do not."""
         least_prefill = self._least(prefill, lambda size: (size, decode.most))
         least_decode = self._least(decode, lambda size: (prefill.most, size))
         if least_prefill is None or least_decode is None:
             return None
-        for num_replicas in range(least_prefill + least_decode, prefill.most + decode.most + 1):
-            for size in range(least_prefill, min(prefill.most, num_replicas - least_decode) + 1):
-                pools = size, num_replicas - size
-                if pools[1] <= decode.most and self.num_devices(*pools) <= max_devices:
-                    found = self.run(*pools)
-                    if found is not None:
-                        return found
+        sizes = product(range(least_prefill, prefill.most + 1), range(least_decode, decode.most + 1))
+        for pools in sorted(sizes, key=sum):
+            is_affordable = pools[0] * prefill.devices + pools[1] * decode.devices <= max_devices
+            if is_affordable and (found := self.run(*pools)) is not None:
+                return found
         return None
 
     def run(self, prefill: int, decode: int) -> Scaled | None:
@@ -118,13 +109,9 @@ class StaticPools:
             self._tried[prefill, decode] = self._attempt(prefill, decode)
         return self._tried[prefill, decode]
 
-    def num_devices(self, prefill: int, decode: int) -> int:
-        shape = self._scene.shape
-        return prefill * shape.tp_of(Role.PREFILL) + decode * shape.tp_of(Role.DECODE)
-
     def _attempt(self, prefill: int, decode: int) -> Scaled | None:
         scene = replace(self._scene, shape=replace(self._scene.shape, prefill=prefill, decode=decode))
-        watch = _Watch((1 - self._wanted) * len(scene.workload.arrivals))
+        watch = _watch((1 - self._wanted) * len(scene.workload.arrivals))
         try:
             found = Scaling(scene, watch, _LOOK_S).run(f"static {prefill} + {decode}")
         except _TooManyMissedError:
@@ -133,13 +120,7 @@ class StaticPools:
 
     def _least(self, limits: Bounds, pools: Callable[[int], tuple[int, int]]) -> int | None:
         """Return the smallest size of a pool that is enough beside the other's largest."""
-        low, high = limits.least, limits.most
-        if self.run(*pools(high)) is None:
+        if self.run(*pools(limits.most)) is None:
             return None
-        while low < high:
-            middle = (low + high) // 2
-            if self.run(*pools(middle)) is None:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        sizes = range(limits.least, limits.most)
+        return limits.least + bisect_left(sizes, True, key=lambda size: self.run(*pools(size)) is not None)

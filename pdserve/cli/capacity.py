@@ -62,7 +62,7 @@ def simulate(
 ) -> None:
     """Simulate a policy under a trace: attainment, refusals, replicas and device-hours over time."""
     from pdserve.autoscaler.schema import load
-    from pdserve.capacity import scaling_report
+    from pdserve.capacity import scaling
     from pdserve.capacity.versus import checked, simulate_all
 
     rivals = checked(versus or ())
@@ -74,11 +74,11 @@ def simulate(
     runs = simulate_all(scene, wanted, rivals, report)
     starts = " and ".join(f"{each_s:g}" for each_s in scene.startup_s.values())
     title = f"{requests.name}, {len(requests.arrivals)} requests; {scene.objective}; start-up {starts} s"
-    results = [scaling_report.result(each, wanted, scene.objective) for each in runs]
+    results = [scaling.result(each, wanted, scene.objective) for each in runs]
     table = show(json_file, results, title, results={"title": title, "runs": results})
-    draw(html, "A policy simulated", title, table, scaling_report.charts(runs, requests, scene.objective))
+    draw(html, "A policy simulated", title, table, scaling.charts(runs, requests, scene.objective))
     if log_file is not None:
-        log_file.write_text("".join(f"{line}\n" for line in scaling_report.log(runs[0])), encoding="utf-8")
+        log_file.write_text("".join(f"{line}\n" for line in scaling.log(runs[0])), encoding="utf-8")
 
 
 def _scene(

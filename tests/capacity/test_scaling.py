@@ -9,7 +9,7 @@ from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip
 from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.pools import Bounds
-from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage, Rules
+from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
 from pdserve.capacity.scaling import Scaling, Scene, Slow
 from pdserve.capacity.shape import Shape
 from pdserve.capacity.versus import StaticPools
@@ -30,7 +30,7 @@ def scene(prefill: int, decode: int, **changes: object) -> Scene:
     return replace(Scene(PROFILE, QUIET, OBJECTIVE, shape, STARTUP_S), **changes)  # type: ignore[arg-type]
 
 
-class Orders(Rules):
+class Orders:
     """Gives orders at their times, and keeps what it observed."""
 
     def __init__(self, *orders: tuple[float, Action]) -> None:
@@ -49,7 +49,7 @@ class Orders(Rules):
 
 def test_a_replica_is_paid_for_from_its_order_and_serves_after_its_start_up() -> None:
     orders = Orders((20.0, Add("late", Role.DECODE)), (20.0, Add("late", Role.DECODE)))
-    scaled = Scaling(scene(1, 1), orders).run("orders")
+    scaled = Scaling(scene(1, 1), orders.decide).run("orders")
     states = orders.states("late")
     assert states[0] == (25.0, State.STARTING)
     assert next(at_s for at_s, state in states if state is State.READY) == 30.0
@@ -59,7 +59,7 @@ def test_a_replica_is_paid_for_from_its_order_and_serves_after_its_start_up() ->
 
 def test_a_replica_that_starts_is_given_up_at_once_and_one_that_serves_is_paid_until_it_has_left() -> None:
     orders = Orders((20.0, Add("late", Role.DECODE)), (25.0, Drain("late")), (30.0, Drain("d1")))
-    scaled = Scaling(scene(1, 2), orders).run("orders")
+    scaled = Scaling(scene(1, 2), orders.decide).run("orders")
     assert [at_s for at_s, _ in orders.states("late")] == [25.0]
     assert orders.states("d1")[-1][0] <= 35.0
     paid_s = scaled.replica_hours[Role.DECODE] * 3600
@@ -69,7 +69,7 @@ def test_a_replica_that_starts_is_given_up_at_once_and_one_that_serves_is_paid_u
 
 def test_a_flip_is_observed_and_one_that_empties_a_pool_is_an_error() -> None:
     orders = Orders((20.0, Flip("d1", Role.PREFILL)), (30.0, Flip("d0", Role.PREFILL)))
-    scaled = Scaling(scene(1, 2), orders).run("orders")
+    scaled = Scaling(scene(1, 2), orders.decide).run("orders")
     last = {replica.name: replica.role for replica in orders.seen[-1].replicas}
     assert last == {"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.PREFILL}
     assert [bool(noted.error) for noted in scaled.orders] == [False, True]
@@ -77,7 +77,7 @@ def test_a_flip_is_observed_and_one_that_empties_a_pool_is_an_error() -> None:
 
 def test_observations_count_each_request_once() -> None:
     orders = Orders()
-    scaled = Scaling(scene(1, 1, workload=BUSY), orders).run("none")
+    scaled = Scaling(scene(1, 1, workload=BUSY), orders.decide).run("none")
     demands = [each.demand for each in orders.seen if each.demand is not None]
     came = sum(outcome.sent_s <= orders.seen[-1].at_s for outcome in scaled.outcomes)
     assert sum(demand.num_requests for demand in demands) == came
@@ -89,7 +89,7 @@ def test_observations_count_each_request_once() -> None:
 
 def test_the_costs_that_are_observed_follow_a_slow_stretch() -> None:
     orders = Orders()
-    Scaling(scene(1, 1, slow=(Slow(1.5, 20.0, 45.0),)), orders).run("slow")
+    Scaling(scene(1, 1, slow=(Slow(1.5, 20.0, 45.0),)), orders.decide).run("slow")
     usual, slow = (next(o for o in orders.seen if o.at_s == at_s).costs[Role.PREFILL] for at_s in (20.0, 45.0))
     assert 1.2 < slow.prefill.seconds(500, 500**2) / usual.prefill.seconds(500, 500**2) < 1.6
 
@@ -99,7 +99,7 @@ def test_the_costs_that_are_observed_follow_a_slow_stretch() -> None:
 )
 def test_the_rules_of_others_grow_under_load_and_stay_within_the_budget(scaler: QueueAndKvUsage | PlannerRules) -> None:
     starts_s = dict.fromkeys(POOLS, 3.0)
-    scaled = Scaling(scene(1, 1, workload=BUSY, startup_s=starts_s), scaler, PLANNER_PERIOD_S).run("rules")
+    scaled = Scaling(scene(1, 1, workload=BUSY, startup_s=starts_s), scaler.decide, PLANNER_PERIOD_S).run("rules")
     alone = Scaling(scene(1, 1, workload=BUSY)).run("static")
     assert scaled.attainment(OBJECTIVE) > alone.attainment(OBJECTIVE) + 0.1
     assert max(sum(sizes.count(role) for role in POOLS) for sizes in scaled.sizes) <= 8
