@@ -66,10 +66,10 @@ UNKNOWN_SHARE = Estimate(0.0, inf, count=1)
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """The steady state as far as it is known."""
+    """The steady state as far as it is known. While the cluster warms up, no request counts."""
 
     count: int  # arrivals
-    first: int  # arrivals before this one are warm-up
+    first: int  # arrivals before this one are warm-up; all of them: it has not ended
     last: int  # arrivals from this one on have no known end
     attainment: Estimate
     growth: Estimate  # requests that stay in the cluster for good, as a share of the arrivals
@@ -77,28 +77,27 @@ class Steady:
 
 def steady(
     arrived_s: Sequence[float], ended_s: Sequence[float], verdicts: Sequence[bool | None], now_s: float
-) -> Steady | None:
-    """Judge a run by its requests in the order of arrival; None while the cluster has not warmed up.
+) -> Steady:
+    """Judge a run by its requests in the order of arrival.
 
     `ended_s` is infinite for requests that go on, `verdicts` None for those that may still meet or miss their
     objectives.
     """
     ends = sorted(end_s for end_s in ended_s if end_s <= now_s)
     first = _warm_up(arrived_s, ended_s, ends)
-    if first is None:
-        return None
     last = next((place for place, met in enumerate(verdicts) if met is None), len(verdicts))
     return Steady(len(arrived_s), first, last, _share(verdicts[first:last]), _growth(arrived_s, ends, first))
 
 
-def _warm_up(arrived_s: Sequence[float], ended_s: Sequence[float], ends: Sequence[float]) -> int | None:
+def _warm_up(arrived_s: Sequence[float], ended_s: Sequence[float], ends: Sequence[float]) -> int:
+    """Return how many arrivals are warm-up."""
     count = len(arrived_s)
     if count < 2 * _FIRST_REQUESTS:
-        return None
+        return count
     filled_s = arrived_s[0] + 2 * (sorted(ended_s[:_FIRST_REQUESTS])[_MOST_OF_THEM - 1] - arrived_s[0])
     filled = bisect_right(arrived_s, filled_s)
     if filled > _MOST_WARM_UP * count:
-        return None
+        return count
     step = max(1, count // _NUM_SAMPLES)
     loads = [_load(arrived_s, ends, place) for place in range(0, count, step)]
     return max(filled, int(_LEAST_WARM_UP * count), step * least_error_cut(loads))
@@ -125,7 +124,7 @@ def _load(arrived_s: Sequence[float], ends: Sequence[float], place: int) -> int:
 
 def _growth(arrived_s: Sequence[float], ends: Sequence[float], first: int) -> Estimate:
     size, last = (len(arrived_s) - 1 - first) // NUM_BATCHES, len(arrived_s) - 1
-    if not size:
+    if size < 1:
         return Estimate(0.0, inf)
     loads = [_load(arrived_s, ends, last - batch * size) for batch in range(NUM_BATCHES, -1, -1)]
     changes = [(after - before) / size for before, after in pairwise(loads)]
@@ -216,10 +215,8 @@ def measure(question: Question, shape: Shape, policy: str, rate_per_gpu: float, 
             return _point(run, question.objective, state, found, (shape, policy, rate_per_gpu))
 
 
-def judge(state: Steady | None, wanted: float | None) -> Found:
+def judge(state: Steady, wanted: float | None) -> Found:
     """Say what is known with certainty enough to stop at any of many looks."""
-    if state is None:
-        return Found(None, None, is_narrow=False, is_plain=False)
     keeps_up: bool | None = None
     least_growth = state.growth.interval(CERTAIN)[0]
     if least_growth > 0:
@@ -239,31 +236,29 @@ def _most_growth(state: Steady) -> float:
     return state.growth.mean + NOT_ABOVE * state.growth.error
 
 
-def _steady(run: Run, objective: Objective) -> Steady | None:
+def _steady(run: Run, objective: Objective) -> Steady:
     outcomes = run.outcomes
     now_s = outcomes[-1].sent_s
     verdicts = [verdict(outcome, objective, now_s) for outcome in outcomes]
     return steady([each.sent_s for each in outcomes], [each.ended_s for each in outcomes], verdicts, now_s)
 
 
-def _point(
-    run: Run, objective: Objective, state: Steady | None, found: Found, asked: tuple[Shape, str, float]
-) -> Point:
+def _point(run: Run, objective: Objective, state: Steady, found: Found, asked: tuple[Shape, str, float]) -> Point:
     shape, policy, rate_per_gpu = asked
     now_s = run.outcomes[-1].sent_s
-    counted = run.outcomes[state.first : state.last] if state is not None else ()
+    counted = run.outcomes[state.first : state.last]
     misses = Counter(_miss(outcome, objective, now_s) for outcome in counted)
     served = [outcome for outcome in counted if outcome.is_good and outcome.ended_s <= now_s]
-    attainment, num_counted = state.attainment.mean if state is not None else 0.0, max(1, len(counted))
+    attainment, num_counted = state.attainment.mean, max(1, len(counted))
     return Point(
         shape=shape,
         policy=policy,
         rate_per_gpu=rate_per_gpu,
         attainment=attainment,
-        attainment_interval=(0.0, 1.0) if state is None else state.attainment.interval(CONFIDENT),
+        attainment_interval=state.attainment.interval(CONFIDENT),
         keeps_up=found.keeps_up,
-        growth=0.0 if state is None else state.growth.mean,
-        most_growth=1.0 if state is None else min(1.0, _most_growth(state)),
+        growth=state.growth.mean,
+        most_growth=min(1.0, _most_growth(state)),
         is_settled=found.is_settled or found.keeps_up is False,
         goodput_per_gpu=attainment * rate_per_gpu,
         refused=misses["refused"] / num_counted,
@@ -272,7 +267,7 @@ def _point(
         tpot_s=percentiles(each.tpot_s for each in served if each.tpot_s is not None),
         utilization=_utilization(run),
         num_requests=len(run.outcomes),
-        num_warm_up=len(run.outcomes) if state is None else state.first,
+        num_warm_up=state.first,
     )
 
 

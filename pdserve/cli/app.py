@@ -17,7 +17,6 @@ from pdserve import __version__
 from pdserve.cli import (
     ask,
     autoscale,
-    batch,
     bench,
     capacity,
     cluster,
@@ -68,7 +67,7 @@ app.command("certs")(operating.certs)
 app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
-app.command("run-batch")(batch.run_batch)
+app.command("run-batch")(ask.run_batch)
 app.command("profile")(bench.profile)
 app.command("sim")(capacity.sim)
 app.command("plan")(capacity.plan)

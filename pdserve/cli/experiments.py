@@ -137,7 +137,7 @@ def chaos(
     """
     from rich.console import Console
 
-    from pdserve.measure.chaos import ChaosTrial, FaultPlan, failures, run_chaos
+    from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
 
     spec = own.spec("chaos", mover=mover)
     faulty = own.spec("chaos", mover=mover, test_fail_copies=fail_copies or None)
@@ -148,7 +148,7 @@ def chaos(
     requests = known.requests(spec.model, own.dtype)
     verdicts = [run(run_chaos(trial, requests, Console(stderr=True))) for trial in trials]
     results = [verdict.result for verdict in verdicts]
-    show(json_file, results, "", *failures(verdicts))
+    show(json_file, results, "", *(problem for verdict in verdicts for problem in verdict.tally.problems))
     if not all(verdict.is_clean for verdict in verdicts):
         raise CommandError("not every request was answered as it had to be, or pages were not given back")
 
@@ -205,8 +205,7 @@ def moves(
     operations = OperationsPlan(flips, count, drains, cycles, pause, within, known.seed)
     requests = known.requests(spec.model, own.dtype)
     verdict = run(run_moves(MovesTrial(spec, load, calibration, operations), requests, report))
-    wrong = [*verdict.tally.wrong_examples, *(f"{n} x {error}" for error, n in verdict.tally.errors.items())]
-    show(json_file, [verdict.result], "", *wrong, *verdict.record.refused, results=verdict.result)
+    show(json_file, [verdict.result], "", *verdict.tally.problems, *verdict.record.refused, results=verdict.result)
     if not verdict.is_clean:
         raise CommandError("not all of it was done, or not every answer was right, or pages were not given back")
 

@@ -39,14 +39,17 @@ class Fault:
 
 
 class FaultInjector:
-    """Injects faults. `state` returns the processes; `see` is to be called with each status of the router."""
+    """Injects faults, if any are planned.
 
-    def __init__(self, state: Callable[[], ClusterState], plan: FaultPlan, clock: Clock) -> None:
+    `state` returns the processes; `see` is to be called with each status of the router.
+    """
+
+    def __init__(self, state: Callable[[], ClusterState], plan: FaultPlan | None, clock: Clock) -> None:
         self.faults: list[Fault] = []
         self._state = state
         self._plan = plan
         self._clock = clock
-        self._rng = random.Random(f"faults {plan.seed}")
+        self._rng = random.Random(f"faults {plan.seed if plan else 0}")
         self._attached: set[tuple[str, int]] = set()
         self._ready: set[str] = set()
 
@@ -60,11 +63,11 @@ class FaultInjector:
 
     async def run(self) -> None:
         """Kill or freeze a worker every so often, until cancelled; a frozen one is thawed then too."""
-        while True:
+        while self._plan is not None:
             await asyncio.sleep(self._plan.every_s)
             victim = self._victim()
             if victim is not None:
-                await self._hit(victim)
+                await self._hit(victim, self._plan.freeze_s)
 
     def _victim(self) -> ProcessState | None:
         """Return one of the workers that are ready; while there is none, any that runs."""
@@ -72,15 +75,15 @@ class FaultInjector:
         serving = [worker for worker in workers if worker.name in self._ready]
         return self._rng.choice(serving or workers) if workers else None
 
-    async def _hit(self, victim: ProcessState) -> None:
+    async def _hit(self, victim: ProcessState, freeze_s: float | None) -> None:
         is_attached = (victim.name, victim.incarnation) in self._attached
         self.faults.append(Fault(victim.name, victim.incarnation, self._clock.now_s(), is_attached))
-        if self._plan.freeze_s is None:
+        if freeze_s is None:
             self._signal(victim, signal.SIGKILL)
             return
         self._signal(victim, signal.SIGSTOP)
         try:
-            await asyncio.sleep(self._plan.freeze_s)
+            await asyncio.sleep(freeze_s)
         finally:
             self._signal(victim, signal.SIGCONT)
 
@@ -122,6 +125,12 @@ class Tally:
     retried_gap_s: Percentiles | None
 
     @property
+    def problems(self) -> list[str]:
+        """A line for each kind of error, and some for wrong answers."""
+        name, errors = self.summary.name, [f"{count} x {error}" for error, count in self.errors.items()]
+        return [f"{name}: {problem}" for problem in (*errors, *self.wrong_examples)]
+
+    @property
     def result(self) -> dict[str, object]:
         """The tally as tables and JSON have it: all on one level."""
         fields = asdict(self)
@@ -155,19 +164,15 @@ class Verdict:
 async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console: Console) -> Verdict:
     """Start a cluster, load it, inject faults, and report what is left."""
     async with started(trial.spec, lambda text: console.print(text, highlight=False)) as (cluster, live, board):
-        injector = (
-            None if trial.faults is None else FaultInjector(lambda: cluster.state, trial.faults, MonotonicClock())
-        )
-        if injector is not None:
-            board.watchers.append(injector.see)
-            injector.see(board.last)
+        injector = FaultInjector(lambda: cluster.state, trial.faults, MonotonicClock())
+        board.watchers.append(injector.see)
+        injector.see(board.last)
         outcomes = await _send(trial, live.client, injector, requests, console)
         free_after_s, left_over = await recovered(cluster, board)
-        faults = () if injector is None else tuple(injector.faults)
         return Verdict(
             tally=tally(trial.name, outcomes),
-            faults=faults,
-            noticed_s=percentiles(fault.noticed_s for fault in faults if fault.noticed_s is not None),
+            faults=tuple(injector.faults),
+            noticed_s=percentiles(fault.noticed_s for fault in injector.faults if fault.noticed_s is not None),
             free_after_s=free_after_s,
             left_over=left_over,
             num_replaced=board.last.num_replaced,
@@ -178,7 +183,7 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
 async def _send(
     trial: ChaosTrial,
     client: Client,
-    injector: FaultInjector | None,
+    injector: FaultInjector,
     requests: Sequence[KnownRequest],
     console: Console,
 ) -> list[Outcome]:
@@ -194,10 +199,9 @@ async def _send(
                 console.print(f"{outcome}", highlight=False, markup=False)
 
         async with asyncio.TaskGroup() as tasks:
-            injecting = None if injector is None else tasks.create_task(injector.run())
+            injecting = tasks.create_task(injector.run())
             outcomes = await client.run(timed, on_end, trial.max_concurrency)
-            if injecting is not None:
-                injecting.cancel()
+            injecting.cancel()
     return outcomes
 
 
@@ -217,13 +221,3 @@ def tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
         gap_s=percentiles(max(outcome.gaps_s, default=0.0) for outcome in good),
         retried_gap_s=percentiles(max(outcome.gaps_s, default=0.0) for outcome in retried),
     )
-
-
-def failures(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return a line for each kind of error, and some for wrong answers."""
-    lines = []
-    for verdict in verdicts:
-        name = verdict.tally.summary.name
-        lines += [f"{name}: {count} x {error}" for error, count in verdict.tally.errors.items()]
-        lines += [f"{name}: {example}" for example in verdict.tally.wrong_examples]
-    return lines

@@ -63,9 +63,6 @@ class ConversationFindings:
     token_bytes: int  # of KV
     bytes_per_s: float
 
-    def median_of(self, kind: Kind, number: int, value: Callable[[Turn], float]) -> float:
-        return float(median(value(turn) for turn in self.turns if turn.kind == kind and turn.number == number))
-
 
 async def measure_conversations(spec: ClusterSpec, plan: ConversationPlan, report: Report) -> ConversationFindings:
     """Start a cluster that fetches and one that does not, and hold conversations with both."""
@@ -160,19 +157,23 @@ def medians(found: ConversationFindings) -> list[TurnMedians]:
 
 
 def _medians(found: ConversationFindings, number: int) -> TurnMedians:
-    ttft_s = {kind: found.median_of(kind, number, lambda turn: turn.ttft_s) for kind in KINDS}
-    fetched_tokens = found.median_of("fetched", number, lambda turn: turn.fetched_tokens)
+    def of(value: Callable[[Turn], float], kind: Kind = "fetched") -> float:
+        turns = (turn for turn in found.turns if (turn.kind, turn.number) == (kind, number))
+        return float(median(map(value, turns)))
+
+    ttft_s = {kind: of(lambda turn: turn.ttft_s, kind) for kind in KINDS}
+    fetched_tokens = of(lambda turn: turn.fetched_tokens)
     transfer_s = fetched_tokens * found.token_bytes / found.bytes_per_s
     return TurnMedians(
         name=f"turn {number}",
-        prompt_tokens=found.median_of("fetched", number, lambda turn: turn.prompt_tokens),
+        prompt_tokens=of(lambda turn: turn.prompt_tokens),
         fetched_tokens=fetched_tokens,
-        computed_tokens={kind: found.median_of(kind, number, lambda turn: turn.computed_tokens) for kind in KINDS},
+        computed_tokens={kind: of(lambda turn: turn.computed_tokens, kind) for kind in KINDS},
         ttft_s=ttft_s,
         transfer_s=transfer_s,
         ratio=ttft_s["fetched"] / (ttft_s["cached"] + transfer_s),
-        fetch_s=found.median_of("fetched", number, lambda turn: turn.fetch_s),
-        again_ttft_s=found.median_of("fetched", number, lambda turn: turn.again_ttft_s),
+        fetch_s=of(lambda turn: turn.fetch_s),
+        again_ttft_s=of(lambda turn: turn.again_ttft_s),
     )
 
 

@@ -1,11 +1,10 @@
 """What an autoscaler learns before its first forecast: the demand of a trace, by forecast intervals."""
 
-from collections.abc import Sequence
+from itertools import takewhile
 
 from pdserve.autoscaler.schema import Policy
 from pdserve.errors import ConfigError
 from pdserve.measure.read_workload import read_trace, trace_path
-from pdserve.measure.workload import Arrival, Workload
 
 MAX_INTERVALS = 50_000  # the last ones of a longer trace
 
@@ -27,25 +26,12 @@ def warm_up(policy: Policy) -> tuple[tuple[float, float], ...]:
             f"forecaster.warmupTrace: {name} is {span_s:g} s long, less than interval.forecast, {every_s:g} s"
         )
     tokens = [[0.0, 0.0] for _ in range(min(MAX_INTERVALS, int(span_s / every_s)))]
-    for each, computed in zip(arrivals, _computed(trace), strict=True):
+    seen: set[int] = set()
+    for each in arrivals:
+        num_cached = sum(1 for _ in takewhile(seen.__contains__, each.blocks)) * trace.block_tokens
+        seen.update(each.blocks)
         age = int((end_s - each.at_s) / every_s)
         if age < len(tokens):
-            tokens[age][0] += computed / every_s
+            tokens[age][0] += max(1, each.prompt_tokens - num_cached) / every_s
             tokens[age][1] += each.output_tokens / every_s
     return tuple((computed, answered) for computed, answered in reversed(tokens))
-
-
-def _computed(trace: Workload) -> Sequence[int]:
-    """Return the prompt tokens of each request that no earlier one has computed."""
-    seen: set[int] = set()
-    return [_uncached(each, trace.block_tokens, seen) for each in trace.arrivals]
-
-
-def _uncached(arrival: Arrival, block_tokens: int, seen: set[int]) -> int:
-    cached = 0
-    for block in arrival.blocks:
-        if block not in seen:
-            break
-        cached += block_tokens
-    seen.update(arrival.blocks)
-    return max(1, arrival.prompt_tokens - cached)

@@ -7,7 +7,7 @@ from math import exp, factorial
 
 import pytest
 
-from pdserve.capacity.long_run import CERTAIN, Steady, judge, least_error_cut, steady
+from pdserve.capacity.long_run import CERTAIN, Found, Steady, judge, least_error_cut, steady
 
 LIMIT_S = 5.0  # of a time in the queue; each service takes one second
 
@@ -22,7 +22,7 @@ def attainment_of(rate: float, limit_s: float) -> float:
     return (1 - rate) * sum(terms)
 
 
-def queue(rate: float, count: int, seed: int, service_s: Callable[[int], float] = lambda _: 1.0) -> Steady | None:
+def queue(rate: float, count: int, seed: int, service_s: Callable[[int], float] = lambda _: 1.0) -> Steady:
     """Serve Poisson arrivals one after the other, a second each, and judge the run at its last arrival."""
     rng = random.Random(seed)
     arrived_s = list(accumulate(rng.expovariate(rate) for _ in range(count)))
@@ -40,9 +40,10 @@ def queue(rate: float, count: int, seed: int, service_s: Callable[[int], float] 
 @pytest.mark.parametrize("rate", [0.5, 0.7, 0.8])
 def test_the_attainment_of_a_queue_is_within_the_interval_told(rate: float) -> None:
     known = attainment_of(rate, LIMIT_S)
-    found = [state.attainment for seed in range(40) if (state := queue(rate, 8000, seed)) is not None]
+    states = [queue(rate, 8000, seed) for seed in range(40)]
+    found = [state.attainment for state in states]
     inside = sum(low <= known <= high for low, high in (each.interval(CERTAIN) for each in found))
-    assert len(found) == 40
+    assert all(state.first <= 4000 for state in states)
     assert inside >= 37  # 99 % of them, were batches independent
     assert all(high - low < 0.2 for low, high in (each.interval(CERTAIN) for each in found))
 
@@ -58,7 +59,7 @@ def test_a_queue_that_keeps_up_is_never_said_to_grow(rate: float) -> None:
 def test_a_queue_that_does_not_keep_up_is_said_to_grow_by_what_is_too_much(rate: float) -> None:
     for seed in range(20):
         state = queue(rate, 8000, seed)
-        assert state is not None
+        assert state.first <= 4000
         assert judge(state, None).keeps_up is False
         low, high = state.growth.interval(CERTAIN)
         assert low <= 1 - 1 / rate <= high
@@ -76,10 +77,12 @@ def test_a_heavier_part_of_a_trace_ends_no_run_as_growing() -> None:
 
 def test_nothing_is_told_of_a_cluster_that_still_fills() -> None:
     arrived_s = [0.1 * i for i in range(300)]
-    assert (
-        steady(arrived_s, [at_s + 20.0 if at_s < 9 else float("inf") for at_s in arrived_s], [None] * 300, 29.9) is None
-    )
-    assert judge(None, 0.9).is_settled is False
+    ended_s = [at_s + 20.0 if at_s < 9 else float("inf") for at_s in arrived_s]
+    for verdicts in ([None] * 300, [True] * 300):
+        state = steady(arrived_s, ended_s, verdicts, 29.9)
+        assert state.first == 300
+        assert state.attainment.interval(CERTAIN) == (0.0, 1.0)
+        assert judge(state, 0.9) == Found(None, None, is_narrow=False, is_plain=False)
 
 
 def test_few_requests_that_all_met_their_objectives_do_not_settle_a_high_attainment() -> None:
@@ -93,7 +96,6 @@ def test_requests_after_one_that_is_not_over_do_not_count_yet() -> None:
     arrived_s = [float(i) for i in range(300)]
     verdicts = [True] * 200 + [None] + [False] * 99
     state = steady(arrived_s, [at_s + 0.1 for at_s in arrived_s], verdicts, 299.5)
-    assert state is not None
     assert state.last == 200
     assert state.attainment.mean == 1.0
 

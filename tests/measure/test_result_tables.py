@@ -8,7 +8,7 @@ from cluster_states import printed
 
 from pdserve.cli.results import fail_unless_right
 from pdserve.errors import CommandError
-from pdserve.measure.chaos import Fault, Verdict, failures, tally
+from pdserve.measure.chaos import Fault, Verdict, tally
 from pdserve.measure.loads import Findings
 from pdserve.measure.outcomes import ANY, Objective, Outcome
 from pdserve.measure.summary import Percentiles, summarize
@@ -93,7 +93,7 @@ def test_the_verdict_of_a_chaos_run_is_on_one_level() -> None:
 
 
 def test_wrong_answers_are_listed() -> None:
-    assert failures([VERDICT]) == ["chaos: request 0: token 0"]
+    assert VERDICT.tally.problems == ["chaos: request 0: token 0"]
 
 
 def test_a_measurement_fails_where_requests_failed_and_not_where_they_were_refused() -> None:
