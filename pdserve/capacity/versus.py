@@ -18,7 +18,7 @@ from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.rules import HPA_PERIOD_S, PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
 from pdserve.capacity.scaling import Decide, Scaled, Scaling, Scene
 from pdserve.errors import ConfigError
-from pdserve.measure.warm_up import warm_up
+from pdserve.measure.read_workload import warm_up
 from pdserve.roles import POOLS, Role
 
 RIVALS = "static", "hpa", "planner"

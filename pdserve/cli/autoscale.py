@@ -22,7 +22,7 @@ def validate(
 ) -> None:
     """Check policies: what is wrong is named with file, line, field and limit."""
     from pdserve.autoscaler.schema import load
-    from pdserve.measure.warm_up import warm_up
+    from pdserve.measure.read_workload import warm_up
 
     for path in policies:
         warm_up(load(path))  # so that its trace is read too
@@ -71,7 +71,7 @@ def run(config: ConfigFile = None, **flags: object) -> None:
     """
     settings = settings_of(AutoscalerConfig, config, flags)
     from pdserve.autoscaler.server import serve
-    from pdserve.measure.warm_up import warm_up
+    from pdserve.measure.read_workload import warm_up
 
     target = _target(settings.name, settings.routers, settings.secret_file, settings.identity_dir)
     run_process(lambda settings: serve(settings, target, warm_up), settings)

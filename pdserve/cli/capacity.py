@@ -34,8 +34,8 @@ def simulate(
         float, typer.Option(min=0.01, max=1000, help="Factor for the number of requests in the same time.")
     ] = 1.0,
     window: Annotated[
-        str | None, typer.Option(metavar="A-B", help="Only the requests of these seconds of the trace.")
-    ] = None,
+        str, typer.Option(metavar="A-B", help="Only the requests of these seconds of the trace.")
+    ] = "0-inf",
     slow: Annotated[
         list[str] | None,
         typer.Option(metavar="X@A-B", help="Steps take X times as long from second A to B; repeatable."),
@@ -66,7 +66,8 @@ def simulate(
     from pdserve.capacity.versus import checked, simulate_all
 
     rivals = checked(versus or ())
-    wanted, requests = load(policy), _requests(trace, sizes, window, rate_scale)
+    wanted = load(policy)
+    requests = sizes.read(trace).between(*stretch("--window", window)).multiplied(rate_scale, sizes.seed)
     scene = replace(
         _scene(wanted, requests, profile, startup, (prefill, decode)),
         slow=tuple(slow_stretch(each) for each in slow or ()),
@@ -109,16 +110,6 @@ def _scene(
             local_prefill=False,
         ),
         startup_s={role: pools.of(role).startup_s if startup_s is None else startup_s for role in POOLS},
-    )
-
-
-def _requests(trace: str, sizes: Sizes, window: str | None, rate_scale: float) -> "Workload":
-    """Return the requests of a trace from 0 s on."""
-    from math import inf
-
-    read = sizes.read(trace)
-    return read.between(*(0.0, inf) if window is None else stretch("--window", window)).multiplied(
-        rate_scale, sizes.seed
     )
 
 

@@ -197,14 +197,14 @@ def moves(
 
     Fails unless all of it was done, every answer has the tokens of one engine alone, and every page is free in the end.
     """
-    from pdserve.measure.moves import MovesTrial, run_moves
+    from pdserve.measure.moves import run_moves
     from pdserve.measure.operations import OperationsPlan
 
     spec = own.spec("moves", max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None)
     spec = replace(spec, max_workers=spec.num_workers + 1)
     operations = OperationsPlan(flips, count, drains, cycles, pause, within, known.seed)
     requests = known.requests(spec.model, own.dtype)
-    verdict = run(run_moves(MovesTrial(spec, load, calibration, operations), requests, report))
+    verdict = run(run_moves(spec, load, calibration, operations, requests, report))
     show(json_file, [verdict.result], "", *verdict.tally.problems, *verdict.record.refused, results=verdict.result)
     if not verdict.is_clean:
         raise CommandError("not all of it was done, or not every answer was right, or pages were not given back")

@@ -67,23 +67,17 @@ def random_requests(vocab_size: int, lengths: Lengths, seed: int) -> Iterator[tu
     rng = random.Random(f"asks {seed}")
     stem = [rng.randrange(vocab_size) for _ in range(lengths.prompt // 4)]
     while True:
-        yield _random_request(rng, vocab_size, lengths, stem)
-
-
-def _random_request(
-    rng: random.Random, vocab_size: int, lengths: Lengths, stem: list[int]
-) -> tuple[tuple[int, ...], SamplingParams]:
-    length = round(lengths.prompt ** rng.uniform(0.3, 1.0))
-    start = stem[: length // 2] if rng.random() < _SHARE_SHARED else []
-    prompt = (*start, *(rng.randrange(vocab_size) for _ in range(length - len(start))))
-    params = SamplingParams(
-        max_tokens=lengths.answer if lengths.are_answers_equal else rng.randint(1, lengths.answer),
-        temperature=0.0 if rng.random() < _SHARE_GREEDY else 1.0,
-        seed=rng.getrandbits(63),
-        n=2 if rng.random() < _SHARE_TWO and not lengths.are_answers_equal else 1,
-        ignore_eos=True,
-    )
-    return prompt, params
+        length = round(lengths.prompt ** rng.uniform(0.3, 1.0))
+        start = stem[: length // 2] if rng.random() < _SHARE_SHARED else []
+        prompt = (*start, *(rng.randrange(vocab_size) for _ in range(length - len(start))))
+        params = SamplingParams(
+            max_tokens=lengths.answer if lengths.are_answers_equal else rng.randint(1, lengths.answer),
+            temperature=0.0 if rng.random() < _SHARE_GREEDY else 1.0,
+            seed=rng.getrandbits(63),
+            n=2 if rng.random() < _SHARE_TWO and not lengths.are_answers_equal else 1,
+            ignore_eos=True,
+        )
+        yield prompt, params
 
 
 def difference(tokens: Answer, expected: Answer, *, is_whole: bool) -> str:

@@ -25,16 +25,6 @@ _NEAR = 12  # gaps on each side of a move, of which the mean is the step of that
 
 
 @dataclass(frozen=True, slots=True)
-class MovesTrial:
-    """How a cluster is loaded, and what an operator does meanwhile."""
-
-    spec: ClusterSpec
-    load: float  # share of the capacity
-    calibration_s: float
-    operations: OperationsPlan
-
-
-@dataclass(frozen=True, slots=True)
 class MovedGap:
     """The longest time between two tokens of an answer where it moved."""
 
@@ -89,13 +79,21 @@ class MovesVerdict:
         }
 
 
-async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report: Report) -> MovesVerdict:
+async def run_moves(
+    spec: ClusterSpec,
+    load: float,
+    calibration_s: float,
+    plan: OperationsPlan,
+    requests: Sequence[KnownRequest],
+    report: Report,
+) -> MovesVerdict:
+    """Start a cluster, load it with this share of its capacity, and do an operator's work on it meanwhile."""
     clock, gaps, unmoved = MonotonicClock(), list[MovedGap](), list[Sequence[float]]()
-    async with started(trial.spec, report) as (cluster, live, board):
+    async with started(spec, report) as (cluster, live, board):
         report("calibrating: keeping the cluster full")
-        capacity = await saturate(live.client, *_as_arrivals(requests), trial.calibration_s)
+        capacity = await saturate(live.client, *_as_arrivals(requests), calibration_s)
         await recovered(cluster, board)
-        before, rate = sum(board.last.ended.values()), trial.load * capacity
+        before, rate = sum(board.last.ended.values()), load * capacity
         report(f"capacity {capacity:.2f} requests/s; operating under {rate:.2f} requests/s")
 
         def on_end(outcome: Outcome) -> None:
@@ -108,7 +106,7 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
 
         state = cluster.state
         launcher = LauncherClient(state.launcher, state.secret_file, state.identity_dir)
-        operations = Operations(cluster, board, (state.operator(), launcher), trial.operations, clock)
+        operations = Operations(cluster, board, (state.operator(), launcher), plan, clock)
         async with asyncio.TaskGroup() as tasks:
             operating = tasks.create_task(operations.run())
             outcomes = await _load(live.client, requests, rate, operating, on_end)

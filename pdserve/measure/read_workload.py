@@ -1,22 +1,29 @@
 """What `--workload` means: fixed lengths NxINxOUT, random lengths INxOUT or INxOUT~S, or a trace.
 
 A trace is a file (Azure's CSV, Mooncake's JSON lines, a JSON list of {start_time, prompt_len, output_len}) or the name
-of a slice that comes with pdserve. An error in a file names the file, the line or entry, and the field.
+of a slice that comes with pdserve. An error in a file names the file, the line or entry, and the field. An autoscaler
+learns the demand of a trace, by forecast intervals, before its first forecast (`warm_up`).
 """
 
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdserve.errors import ConfigError
 from pdserve.measure.workload import SPREAD, Arrival, Workload, fixed_lengths, random_lengths
 
+if TYPE_CHECKING:
+    from pdserve.autoscaler.schema import Policy
+
 MOONCAKE_BLOCK = 512  # tokens that one of its hashes stands for
+
+MAX_INTERVALS = 50_000  # of a warm-up: the last ones of a longer trace
 
 _MOST_REQUESTS, _MOST_TOKENS, _MOST_SPREAD = 999_999, 1_000_000, 3.0
 
@@ -154,3 +161,31 @@ def _read(path: Path, place: str, row_type: _Row, row: object) -> Arrival:
         field = "".join(f"{part}: " for part in first["loc"])
         raise ConfigError(f"{path}, {place}: {field}{first['msg']}") from error
     return read.arrival()
+
+
+def warm_up(policy: "Policy") -> tuple[tuple[float, float], ...]:
+    """Return the intervals of a policy's `warmupTrace`, oldest first, as if the last one ended just before the start.
+
+    Each has the prompt tokens to compute and the answer tokens of the requests that came in it, a second. Of a trace
+    that names shared blocks, each block is computed once. ConfigError where the trace cannot be read, or is too short.
+    """
+    name, every_s = policy.forecaster.warmup_trace, policy.interval.forecast_s
+    if name is None:
+        return ()
+    trace = read_trace(trace_path(name))
+    arrivals, end_s = trace.arrivals, trace.arrivals[-1].at_s
+    span_s = end_s - arrivals[0].at_s
+    if span_s < every_s:
+        raise ConfigError(
+            f"forecaster.warmupTrace: {name} is {span_s:g} s long, less than interval.forecast, {every_s:g} s"
+        )
+    tokens = [[0.0, 0.0] for _ in range(min(MAX_INTERVALS, int(span_s / every_s)))]
+    seen: set[int] = set()
+    for each in arrivals:
+        num_cached = sum(1 for _ in takewhile(seen.__contains__, each.blocks)) * trace.block_tokens
+        seen.update(each.blocks)
+        age = int((end_s - each.at_s) / every_s)
+        if age < len(tokens):
+            tokens[age][0] += max(1, each.prompt_tokens - num_cached) / every_s
+            tokens[age][1] += each.output_tokens / every_s
+    return tuple((computed, answered) for computed, answered in reversed(tokens))

@@ -15,7 +15,7 @@ from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.server import end_replicas
 from pdserve.demand import Demand
 from pdserve.errors import CommandError
-from pdserve.measure.warm_up import warm_up
+from pdserve.measure.read_workload import warm_up
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 from pdserve.wire import demand_to_proto

@@ -7,8 +7,8 @@ import pytest
 
 from pdserve.autoscaler.schema import Policy
 from pdserve.errors import ConfigError
-from pdserve.measure import warm_up as module
-from pdserve.measure.warm_up import warm_up
+from pdserve.measure import read_workload as module
+from pdserve.measure.read_workload import warm_up
 
 
 def policy_with(trace: Path | None, forecast: str = "10s") -> Policy:
