@@ -10,7 +10,6 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -35,14 +34,6 @@ logger = logging.getLogger(__name__)
 CONFLICT = 409
 
 
-@dataclass(slots=True)
-class _Kept:
-    """A workload, and what only one order at a time may change."""
-
-    workload: Workload
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class PodActuator:
     """Replicas are pods of two deployments."""
 
@@ -51,52 +42,49 @@ class PodActuator:
         self._router = router
         self._settings = settings
         names = {Role.PREFILL: settings.prefill.name, Role.DECODE: settings.decode.name}
-        self._kept = {role: _Kept(Workload(name, role)) for role, name in names.items()}
+        self._workloads = {role: Workload(name, role) for role, name in names.items()}
+        self._locks = {name: asyncio.Lock() for name in names.values()}  # one order changes a workload at a time
         self._pods_path = f"/api/v1/namespaces/{settings.namespace}/pods"
 
     def workload(self, role: Role) -> Workload:
         """Return the workload whose pods start with a role."""
-        return self._of(role).workload
-
-    def _of(self, role: Role) -> _Kept:
-        return self._kept[Role.DECODE if role is Role.MIXED else role]
+        return self._workloads[Role.DECODE if role is Role.MIXED else role]
 
     async def observe(self) -> Sequence[Held]:
         """Return all pods, and those that deployments have yet to make."""
         async with self._asking("list the pods"):
-            for kept in self._kept.values():
-                async with kept.lock:
-                    scale = await self._scale(kept.workload)
+            for workload in self._workloads.values():
+                async with self._locks[workload.name]:
+                    scale = await self._scale(workload)
                     pods, version = await self._client.pods(self._pods_path, scale.status.selector)
-                    kept.workload.see(scale, pods, version, asyncio.get_running_loop().time())
+                    workload.see(scale, pods, version, asyncio.get_running_loop().time())
         with suppress(ApiError, ActuatorError, TimeoutError, grpc.aio.AioRpcError):  # labels follow later
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._label()
-        return [held for kept in self._kept.values() for held in kept.workload.held()]
+        return [held for workload in self._workloads.values() for held in workload.held()]
 
     async def add(self, name: str, role: Role) -> None:
         """Make a deployment greater by one, unless there is a replica of this name."""
-        kept = self._of(role)
-        async with self._asking(f"add {name}"), kept.lock:
-            if any(each.workload.pod(name) for each in self._kept.values() if each is not kept):
+        workload = self.workload(role)
+        async with self._asking(f"add {name}"), self._locks[workload.name]:
+            if any(each.pod(name) for each in self._workloads.values() if each is not workload):
                 return
-            if kept.workload.begin_add(name):
+            if workload.begin_add(name):
                 try:
-                    await self._rescale(kept.workload, 1)
+                    await self._rescale(workload, 1)
                 except (RefusedError, ActuatorError) as error:
                     if not isinstance(error, RefusedError) or error.status < 500:
-                        kept.workload.failed_to_add(name)
+                        workload.failed_to_add(name)
                     raise
-                kept.workload.added(name)
+                workload.added(name)
 
     async def drain(self, name: str) -> None:
         """Make the deployment of a replica smaller by one, of which this replica's pod is the first to be removed.
 
         Its process gets SIGTERM then, and drains.
         """
-        for kept in self._kept.values():
-            async with self._asking(f"drain {name}"), kept.lock:
-                workload = kept.workload
+        for workload in self._workloads.values():
+            async with self._asking(f"drain {name}"), self._locks[workload.name]:
                 if workload.pod(name) is not None:
                     pods, _ = await self._client.pods(self._pods_path, workload.selector)
                     pod = workload.begin_drain(name, pods)
@@ -115,7 +103,7 @@ class PodActuator:
 
     async def flip(self, name: str, role: Role) -> None:
         """Give a replica another role while it serves; its pod's label follows."""
-        pod = next((found for kept in self._kept.values() if (found := kept.workload.pod(name))), None)
+        pod = next((found for workload in self._workloads.values() if (found := workload.pod(name))), None)
         await give_role(self._router, name if pod is None else pod.metadata.name, role, self._settings.timeout_s)
         if pod is not None:
             with suppress(ActuatorError):  # the role is given; the label follows when it is seen next
@@ -126,8 +114,8 @@ class PodActuator:
         """Let labels follow the roles that a router reports."""
         status = await self._router.status()
         roles = {w.registration.worker_id: ROLES.get(w.registration.role) for w in status.workers}
-        for kept in self._kept.values():
-            for pod in kept.workload.pods:
+        for workload in self._workloads.values():
+            for pod in workload.pods:
                 role = roles.get(pod.metadata.name)
                 if role is not None and pod.metadata.labels.get(ROLE_LABEL) != role.value:
                     await self._patch(pod, {"labels": {ROLE_LABEL: role.value}})

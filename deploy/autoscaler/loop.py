@@ -88,7 +88,7 @@ class Loop:
     """One autoscaler."""
 
     def __init__(self, file: PolicyFile, cluster: Cluster, journal: Journal, clock: Clock) -> None:
-        self._file = file
+        self.file = file
         self._cluster = cluster
         self._journal = journal
         self._clock = clock
@@ -101,23 +101,18 @@ class Loop:
         self.observation: Observation | None = None  # the last one
         self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
 
-    @property
-    def policy_problem(self) -> str:
-        """What is wrong with the policy as it is now; empty where it is followed."""
-        return self._file.problem
-
     async def run(self, stop: asyncio.Event) -> None:
         """Begin anew, and go on until asked to stop, at the end of a step.
 
         Raises what the cluster's `check` does once it has ended.
         """
-        self._observer, self._core = Observer(), Autoscaler(self._file.policy, self._file.earlier)
+        self._observer, self._core = Observer(), Autoscaler(self.file.policy, self.file.earlier)
         self.decisions, self.last_orders, self.observation = (), "", None
         while not stop.is_set():
             began_s = self._clock.now_s()
             await self.step()
             with suppress(TimeoutError):
-                async with asyncio.timeout(began_s + self._file.policy.interval.react_s - self._clock.now_s()):
+                async with asyncio.timeout(began_s + self.file.policy.interval.react_s - self._clock.now_s()):
                     await stop.wait()
 
     async def step(self) -> None:
@@ -163,12 +158,12 @@ class Loop:
     def _follow_policy(self) -> None:
         """Follow what the policy file holds, if that is another policy and a valid one."""
         try:
-            changes = self._file.changed()
+            changes = self.file.changed()
         except ConfigError as error:
             self._note(f"the policy stays as it was: {error}", logging.ERROR)
             return
         if changes:
-            self._core.follow(self._file.policy, self._file.earlier)
+            self._core.follow(self.file.policy, self.file.earlier)
             self._note(f"another policy is followed: {'; '.join(changes)}")
 
     async def _statuses(self) -> Sequence[admin.ClusterStatus] | None:

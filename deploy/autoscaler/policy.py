@@ -195,7 +195,7 @@ class Autoscaler:
         if used + devices > self._policy.budget.max_devices:
             goal.refused.append(f"{used} of {self._policy.budget.max_devices} devices are held")
             return
-        add = owed if isinstance(owed, Add) and owed.name not in supply.names else Add(supply.free_name(pool), pool)
+        add = owed if isinstance(owed, Add) and owed.name not in supply.listed else Add(supply.free_name(pool), pool)
         supply.expect(add)
         self._order(pool, add, {pool: 1}, goals, at_s)
 

@@ -11,10 +11,9 @@ draining until its pool has shrunk, whichever worker came or went.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import grpc
-
 from pdserve.autoscaler.actuator import ActuatorError, Held, State
-from pdserve.launch.admin import AdminClient
+from pdserve.autoscaler.process import ordering
+from pdserve.launch.admin import CALL_TIMEOUT_S, AdminClient
 from pdserve.roles import Role
 from pdserve.wire import ROLES
 
@@ -24,17 +23,12 @@ class PublishActuator:
 
     def __init__(self, router: AdminClient) -> None:
         self._router = router
-        self._sizes = Counter[Role]()
+        self.sizes = Counter[Role]()  # replicas that each pool should have; one of which nothing was seen is missing
         self._ordered: set[Role] = set()  # pools whose size is what was ordered
         self._present: dict[str, Held] = {}  # as last reported
         self._coming: dict[str, Role] = {}  # replicas that are to attach, the oldest first
         self._leaving: dict[str, Role] = {}  # replicas of which so many are to leave, the oldest first
         self._shown: set[str] = set()  # of both, those that were observed
-
-    @property
-    def sizes(self) -> Mapping[Role, int]:
-        """Replicas that each pool should have; a pool of which nothing was seen is missing."""
-        return dict(self._sizes)
 
     async def observe(self) -> Sequence[Held]:
         """Return the workers that are attached, and those that are to come."""
@@ -48,10 +42,8 @@ class PublishActuator:
 
     async def _look(self) -> None:
         """Compare what is attached with what was ordered."""
-        try:
+        async with ordering("list the workers", CALL_TIMEOUT_S):
             status = await self._router.status()
-        except grpc.aio.AioRpcError as error:
-            raise ActuatorError(f"list the workers: {error.code().name}: {error.details()}") from error
         found = {}
         for worker in status.workers:
             name, role = worker.registration.worker_id, ROLES.get(worker.registration.role)
@@ -97,7 +89,7 @@ class PublishActuator:
             self._resize(held.role, -1)
 
     def _resize(self, role: Role, change: int) -> None:
-        self._sizes[role] = max(0, self._sizes[role] + change)
+        self.sizes[role] = max(0, self.sizes[role] + change)
         self._ordered.add(role)
 
     def _compare(self, found: Mapping[str, Held]) -> None:
@@ -109,8 +101,8 @@ class PublishActuator:
         self._leaving = {name: role for name, role in self._leaving.items() if name in found}
         for role in Role:
             if role not in self._ordered and staying[role]:
-                self._sizes[role] = max(self._sizes[role], staying[role])
-            missing = self._sizes[role] - staying[role]
+                self.sizes[role] = max(self.sizes[role], staying[role])
+            missing = self.sizes[role] - staying[role]
             self._trim(self._coming, role, missing)
             self._trim(self._leaving, role, -missing)
             missing -= Counter(self._coming.values())[role]

@@ -83,7 +83,7 @@ class PolicyResource:
             try:
                 await self._fetch()
                 if leads():
-                    await self.show(loop.policy_problem, loop.decisions, loop.last_orders)
+                    await self.show(loop.file.problem, loop.decisions, loop.last_orders)
                 else:
                     self._shown = {}  # another one may write the status
                 warning = ""

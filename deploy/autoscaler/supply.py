@@ -16,12 +16,8 @@ class Supply:
 
     def __init__(self, policy: Policy, seen: Observation, unseen: Callable[[Mapping[str, Replica]], list[Add]]) -> None:
         self._policy, self._at_s = policy, seen.at_s
-        self._listed = {replica.name: replica for replica in seen.replicas}
-        self._coming = unseen(self._listed)
-
-    @property
-    def names(self) -> Mapping[str, Replica]:
-        return self._listed
+        self.listed = {replica.name: replica for replica in seen.replicas}
+        self._coming = unseen(self.listed)
 
     @property
     def sizes(self) -> Mapping[Role, int]:
@@ -30,14 +26,14 @@ class Supply:
 
     def of(self, pool: Role) -> list[Replica]:
         """Return a pool's replicas that serve or start."""
-        return [r for r in self._listed.values() if r.role.is_in(pool) and r.state is not State.DRAINING]
+        return [r for r in self.listed.values() if r.role.is_in(pool) and r.state is not State.DRAINING]
 
     def num_draining(self, pool: Role) -> int:
-        return sum(r.role.is_in(pool) and r.state is State.DRAINING for r in self._listed.values())
+        return sum(r.role.is_in(pool) and r.state is State.DRAINING for r in self.listed.values())
 
     def devices(self, besides: Action | None = None) -> int:
         """Return how many devices are held, or may be, without those of an order that is to be given again."""
-        held = sum(self._devices(replica.role) for replica in self._listed.values())
+        held = sum(self._devices(replica.role) for replica in self.listed.values())
         return held + sum(self._devices(add.role) for add in self._coming if add != besides)
 
     def expect(self, add: Add) -> None:
@@ -47,7 +43,7 @@ class Supply:
 
     def free_name(self, pool: Role) -> str:
         """Return the name of a pool with the lowest number that no replica has, and none that may be coming."""
-        taken = {*self._listed, *(add.name for add in self._coming)}
+        taken = {*self.listed, *(add.name for add in self._coming)}
         return next(name for number in range(len(taken) + 1) if (name := f"{pool}-{number}") not in taken)
 
     def late(self, pool: Role, startup_s: float, drain_s: float) -> list[str]:
@@ -55,7 +51,7 @@ class Supply:
         limits = {State.STARTING: startup_s, State.DRAINING: drain_s, State.READY: float("inf")}
         return [
             f"{replica.name} has been {replica.state.value} for {self._at_s - replica.since_s:.0f} s"
-            for replica in self._listed.values()
+            for replica in self.listed.values()
             if replica.role.is_in(pool) and self._at_s - replica.since_s > limits[replica.state]
         ]
 

@@ -36,19 +36,19 @@ def mean(lengths: Lengths) -> float:
 
 
 class Fading:
-    """Counts of which older ones weigh less: those of `seconds` ago a third."""
+    """Counts of which older ones weigh less: those of `fades_s` seconds ago a third."""
 
-    def __init__(self, seconds: float) -> None:
-        self.fades_s = seconds
-        self._elapsed_s = 0.0  # faded as the counts are
-        self._requests = self._cached_tokens = 0.0
+    def __init__(self, fades_s: float) -> None:
+        self.fades_s = fades_s
+        self.seconds = 0.0  # in which they came, faded as the counts are
+        self.num_requests = self._cached_tokens = 0.0
         self._prompts, self._answers = [0.0] * NUM_BANDS, [0.0] * NUM_BANDS
 
     def add(self, demand: Demand, seconds: float) -> None:
         """Take in what came in some seconds."""
         kept = self.kept(seconds)
-        self._elapsed_s = self._elapsed_s * kept + seconds
-        self._requests = self._requests * kept + demand.num_requests
+        self.seconds = self.seconds * kept + seconds
+        self.num_requests = self.num_requests * kept + demand.num_requests
         self._cached_tokens = self._cached_tokens * kept + demand.cached_tokens
         self._prompts = [before * kept + count for before, count in zip(self._prompts, demand.prompts, strict=True)]
         self._answers = [before * kept + count for before, count in zip(self._answers, demand.answers, strict=True)]
@@ -58,17 +58,9 @@ class Fading:
         return exp(-seconds / self.fades_s)
 
     @property
-    def num_requests(self) -> float:
-        return self._requests
-
-    @property
-    def seconds(self) -> float:
-        return self._elapsed_s
-
-    @property
     def rate(self) -> float:
         """Requests a second."""
-        return self._requests / self._elapsed_s if self._elapsed_s else 0.0
+        return self.num_requests / self.seconds if self.seconds else 0.0
 
     @property
     def computed_tokens(self) -> float:
@@ -80,7 +72,7 @@ class Fading:
         prompts, answers = _lengths(self._prompts), _lengths(self._answers)
         if not prompts or not answers:
             return None
-        cached = self._cached_tokens / max(1.0, self._requests)
+        cached = self._cached_tokens / max(1.0, self.num_requests)
         return Traffic(self.rate, self.rate, prompts, answers, cached)
 
     def sure_rates(self, mixture: Traffic) -> tuple[float, float]:
@@ -88,13 +80,13 @@ class Fading:
 
         Sizes of requests scatter too, so that fewer long ones are weaker evidence than many short ones.
         """
-        if not self._requests or not self._elapsed_s:
+        if not self.num_requests or not self.seconds:
             return 0.0, 0.0
         squares = sum(count * tokens**2 for count, tokens in zip(self._prompts, _MIDDLES, strict=True))
         tokens = max(0.0, self.computed_tokens - SURE * sqrt(squares))
-        requests = max(0.0, self._requests - SURE * sqrt(self._requests))
+        requests = max(0.0, self.num_requests - SURE * sqrt(self.num_requests))
         each = mean(mixture.prompts)
-        return tokens / each / self._elapsed_s if each else 0.0, requests / self._elapsed_s
+        return tokens / each / self.seconds if each else 0.0, requests / self.seconds
 
 
 def _lengths(counts: Sequence[float]) -> Lengths:

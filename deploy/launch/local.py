@@ -23,7 +23,6 @@ from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
-from pdserve.launch.ends import report_end
 from pdserve.launch.folder import (
     CERTIFICATES,
     ClusterState,
@@ -45,7 +44,7 @@ from pdserve.launch.plan import (
     threads_each,
 )
 from pdserve.launch.service import ROUTERS_END_S, WORKERS_END_S, LauncherEndpoint, serving
-from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
+from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor, report_end
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
 

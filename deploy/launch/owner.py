@@ -15,9 +15,8 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.ids import Incarnation
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.ends import report_end
 from pdserve.launch.plan import ChildSpec
-from pdserve.launch.supervisor import NEVER_STARTED, ChildExit, Supervisor
+from pdserve.launch.supervisor import NEVER_STARTED, ChildExit, Supervisor, report_end
 
 OWNER = "PDSERVE_OWNER"  # variable of a worker's environment, by which a later owner finds its process
 

@@ -5,6 +5,7 @@ before anything else is done about it.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -15,17 +16,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import grpc
+
 from pdserve.clock import Clock
 from pdserve.errors import CommandError, ConfigError
-from pdserve.ids import Incarnation
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
+from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
 
+logger = logging.getLogger(__name__)
+
 NEVER_STARTED = Incarnation(0)
 # A drain or a signal ended it. When memory runs out, that is SIGKILL as well.
 FROM_OUTSIDE = {0, DRAIN_TIMED_OUT_STATUS, -signal.SIGKILL}.union(*((-n, exit_status(n)) for n in STOP_SIGNALS))
+REPORT_TIMEOUT_S = 60.0
+NO_ROUTER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
 
 
@@ -57,6 +65,19 @@ class ChildExit:
     def from_outside(self) -> bool:
         """Whether a signal from outside, or a drain, ended it: nothing that it did itself."""
         return self.status in FROM_OUTSIDE
+
+
+async def report_end(router: AdminClient, exit_: ChildExit) -> None:
+    """Report an end to a router, once one is there; after a minute without one leave it at that.
+
+    The report is the proof that nothing of that process can write into another worker's pages any more.
+    """
+    name = WorkerId(exit_.spec.name)
+    try:
+        await router.report_gone(name, exit_.incarnation, REPORT_TIMEOUT_S, from_outside=exit_.from_outside)
+    except grpc.aio.AioRpcError as error:  # the worker's next incarnation is the same proof
+        if error.code() not in NO_ROUTER:
+            logger.error("the end of %s is not reported: %s, %s", name, error.code().name, error.details())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ import pytest
 
 from pdserve.ids import Incarnation
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.ends import report_end
 from pdserve.launch.plan import ChildSpec
-from pdserve.launch.supervisor import ChildExit
+from pdserve.launch.supervisor import ChildExit, report_end
 
 
 class Refusing:

@@ -169,7 +169,7 @@ async def test_a_second_term_shows_again_what_another_one_wrote_over(
 ) -> None:
     monkeypatch.setattr("pdserve.autoscaler.resource.LOOK_S", 0.01)
     path, terms, follows = await make_policy(kube), [True], asyncio.Event()
-    loop = SimpleNamespace(policy_problem="", decisions=(), last_orders="mine")
+    loop = SimpleNamespace(file=SimpleNamespace(problem=""), decisions=(), last_orders="mine")
 
     def leads() -> bool:
         if not terms[-1]:
