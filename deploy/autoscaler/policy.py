@@ -54,7 +54,6 @@ class Autoscaler:
         self._planner = Planner(policy, warm_up)
         self._orders = Orders()
         self._lives = Lives()
-        self._lives.guess({pool: policy.pools.of(pool).startup_s for pool in POOLS})
         self._pacing: dict[Role, Pacing] = {}
         self._outcomes: list[Outcome] = []
         self._num_stale = 0  # reactions in a row without fresh figures
@@ -62,7 +61,6 @@ class Autoscaler:
     def follow(self, policy: Policy, warm_up: Sequence[tuple[float, float]] = ()) -> None:
         """Follow another policy. Orders and what was learnt stay, but not demand if it is to be forecast otherwise."""
         before, self._policy = self._policy, policy
-        self._lives.guess({pool: policy.pools.of(pool).startup_s for pool in POOLS})
         self._planner.policy = policy
         if (policy.forecaster, policy.interval) != (before.forecaster, before.interval):
             self._planner = Planner(policy, warm_up)
@@ -105,13 +103,13 @@ class Autoscaler:
         return outcomes
 
     def startup_s(self, pool: Role) -> float:
-        """Return how long a replica of a pool takes from the order until it serves."""
-        return self._lives.startup_s(pool)
+        """Return how long a replica of a pool takes from the order until it serves; a guess until one was seen."""
+        return self._lives.startup_s.get(pool, self._policy.pools.of(pool).startup_s)
 
     # ---- what is there
 
     def _late_s(self, pool: Role) -> float:
-        return max(_LEAST_LATE_S, _LATE * self._lives.startup_s(pool))
+        return max(_LEAST_LATE_S, _LATE * self.startup_s(pool))
 
     def _settle(self, observation: Observation) -> None:
         replicas = {replica.name: replica for replica in observation.replicas}
@@ -135,7 +133,7 @@ class Autoscaler:
             self._num_stale += 1
             return f"no router has reported, {self._num_stale} times in a row"
         self._num_stale = 0
-        startup_s = {pool: self._lives.startup_s(pool) for pool in POOLS}
+        startup_s = {pool: self.startup_s(pool) for pool in POOLS}
         self._planner.observe(seen.demand, seen, startup_s)
         return self._planner.plan(seen, supply.sizes, limits, startup_s)
 
@@ -166,7 +164,7 @@ class Autoscaler:
 
     def _has_failed(self, pool: Role, supply: Supply, at_s: float) -> bool:
         """Return whether no replica of a pool serves, and each one that starts takes longer than a start does."""
-        startup_s = self._lives.startup_s(pool)
+        startup_s = self.startup_s(pool)
         return all(r.state is State.STARTING and at_s - r.since_s > startup_s for r in supply.of(pool))
 
     @staticmethod
@@ -265,7 +263,7 @@ class Autoscaler:
         held_s = self._policy.role_switch.min_dwell_s
         if isinstance(action, Add):
             self._lives.asked(action.name, at_s)
-            held_s += self._lives.startup_s(pool)
+            held_s += self.startup_s(pool)
         for each, by in changes.items():
             self._pacing[each].changed(by, goals[each].size + by, held_s, at_s)
 

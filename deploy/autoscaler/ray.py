@@ -239,7 +239,7 @@ class ActorActuator:
                 if worker.refusal and worker.refusal != self._refusals.get(name):
                     logger.warning("%s", worker.refusal)
                 self._refusals[name] = worker.refusal
-                if worker.routers != (self._template.wiring.router,) and not worker.leaving:
+                if worker.router != self._template.wiring.router and not worker.leaving:
                     actors[name].drain.remote()  # it serves an earlier cluster of this name
         self._seen = seen
         self._refusals = {name: text for name, text in self._refusals.items() if name in answers}
@@ -261,7 +261,7 @@ class ActorActuator:
         order = Order(
             spec=self._template.worker(name, role),
             cluster=spec.name,
-            routers=(self._template.wiring.router,),
+            router=self._template.wiring.router,
             secret_file=self._template.wiring.secret_file,
             end_within_s=spec.drain_timeout_s + WORKERS_END_S,
         )

@@ -235,13 +235,14 @@ async def running(
         claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port,
         claimed_port(spec.host, spec.http_port, HTTP_PORT, "--http-port") as http_port,
     ):
+        num_cores = len(os.sched_getaffinity(0))
         wiring = Wiring(
             public_port=port,
             http_port=http_port,
             internal_host=spec.internal_host,
             internal_port=spec.internal_port or free_port(spec.internal_host, "--internal-host"),
             secret_file=write_secret(folder, spec.workers_secret_file),
-            num_threads=_threads_each(spec),
+            num_threads=None if "OMP_NUM_THREADS" in os.environ else threads_each(spec.most_workers, num_cores),
             certificates=_certificates(spec, folder),
             shared_weights_dir=default_cache_dir() / "weights",
         )
@@ -273,12 +274,6 @@ def _certificates(spec: ClusterSpec, folder: Path) -> Path | None:
         return None
     write_certificates(folder / CERTIFICATES, (spec.host,), CERTIFICATE_DAYS)
     return folder / CERTIFICATES
-
-
-def _threads_each(spec: ClusterSpec) -> int | None:
-    if "OMP_NUM_THREADS" in os.environ:
-        return None
-    return threads_each(spec.most_workers, len(os.sched_getaffinity(0)))
 
 
 def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:

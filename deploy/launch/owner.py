@@ -1,4 +1,4 @@
-"""Own one worker where no launcher is: keep its process running, and report each of its ends to the routers.
+"""Own one worker where no launcher is: keep its process running, and report each of its ends to the router.
 
 Invariant: no two processes of one worker run at once on a machine, whatever became of earlier owners.
 """
@@ -27,7 +27,7 @@ class Order:
 
     spec: ChildSpec
     cluster: str
-    routers: tuple[str, ...]  # internal ports, host:port
+    router: str  # its internal port, host:port
     secret_file: Path  # on the machine where the worker runs
     end_within_s: float  # after it was asked to end
 
@@ -40,16 +40,16 @@ class OwnedWorker:
     incarnation: Incarnation
     pid: int | None  # None between its death and its next start, and after its end
     leaving: bool  # whether it ends for good, or has
-    routers: tuple[str, ...]  # that it serves
+    router: str  # that it serves
     refusal: str = ""  # why it does not start, if it refuses its configuration
 
 
 class Owner:
-    """Keeps one worker; `run` ends when the worker has ended for good and routers know it."""
+    """Keeps one worker; `run` ends when the worker has ended for good and the router knows it."""
 
     def __init__(self, order: Order, log_dir: Path, environment: Mapping[str, str]) -> None:
         self._order = order
-        self._last = OwnedWorker(order.spec.name, NEVER_STARTED, pid=None, leaving=False, routers=order.routers)
+        self._last = OwnedWorker(order.spec.name, NEVER_STARTED, pid=None, leaving=False, router=order.router)
         self._supervisor = Supervisor((order.spec,), log_dir, MonotonicClock(), environment=environment)
 
     @property
@@ -68,12 +68,11 @@ class Owner:
 
     async def run(self) -> None:
         """Keep the worker running until it is retired. An ExceptionGroup holds ConfigError if it refuses its flags."""
-        routers = [AdminClient(address, self._order.secret_file) for address in self._order.routers]
+        router = AdminClient(self._order.router, self._order.secret_file)
         async with asyncio.TaskGroup() as reports:
 
             def on_exit(exit_: ChildExit) -> None:
-                for router in routers:
-                    reports.create_task(report_end(router, exit_))
+                reports.create_task(report_end(router, exit_))
 
             await self._supervisor.run(on_exit, self._on_change)
 
