@@ -56,7 +56,7 @@ class ElasticCluster(SimCluster):
         worker = self._worker(name)
         worker.step_singly()
         worker.on_drained = self._leave
-        self._order(router_events.DrainAsked(worker.link))
+        self._tell(router_events.DrainAsked(worker.link))
 
     def flip(self, name: str, role: Role) -> None:
         """Give a worker another role; CommandError where it cannot take it."""
@@ -68,7 +68,7 @@ class ElasticCluster(SimCluster):
             worker.step_singly()  # what it decodes moves
         else:
             worker.leaps = True
-        self._order(router_events.RoleAsked(worker.link, role, view.registration.role_epoch + 1))
+        self._tell(router_events.RoleAsked(worker.link, role, view.registration.role_epoch + 1))
 
     def slow_down(self, factor: float) -> None:
         """Let every step from the next ones on take so many times as long as the profile says."""
@@ -76,9 +76,9 @@ class ElasticCluster(SimCluster):
         for worker in self._workers.values():
             worker.slow_down(factor)
 
-    def _order(self, order: router_events.DrainAsked | router_events.RoleAsked) -> None:
+    def _tell(self, event: router_events.Event) -> None:
         for router in self._routers.values():
-            self._post(router, order)
+            self._post(router, event)
 
     def _worker(self, name: str) -> SimWorker:
         return next(worker for worker in self._workers.values() if worker.peer.worker_id == name)
@@ -87,9 +87,8 @@ class ElasticCluster(SimCluster):
         """Let a worker's process end; the router proves that to all others."""
         del self._workers[worker.link]
         self._wires.remove(worker)
-        for router in self._routers.values():
-            self._post(router, router_events.LinkLost(worker.link, "drained"))
-            self._post(router, router_events.ProcessEnded(*worker.peer, from_outside=True))
+        self._tell(router_events.LinkLost(worker.link, "drained"))
+        self._tell(router_events.ProcessEnded(*worker.peer, from_outside=True))
         if self.on_left is not None:
             self.on_left(worker.peer.worker_id)
 

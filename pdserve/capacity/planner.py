@@ -99,15 +99,11 @@ class Search:
 
     def _attempt(self, rate_per_gpu: float) -> Point:
         point = measure(self._question, self._shape, self._policy, rate_per_gpu, self._wanted)
-        if surely_misses(point, self._wanted):
+        if point.keeps_up is False or point.attainment_interval[1] < self._wanted:
             self._missed.append(rate_per_gpu)
         elif point.keeps_up and point.attainment_interval[0] >= self._wanted:
             self._kept.append(rate_per_gpu * (1 - max(0.0, point.most_growth)))
         return point
-
-
-def surely_misses(point: Point, wanted: float) -> bool:
-    return point.keeps_up is False or point.attainment_interval[1] < wanted
 
 
 def probably_keeps(point: Point, wanted: float) -> bool:

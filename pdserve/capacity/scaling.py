@@ -47,8 +47,6 @@ class Scene:
     shape: Shape  # what the cluster begins with
     startup_s: Mapping[Role, float]
     slow: tuple[Slow, ...] = ()
-    placement: str = "goodput"  # of the router
-    unix_s: float = 0.0  # when it begins
 
     @property
     def span_s(self) -> float:
@@ -105,7 +103,7 @@ class Scaling:
         self._decide = decide
         self._every_s = every_s
         self._told = told
-        self._cluster = ElasticCluster(scene.profile, scene.shape, scene.placement, scene.workload, scene.objective)
+        self._cluster = ElasticCluster(scene.profile, scene.shape, "goodput", scene.workload, scene.objective)
         self._fleet = Fleet(self._cluster, scene.startup_s)
         self._orders: list[Noted] = []
         self._seen = Demand()
@@ -160,7 +158,7 @@ class Scaling:
         }
         observation = Observation(
             at_s=now_s,
-            unix_s=self._scene.unix_s + now_s,
+            unix_s=now_s,  # it begins with a day
             replicas=self._fleet.replicas(),
             demand=counted.since(self._seen),
             seconds=now_s - self._looked_s,

@@ -10,7 +10,6 @@ from pdserve.errors import ConfigError
 from pdserve.launch.folder import ClusterState
 from pdserve.measure.live import LiveCluster, Report, connected
 from pdserve.measure.workload import Arrival
-from pdserve.perfmodel.curve import DecodePiece
 from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -89,17 +88,15 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
                     token_s=max(_LEAST_S, curve.each_s),
                     token_context_s=curve.context_s,
                 ),
-                decode=[_fields(piece) for piece in decode_pieces(decode)],
+                decode=[
+                    DecodeFields(
+                        max_sequences=piece.max_sequences,
+                        step_s=piece.curve.step_s,
+                        sequence_s=piece.curve.each_s,
+                        kv_token_s=piece.curve.context_s,
+                    )
+                    for piece in decode_pieces(decode)
+                ],
             )
         ],
-    )
-
-
-def _fields(piece: DecodePiece) -> DecodeFields:
-    curve = piece.curve
-    return DecodeFields(
-        max_sequences=piece.max_sequences,
-        step_s=curve.step_s,
-        sequence_s=curve.each_s,
-        kv_token_s=curve.context_s,
     )

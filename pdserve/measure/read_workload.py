@@ -96,13 +96,13 @@ def parse_workload(text: str, num_requests: int, seed: int) -> Workload:
         numbers, deviation = [], SPREAD
     match numbers:
         case [count, prompt_tokens, output_tokens] if not spread:
-            _check(text, "requests", count, _MOST_REQUESTS)
-            _check_tokens(text, prompt_tokens, output_tokens)
+            _check(text, "requests", _MOST_REQUESTS, count)
+            _check(text, "tokens", _MOST_TOKENS, prompt_tokens, output_tokens)
             if not all(number.is_integer() for number in numbers):
                 raise ConfigError(f"--workload: {text!r}: NxINxOUT takes whole numbers")
             return fixed_lengths(text, *map(int, numbers))
         case [prompt_tokens, output_tokens]:
-            _check_tokens(text, prompt_tokens, output_tokens)
+            _check(text, "tokens", _MOST_TOKENS, prompt_tokens, output_tokens)
             if not 0 <= deviation <= _MOST_SPREAD:
                 raise ConfigError(
                     f"--workload: {text!r}: a spread of {deviation:g}, from 0 to {_MOST_SPREAD:g} is possible"
@@ -116,14 +116,10 @@ def parse_workload(text: str, num_requests: int, seed: int) -> Workload:
     return read_trace(path)
 
 
-def _check_tokens(text: str, *numbers: float) -> None:
+def _check(text: str, what: str, most: int, *numbers: float) -> None:
     for number in numbers:
-        _check(text, "tokens", number, _MOST_TOKENS)
-
-
-def _check(text: str, what: str, number: float, most: int) -> None:
-    if not 1 <= number <= most:
-        raise ConfigError(f"--workload: {text!r}: {number:g} {what}, from 1 to {most} are possible")
+        if not 1 <= number <= most:
+            raise ConfigError(f"--workload: {text!r}: {number:g} {what}, from 1 to {most} are possible")
 
 
 def trace_path(text: str) -> Path:
