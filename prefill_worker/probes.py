@@ -72,5 +72,5 @@ class Probes:
 def _describe(peer: Peer, speed: PairSpeed, floor: int) -> str:
     return (
         f"pages reach {peer.worker_id} at {speed.bytes_per_s / 1e6:.0f} MB/s, one page in {1e6 * speed.page_s:.0f} us, "
-        f"carried by {speed.carrier}; {floor / 1e6:.0f} MB/s are expected"
+        f"carrier: {speed.carrier}; {floor / 1e6:.0f} MB/s are expected"
     )

@@ -184,7 +184,7 @@ class RouterCore:
     def _take_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
         self.predictor.links.begin((worker.name, pair.decode), pair.bytes_per_s)
         if pair.is_slow:
-            rate = f"{pair.bytes_per_s / 1e6:.0f} MB/s, carried by {pair.carrier}"
+            rate = f"{pair.bytes_per_s / 1e6:.0f} MB/s, carrier: {pair.carrier}"
             self.placements.emit(Warn(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
 
     def _drain(self, asked: DrainAsked, now_s: float) -> None:

@@ -87,7 +87,7 @@ def render(status: admin.ClusterStatus) -> Sheet:
 def _pair(prefill: str, pair: link.PairMeasured) -> str:
     """Return one line: how fast pages travel from a prefill to a decode worker."""
     rate, slow = f"{pair.bytes_per_s / 1e6:.0f} MB/s", "SLOW " if pair.is_slow else ""
-    return f"{slow}{prefill} -> {pair.decode_worker_id}: {rate}, a page in {pair.page_us} us, carried by {pair.carrier}"
+    return f"{slow}{prefill} -> {pair.decode_worker_id}: {rate}, a page in {pair.page_us} us, carrier: {pair.carrier}"
 
 
 def _state(worker: admin.WorkerStatus) -> str:

@@ -152,7 +152,7 @@ def _pairs(status: admin.ClusterStatus) -> Iterator[Finding]:
             if pair is None:
                 yield ok(name, "no pages have travelled yet, so that its speed is not known")
                 continue
-            seen = f"{pair.bytes_per_s / 1e6:.0f} MB/s, a page in {pair.page_us} us, carried by {pair.carrier}"
+            seen = f"{pair.bytes_per_s / 1e6:.0f} MB/s, a page in {pair.page_us} us, carrier: {pair.carrier}"
             if pair.is_slow:
                 remedy = "set handoff_rdma_devices where there is RDMA, and see that /dev/shm is large enough"
                 yield warning(name, f"slow: {seen}", remedy)

@@ -71,6 +71,6 @@ def test_the_slowest_pairs_are_shown_with_what_carries_them() -> None:
     registration = link.Register(worker_id="prefill-0", role=link.ROLE_PREFILL, ready=True)
     text = shown(admin.ClusterStatus(workers=[admin.WorkerStatus(registration=registration, pairs=[fast, slow])]))
     assert text.splitlines()[-2:] == [
-        "SLOW prefill-0 -> decode-1: 200 MB/s, a page in 90 us, carried by tcp",
-        "prefill-0 -> decode-0: 5000 MB/s, a page in 70 us, carried by not tcp",
+        "SLOW prefill-0 -> decode-1: 200 MB/s, a page in 90 us, carrier: tcp",
+        "prefill-0 -> decode-0: 5000 MB/s, a page in 70 us, carrier: not tcp",
     ]

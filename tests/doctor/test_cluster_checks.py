@@ -101,7 +101,7 @@ def strangers(status: admin.ClusterStatus) -> None:
         (loading, "d0", Level.WARNING, "loading, 0%"),
         (other_dtype, "compatibility", Level.FAILED, "dtype (bfloat16: p0; float32: d0)"),
         (other_version, "compatibility", Level.FAILED, "protocol_version (1: p0; 2: d0)"),
-        (slow, "p0 -> d0", Level.WARNING, "slow: 10000 MB/s, a page in 30 us, carried by not tcp"),
+        (slow, "p0 -> d0", Level.WARNING, "slow: 10000 MB/s, a page in 30 us, carrier: not tcp"),
         (leaking, "d0", Level.FAILED, "1 pages leaked: a defect of pdserve"),
         (quarantined, "d0", Level.WARNING, "11 of 100 pages are in quarantine"),
         (alone, "hand-offs", Level.WARNING, "none in the last 500 placements; the last one: d0 computes it itself"),

@@ -256,7 +256,7 @@ def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow
     cluster = Cluster()
     pair = PairMeasured(cluster.links["p0"], WorkerId("d0"), 2e8, "tcp", is_slow=True)
     (complaint,) = cluster.post(pair)
-    assert complaint == Warn("SLOW: pages of p0 reach d0 at 200 MB/s, carried by tcp")
+    assert complaint == Warn("SLOW: pages of p0 reach d0 at 200 MB/s, carrier: tcp")
     assert cluster.predictor.links.bytes_per_s(("p0", "d0")) == 2e8
     assert cluster.post(replace(pair, is_slow=False)) == []
 
