@@ -234,7 +234,7 @@ def _row(name: str, driven: Driven, work: Work, config: ModelConfig) -> Row:
     bound_s = work.decode_bytes(_kv_bytes_per_token(config), _weight_bytes(config)) / MEMORY_BYTES_PER_S
     rate = driven.num_tokens / driven.total_s
     note = (
-        f"{100 * bound_s / driven.total_s:.0f} % of the byte bound of {work.output_tokens / bound_s:.0f} tok/s; "
+        f"{100 * bound_s / driven.total_s:.0f} % of an H200's bytes, {work.output_tokens / bound_s:.0f} tok/s; "
         f"{driven.num_steps} steps, the host waited {100 * driven.waiting_s / driven.total_s:.0f} % of the time"
     )
     failed = driven.num_tokens != work.output_tokens

@@ -10,48 +10,75 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from gpu_table import Row
 
+    Section = tuple[str, str, Callable[[str], list[Row]]]  # its name, the argument that asks for it, and what runs it
+
+GROUPS = ("check", "bench", "tune")
+
 
 def main() -> int:
-    """Run the sections asked for (check and bench by default); returns 1 if a check failed."""
+    """Run the sections asked for (check and bench by default); returns 1 if a case failed, or none was run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help="check, bench, tune; by default check and bench")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     arguments = parser.parse_args()
+    unknown = set(arguments.sections).difference(GROUPS)
+    if unknown:
+        parser.error(f"no section is called {', '.join(sorted(unknown))}: there are {', '.join(GROUPS)}")
     _find_package()
-    import gpu_table  # noqa: PLC0415 - the package is only now importable
-    import gpu_timing  # noqa: PLC0415
+    import gpu_timing  # noqa: PLC0415 - the package is only now importable
 
     if not gpu_timing.has_gpu():
         sys.stderr.write("no CUDA device: nothing to do\n")
         return 2
     results: dict[str, object] = {"machine": gpu_timing.machine(), "clocks_before": gpu_timing.clocks()}
     sys.stdout.write(json.dumps(results) + "\n")
-    failed = False
-    for name, group, run in _sections():
-        if group in (arguments.sections or ["check", "bench"]):
-            found = run(arguments.only)
-            sys.stdout.write(gpu_table.table(name, found))
+
+    def save(tables: dict[str, list[Row]]) -> None:
+        if "OUT" in os.environ:
+            results.update({name: [asdict(row) for row in rows] for name, rows in tables.items()})
+            results["clocks_after"] = gpu_timing.clocks()
+            Path(os.environ["OUT"], "kernels.json").write_text(json.dumps(results, indent=1))
+
+    is_well = run_sections(_sections(), arguments.sections or GROUPS[:2], arguments.only, save)
+    sys.stdout.write("all well\n" if is_well else "FAILED\n")
+    return int(not is_well)
+
+
+def run_sections(
+    sections: "list[Section]", groups: "Collection[str]", only: str, save: "Callable[[dict[str, list[Row]]], None]"
+) -> bool:
+    """Run the sections of some groups; return whether any case was run, and none failed.
+
+    One that raises counts as a case that failed. What is known is saved after each.
+    """
+    from gpu_table import Row, table  # noqa: PLC0415 - the package is only now importable
+
+    tables = {}
+    for name, group, run in sections:
+        if group in groups:
+            try:
+                tables[name] = run(only)
+            except Exception as error:  # noqa: BLE001 - the figures of the others count
+                traceback.print_exc()
+                tables[name] = [Row(name, note=f"{type(error).__name__}: {error}", failed=True)]
+            sys.stdout.write(table(name, tables[name]))
             sys.stdout.flush()
-            results[name] = [asdict(row) for row in found]
-            failed = failed or any(row.failed for row in found)
-    results["clocks_after"] = gpu_timing.clocks()
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], "kernels.json").write_text(json.dumps(results, indent=1))
-    sys.stdout.write("FAILED\n" if failed else "all well\n")
-    return int(failed)
+            save(tables)
+    rows = [row for rows in tables.values() for row in rows]
+    return bool(rows) and not any(row.failed for row in rows)
 
 
-def _sections() -> "list[tuple[str, str, Callable[[str], list[Row]]]]":
-    """Return each section's name, the argument that asks for it, and what runs those of its cases that are wanted."""
+def _sections() -> "list[Section]":
     import gpu_attention_bench  # noqa: PLC0415
     import gpu_checks  # noqa: PLC0415
     import gpu_engine  # noqa: PLC0415

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,39 @@ def test_a_tree_without_its_links_gets_them_back_and_without_a_gpu_nothing_runs(
     done = run_program(tmp_path)
     assert (done.returncode, done.stderr) == (2, "no CUDA device: nothing to do\n")
     assert (tmp_path / "pdserve" / "kernels").resolve() == tmp_path / "kernels"
+
+
+def test_a_section_that_is_unknown_is_an_error() -> None:
+    done = run_program(ROOT, "checks")
+    assert done.returncode == 2
+    assert "no section is called checks: there are check, bench, tune" in done.stderr
+
+
+def test_a_section_that_raises_fails_and_costs_no_other_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    run_gpu, row = import_module("run_gpu"), import_module("gpu_table").Row
+    saved: list[dict[str, list[object]]] = []
+
+    def broken(only: str) -> list[object]:
+        raise RuntimeError(f"out of memory{only}")
+
+    sections = [
+        ("first", "check", lambda _: [row("fine")]),
+        ("second", "check", broken),
+        ("third", "bench", lambda _: [row("fast")]),
+    ]
+
+    def runs(*groups: str) -> bool:
+        saved.clear()
+        is_well: bool = run_gpu.run_sections(sections, groups, "", lambda tables: saved.append(dict(tables)))
+        return is_well
+
+    assert not runs("check", "bench")
+    assert [list(each) for each in saved] == [["first"], ["first", "second"], ["first", "second", "third"]]
+    assert saved[-1]["second"] == [row("second", note="RuntimeError: out of memory", failed=True)]
+    assert runs("bench")
+    sections = [("first", "check", lambda _: [])]
+    assert not runs("check")
 
 
 @pytest.mark.gpu
