@@ -43,7 +43,7 @@ def main() -> int:
     results: dict[str, object] = {"machine": gpu_timing.machine(), "clocks_before": gpu_timing.clocks()}
     sys.stdout.write(json.dumps(results) + "\n")
 
-    def save(tables: dict[str, list[Row]]) -> None:
+    def save(tables: "dict[str, list[Row]]") -> None:
         if "OUT" in os.environ:
             results.update({name: [asdict(row) for row in rows] for name, rows in tables.items()})
             results["clocks_after"] = gpu_timing.clocks()

@@ -1,5 +1,6 @@
 """The GPU program: what of it can be seen without a GPU, and all of it where there is one."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -36,31 +37,48 @@ def test_a_section_that_is_unknown_is_an_error() -> None:
     assert "no section is called checks: there are check, bench, tune" in done.stderr
 
 
-def test_a_section_that_raises_fails_and_costs_no_other_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_raises_fails_and_costs_no_other_its_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
-    run_gpu, row = import_module("run_gpu"), import_module("gpu_table").Row
-    saved: list[dict[str, list[object]]] = []
+    run_gpu, timing, row = import_module("run_gpu"), import_module("gpu_timing"), import_module("gpu_table").Row
 
     def broken(only: str) -> list[object]:
-        raise RuntimeError(f"out of memory{only}")
+        raise RuntimeError(f"out of {only}")
 
     sections = [
-        ("first", "check", lambda _: [row("fine")]),
+        ("first", "check", lambda only: [row(only)]),
         ("second", "check", broken),
-        ("third", "bench", lambda _: [row("fast")]),
+        ("third", "bench", lambda only: [row(only)]),
+        ("fourth", "tune", lambda _: []),
     ]
+    for module, name, result in (
+        (run_gpu, "_find_package", None),
+        (run_gpu, "_sections", sections),
+        (timing, "has_gpu", True),
+        (timing, "machine", {}),
+        (timing, "clocks", {}),
+    ):
+        monkeypatch.setattr(module, name, lambda result=result: result)
+    monkeypatch.setenv("OUT", str(tmp_path))
 
-    def runs(*groups: str) -> bool:
-        saved.clear()
-        is_well: bool = run_gpu.run_sections(sections, groups, "", lambda tables: saved.append(dict(tables)))
-        return is_well
+    def runs(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["run_gpu.py", *arguments, "--only", "memory"])
+        status: int = run_gpu.main()
+        return status
 
-    assert not runs("check", "bench")
-    assert [list(each) for each in saved] == [["first"], ["first", "second"], ["first", "second", "third"]]
-    assert saved[-1]["second"] == [row("second", note="RuntimeError: out of memory", failed=True)]
-    assert runs("bench")
-    sections = [("first", "check", lambda _: [])]
-    assert not runs("check")
+    assert runs() == 1
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    shown = {
+        name: [(each["name"], each["note"], each["failed"]) for each in found.get(name, [])] for name, *_ in sections
+    }
+    assert shown == {
+        "first": [("memory", "", False)],
+        "second": [("second", "RuntimeError: out of memory", True)],
+        "third": [("memory", "", False)],
+    }
+    assert runs("bench") == 0
+    assert runs("tune") == 1
 
 
 @pytest.mark.gpu
