@@ -76,6 +76,7 @@ def test_a_section_that_raises_fails_and_costs_no_other_its_figures(
         "first": [("memory", "", False)],
         "second": [("second", "RuntimeError: out of memory", True)],
         "third": [("memory", "", False)],
+        "fourth": [],
     }
     assert runs("bench") == 0
     assert runs("tune") == 1
