@@ -1,7 +1,6 @@
 """The native gRPC door: InferenceService."""
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -9,64 +8,16 @@ import grpc
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router import wire
 from pdserve.router.commands import Finished, Refused
-from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.api_keys import bearer
-from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
+from pdserve.router.frontend.grpc_door import NOT_OPENED, CallWriter, deny, refuse, remaining_s, take_trace
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.reading import Outcome, Reading
 from pdserve.wire import logprobs_to_proto
 
 INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, bytes]"
-
-
-class Writer:
-    """Writes one answer to its call, a reply at a time. A `Client` of answers."""
-
-    def __init__(self, context: GenerateContext) -> None:
-        self._context = context
-        self._reply = b""  # to be written next
-        self._outcome: Finished | Refused | None = None
-        self._has_news = False
-        self._waits: asyncio.Future[None] | None = None  # for news; an Event costs more
-        self._task = asyncio.current_task()
-        self._was_cut_off = False
-
-    def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
-        self._reply = reply_bytes(answer.hex_id, gains, outcome)
-        self._outcome, self._has_news = outcome, True
-        if self._waits is not None and not self._waits.done():
-            self._waits.set_result(None)
-        return False
-
-    def cut_off(self, answer: Answer, outcome: Refused) -> None:
-        del answer
-        self._outcome, self._was_cut_off = outcome, True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def run(self, answer: Answer) -> Finished | Refused | None:
-        """Write an answer until its end, or until it is cut off; return how it ended."""
-        is_begun, loop = False, asyncio.get_running_loop()
-        try:
-            while self._outcome is None or self._reply:
-                if not self._has_news:
-                    self._waits = loop.create_future()
-                    await self._waits
-                self._has_news = False
-                reply, self._reply = self._reply, b""
-                if reply:
-                    if not is_begun:
-                        # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
-                        await self._context.send_initial_metadata(())
-                        is_begun = True
-                    await self._context.write(reply)
-                if self._outcome is None:
-                    answer.resume()
-        except asyncio.CancelledError:
-            if self._task is None or not self._was_cut_off or self._task.uncancel():
-                raise  # the client has gone, or the server stops
-        return self._outcome
 
 
 def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bytes:
@@ -135,15 +86,20 @@ class InferenceEndpoint:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
 
     async def _generate(self, request: inference.GenerateRequest, context: GenerateContext) -> None:
-        writer = Writer(context)
+        reading, writer = Reading(), CallWriter(context)
         take_trace(request, context)
         try:
             key = bearer(context.invocation_metadata())
-            answer = await self._intake.open(request, writer, key, remaining_s(context))
+            answer = await self._intake.open(request, reading, key, remaining_s(context))
         except NOT_OPENED as error:
             await deny(context, error)
+
+        def take(gains: Sequence[Gain], outcome: Outcome | None) -> Awaitable[None] | None:
+            reply = reply_bytes(answer.hex_id, gains, outcome)
+            return writer.write(reply) if reply else None
+
         try:
-            outcome = await writer.run(answer)
+            outcome = await reading.run(answer, take)
         finally:
             self._intake.leave(answer)
         if isinstance(outcome, Refused):

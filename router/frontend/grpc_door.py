@@ -38,6 +38,26 @@ def take_trace(request: inference.GenerateRequest, context: AnyContext) -> None:
         request.tracestate = ",".join(given.get("tracestate", ()))
 
 
+class CallWriter:
+    """Writes replies to a call."""
+
+    def __init__(self, context: AnyContext) -> None:
+        self._context = context
+        self._is_begun = False
+
+    def write(self, reply: object) -> Awaitable[None]:
+        """Write a reply: the result is to be awaited before the next one."""
+        if self._is_begun:
+            return self._context.write(reply)
+        return self._write_first(reply)
+
+    async def _write_first(self, reply: object) -> None:
+        # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
+        await self._context.send_initial_metadata(())
+        self._is_begun = True
+        await self._context.write(reply)
+
+
 async def deny(context: AnyContext, error: DeniedError | OverLimitError | RequestError) -> Never:
     """End a call whose request was not opened."""
     match error:

@@ -28,10 +28,10 @@ from pdserve.router.frontend.dialects.open_inference_request import (
     native,
     reply,
 )
-from pdserve.router.frontend.dialects.reading import Outcome, Reading, Take
 from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import check_model
+from pdserve.router.frontend.reading import Outcome, Reading, Take
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 PLATFORM = "pdserve"

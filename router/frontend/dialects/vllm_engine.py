@@ -18,11 +18,11 @@ from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.clients import DeniedError
-from pdserve.router.frontend.dialects.reading import Outcome, Reading
 from pdserve.router.frontend.dialects.vllm_reply import Replies
 from pdserve.router.frontend.dialects.vllm_request import native
-from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
+from pdserve.router.frontend.grpc_door import NOT_OPENED, CallWriter, deny, refuse, remaining_s, take_trace
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.reading import Outcome, Reading
 from pdserve.rpc import abort
 
 CHUNK_BYTES = 64 * 1024  # of a tokenizer's archive
@@ -54,7 +54,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
     async def Generate(  # noqa: N802
         self, request: vllm.GenerateRequest, context: GenerateContext
     ) -> None:
-        reading = Reading()
+        reading, writer = Reading(), CallWriter(context)
         try:
             asked = native(request, self._intake.max_model_len())
             take_trace(asked, context)
@@ -64,20 +64,14 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         except NOT_OPENED as error:
             await deny(context, error)
         replies = Replies(asked, streams=request.stream, prompt_ids=answer.prompt_ids)
-        is_begun = False
 
         async def take(gains: Sequence[Gain], outcome: Outcome | None) -> None:
             cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
             found = replies.take(gains, cached_tokens)
             if isinstance(outcome, Finished):
                 found += replies.complete(cached_tokens)
-            nonlocal is_begun
-            if found and not is_begun:
-                # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
-                await context.send_initial_metadata(())
-                is_begun = True
             for reply in found:
-                await context.write(reply)
+                await writer.write(reply)
 
         calls, task = self._running.setdefault(name, set()) if request.request_id else set(), asyncio.current_task()
         assert task is not None

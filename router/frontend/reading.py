@@ -1,4 +1,4 @@
-"""One answer, read by the task of the call that it is for."""
+"""One answer, read by the task of the gRPC call that it is for."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,7 +7,7 @@ from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
 
 Outcome = Finished | Refused
-Take = Callable[[Sequence[Gain], Outcome | None], Awaitable[None]]
+Take = Callable[[Sequence[Gain], Outcome | None], Awaitable[None] | None]  # None: nothing to wait for
 
 
 class Reading:
@@ -16,14 +16,16 @@ class Reading:
     def __init__(self) -> None:
         self._gains: Sequence[Gain] = ()
         self._outcome: Outcome | None = None
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._waits: asyncio.Future[None] | None = None  # for news; an Event costs more
         self._task = asyncio.current_task()
         self.was_cut_off = False  # its reader is too slow
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
         del answer
-        self._gains, self._outcome = gains, outcome
-        self._news.set()
+        self._gains, self._outcome, self._has_news = gains, outcome, True
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_result(None)
         return False
 
     def cut_off(self, answer: Answer, outcome: Refused) -> None:
@@ -37,12 +39,17 @@ class Reading:
 
         An answer that is cut off ends in the middle of what `take` does.
         """
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                await self._news.wait()
-                self._news.clear()
+                if not self._has_news:
+                    self._waits = loop.create_future()
+                    await self._waits
+                self._has_news = False
                 outcome = self._outcome
-                await take(self._gains, outcome)
+                taking = take(self._gains, outcome)
+                if taking is not None:
+                    await taking
                 if outcome is not None:
                     return outcome
                 answer.resume()
