@@ -1,8 +1,8 @@
 """Sets pages aside for hand-offs that are to arrive, mints the grants that offer them, and keeps the senders' leases.
 
 Invariants: the pages of a grant are reserved for it alone. A grant leaves a free page for each running sequence, the
-pages of more urgent sequences that wait, and the room that `engine.room` names. A peer's lease lapses only when nothing
-was received from it for `lease_s`, not counting time in which this process was frozen. That proves nothing about the
+pages of more urgent sequences that wait, and the room that `engine.room` names. A peer's lease lapses only when no
+`Alive` has come from it for `lease_s`, not counting time in which this process was frozen. That proves nothing about the
 peer's writes: the pages granted to it stay quarantined. Does no I/O.
 """
 
@@ -109,7 +109,7 @@ class Granting:
 
 
 class Leases:
-    """The leases of all attached peers: each message of a peer renews its lease."""
+    """The leases of all attached peers: each `Alive` of a peer renews its lease."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s

@@ -241,7 +241,7 @@ class Grant(_message.Message):
     capability: _builtins.bytes
     """Proof that this grant is ours, used once."""
     lease_ms: _builtins.int
-    """The grant's lease, milliseconds: it is given up when the sender has said nothing for so long."""
+    """The grant's lease, milliseconds: it is given up when no Alive has come for so long."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -274,7 +274,9 @@ Global___Grant: _TypeAlias = Grant  # noqa: Y015
 
 @_typing.final
 class Alive(_message.Message):
-    """Said every half second, whether a step is under way or not. A frozen process, or one whose step hangs, does not."""
+    """Sent every half second, whether a step is under way or not. A frozen process does not; one whose step hangs ends
+    itself after stalled_step_s.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
