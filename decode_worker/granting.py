@@ -2,8 +2,8 @@
 
 Invariants: the pages of a grant are reserved for it alone. A grant leaves a free page for each running sequence, the
 pages of more urgent sequences that wait, and the room that `engine.room` names. A peer's lease lapses only when no
-`Alive` has come from it for `lease_s`, not counting time in which this process was frozen. That proves nothing about the
-peer's writes: the pages granted to it stay quarantined. Does no I/O.
+`Alive` has come from it for `lease_s`, not counting time in which this process was frozen. That proves nothing about
+the peer's writes: the pages granted to it stay quarantined. Does no I/O.
 """
 
 from dataclasses import dataclass

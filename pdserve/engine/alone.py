@@ -9,7 +9,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.ids import Attempt, RequestId
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.sampling import MAX_SEQUENCES, SamplingParams
 
 _PAGE_SIZE = 16

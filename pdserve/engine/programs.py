@@ -4,7 +4,7 @@ A program is recorded by the model's own forward pass, over operations that keep
 """
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from pdserve.engine.batch import Ints
 from pdserve.kernels.cpu.calls import Program
 from pdserve.kernels.cpu.products import Tiles
 from pdserve.kernels.cpu.quantized import QuantizedTiles
-from pdserve.model.llama import Model
-from pdserve.model.ops import GateUp, Linear
+from pdserve.model.family import Model
 from pdserve.model.ops_cpu import CompiledOps
 
 
@@ -47,7 +46,7 @@ class DecodePrograms:
 
     def _record(self, num_rows: int) -> _Recorded:
         program = Program(self._loaded)
-        model = replace(self._model, ops=CompiledOps(self._model.config.rms_norm_eps, program))
+        model = self._model.with_ops(CompiledOps(self._model.config.rms_norm_eps, program))
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
         logits = model.forward(token_ids, self._attention.planned(program), None)
         return _Recorded(program, token_ids, logits)
@@ -55,6 +54,4 @@ class DecodePrograms:
 
 def is_compiled(model: Model) -> bool:
     """Say whether all products of a model are the library's."""
-    matrices: list[tuple[Linear | GateUp, ...]] = [(model.embedding, model.lm_head)]
-    matrices += [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in model.layers]
-    return all(isinstance(matrix, Tiles | QuantizedTiles) for of_layer in matrices for matrix in of_layer)
+    return all(isinstance(matrix, Tiles | QuantizedTiles) for matrix in model.matrices())

@@ -28,7 +28,7 @@ from pdserve.kernels.cpu.attention import serves, serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.library import library
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.sampling import PromptLogprobs, SampledToken
 
 

@@ -29,7 +29,7 @@ from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.config import ModelConfig
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.sampling import SampledToken
 
 _NOTHING = torch.empty(0, dtype=torch.int64)

@@ -1,34 +1,23 @@
 """The Llama family, Mistral, Qwen2 and Qwen3 among it: the tensors of a checkpoint, and one forward pass.
 
-A family is a file like this one. `Model.shapes` names what a checkpoint holds, `Model.build` puts it together, and
-`Model.forward` reads like the figure in the paper. `loading.FAMILIES` maps architectures to files.
+A family is a file like this one, whose model is a `family.Model`. `shapes` names what a checkpoint holds, `build` puts
+it together, and `hidden` reads like the figure in the paper. `loading.FAMILIES` maps architectures to files.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pdserve.model.config import ModelConfig
-from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Matrix, Ops, QkNorm, joined
+from pdserve.model.family import Shapes, Tensors
+from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Ops, QkNorm, joined
 from pdserve.model.rope import Rope
 
 EMBEDDING = "model.embed_tokens"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head"
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-class Tensors(Protocol):
-    """A checkpoint's tensors by name, each to be taken once."""
-
-    def take(self, name: str) -> Tensor: ...
-
-    def take_matrix(self, name: str) -> Matrix:
-        """Return `name`.weight, with `name`.bias where there is one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +35,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model ready to run; its weights are never written again."""
+    """A model of the family; `family.Model` says what each method is for."""
 
     config: ModelConfig
     ops: Ops
@@ -58,7 +47,6 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of hidden states, K and V."""
         return self.final_norm.dtype
 
     @property
@@ -66,16 +54,10 @@ class Model:
         return self.final_norm.device
 
     def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
-        """Compute K and V of every token, and logits of some.
-
-        token_ids: int64 [num_tokens]. rows: the tokens whose logits are wanted, or None for all of them.
-        Returns [len(rows), vocab_size] in the model's dtype.
-        """
         hidden = self.hidden(token_ids, attention, rows)
         return self.logits(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
 
     def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
-        """Do as `forward`, but return what logits are computed from: [len(rows), hidden_size]."""
         ops = self.ops
         hidden = ops.embed(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
@@ -91,12 +73,18 @@ class Model:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of at least one row that `hidden` has returned."""
         return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.lm_head)
+
+    def matrices(self) -> Iterator[Linear | GateUp]:
+        yield from (self.embedding, self.lm_head)
+        for layer in self.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+
+    def with_ops(self, ops: Ops) -> "Model":
+        return replace(self, ops=ops)
 
     @classmethod
     def build(cls, config: ModelConfig, tensors: Tensors, ops: DeviceOps) -> "Model":
-        """Put a model together from all tensors that `shapes` names."""
         tied = config.tie_word_embeddings
         embedding, head = ops.held_embedding(tensors.take_matrix(EMBEDDING), tied=tied)
         layers = tuple(
@@ -114,7 +102,6 @@ class Model:
 
     @staticmethod
     def shapes(config: ModelConfig) -> Shapes:
-        """Return the shape of every tensor the model needs, in the order checkpoints hold them."""
         shapes: Shapes = {f"{EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
         for index in range(config.num_layers):
             shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
@@ -125,7 +112,6 @@ class Model:
 
     @staticmethod
     def ignores(name: str, config: ModelConfig) -> bool:
-        """Say whether checkpoints may hold a tensor of this name that the model does not read."""
         return name.endswith("rotary_emb.inv_freq") or (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings)
 
 

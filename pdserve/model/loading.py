@@ -10,11 +10,17 @@ from torch import Tensor
 
 from pdserve.errors import ConfigError
 from pdserve.model import llama
-from pdserve.model.config import ARCHITECTURES, ModelConfig
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import Model
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Dense, Matrix, Quantized, ops_for
 
-FAMILIES = dict.fromkeys(ARCHITECTURES, llama.Model)
+FAMILIES: dict[str, type[Model]] = {  # by name of architecture; config.ARCHITECTURES has the same names
+    "LlamaForCausalLM": llama.Model,
+    "MistralForCausalLM": llama.Model,
+    "Qwen2ForCausalLM": llama.Model,
+    "Qwen3ForCausalLM": llama.Model,
+}
 NAMED_AT_MOST = 3  # missing tensors an error names before it only counts
 DUMMY_STD = 0.02
 
@@ -27,7 +33,7 @@ def load_model(
     dtype: torch.dtype,
     progress: Callable[[float], None] | None = None,
     device: torch.device | str = "cpu",
-) -> llama.Model:
+) -> Model:
     """Build the model from Hugging Face-named tensors, in any order.
 
     `progress` is called with the share of elements read, up to 1.0. ConfigError names a tensor that is missing,

@@ -22,7 +22,7 @@ from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvlayout import KvLayout, PageDigest
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.processor import choose_dtype, cpu_name, read_cpu_info

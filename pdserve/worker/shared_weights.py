@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pdserve.files import make_own_folder
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 
 logger = logging.getLogger(__name__)
 

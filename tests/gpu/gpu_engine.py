@@ -23,7 +23,7 @@ from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.ids import Attempt, RequestId
 from pdserve.model.config import ModelConfig
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.sampling import SamplingParams
 

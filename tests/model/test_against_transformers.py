@@ -22,7 +22,7 @@ from pdserve.engine.sequence import Job, Scored, Sequence
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import Attempt, RequestId
 from pdserve.model.config import ModelConfig
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.sampling import SamplingParams, TokenLogprobs

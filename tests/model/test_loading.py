@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.errors import ConfigError
-from pdserve.model.config import ModelConfig
-from pdserve.model.loading import dummy_weights, load_model
+from pdserve.model.config import ARCHITECTURES, ModelConfig
+from pdserve.model.loading import FAMILIES, dummy_weights, load_model
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -29,6 +29,10 @@ Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 def load(weights: Iterator[tuple[str, Tensor]]) -> None:
     load_model(CONFIG, weights, torch.float32)
+
+
+def test_each_architecture_that_a_config_may_name_has_a_family() -> None:
+    assert set(FAMILIES) == set(ARCHITECTURES)
 
 
 def test_a_missing_tensor_is_named() -> None:

@@ -19,7 +19,7 @@ from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.sampling import SamplingParams
 

@@ -10,7 +10,7 @@ from pdserve.engine.runner import Runner, run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.ids import PageId
 from pdserve.model.config import ModelConfig
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 
 CONFIG = ModelConfig.from_hf(

@@ -12,7 +12,7 @@ from greedy_runs import greedy_texts
 from pdserve.checkpoint.quantization import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner
 from pdserve.model.config import ModelConfig
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.worker import shared_weights
 from pdserve.worker.shared_weights import NUM_KEPT, share_weights
