@@ -86,4 +86,6 @@ def device_of(name: str) -> Device:
 
 
 def _family(device: Device) -> int:
-    return min(max(device.capability[0], 8), 10)
+    """Return the capability whose tiles a chip takes. 12.x (consumer Blackwell) has the shared memory of 8.x."""
+    major = device.capability[0]
+    return major if major in (9, 10) else 8

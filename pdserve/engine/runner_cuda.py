@@ -23,7 +23,7 @@ from pdserve.engine.graphs import Replays, graph_sizes, size_for
 from pdserve.engine.masks import token_masks
 from pdserve.engine.runner import by_chunk, copy_pages, run, zeroed
 from pdserve.engine.sampler import SCORING_BYTES, Scorer, Scores, with_logprobs
-from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.sampler_triton import KernelSampler, each_variant
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -137,7 +137,9 @@ class CudaRunner:
         return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
 
     def capture(self) -> None:
-        """Capture every size of decode step now rather than when it first comes. Overwrites slots of page 0."""
+        """Compile kernels and capture decode steps now rather than when they first come. Overwrites slots of page 0."""
+        for spec in each_variant():  # of the sampler; two tokens are a prompt to attention
+            run(self, StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))
         for size in reversed(self._sizes):
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
             run(self, StepPlan(chunks))

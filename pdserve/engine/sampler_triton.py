@@ -3,10 +3,10 @@
 Parameters are laid out and sent while the device still computes the logits.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
 from pdserve.kernels.sample import EVERYTHING, Bias, Mask, Params, Penalties, Ragged, sample
 from pdserve.kernels.staging import Staging
+from pdserve.sampling import SamplingParams
 
 Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
 
@@ -31,6 +32,17 @@ class Prepared:
     penalties: Penalties | None
     bias: Bias | None
     mask: Mask | None
+
+
+def each_variant() -> Iterator[SampleSpec]:
+    """Yield a sample for each way in which the kernel is compiled: with and without penalties, biases and masks."""
+    for has_penalties, has_bias, has_mask in product((False, True), repeat=3):
+        params = SamplingParams(
+            repetition_penalty=2.0 if has_penalties else 1.0,
+            logit_bias=((0, 1.0),) if has_bias else (),
+            allowed_token_ids=(0,) if has_mask else (),
+        )
+        yield SampleSpec(params, 0, 0, (0,), (), forbid_stops=False)
 
 
 class KernelSampler:

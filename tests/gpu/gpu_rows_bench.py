@@ -23,10 +23,7 @@ Case = tuple[str, Callable[[], object], int]  # name, call, bytes it must move
 def ceilings(only: str) -> list[Row]:
     """Measure a large copy and a large matrix product on random data, against which every other figure is read."""
     del only
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
-    target = torch.empty_like(source)
-    copy_us = time_us([_bind(target.copy_, source)])
-    del source, target
+    copy_us = copy_time_us()
     a, b = (torch.randn((MATRIX, MATRIX), device="cuda").bfloat16() for _ in range(2))
     product_us = time_us([_bind(torch.matmul, a, b)])
     torch.cuda.empty_cache()
@@ -34,6 +31,13 @@ def ceilings(only: str) -> list[Row]:
         Row("device copy, read + write", copy_us, 2 * COPY_BYTES / copy_us / 1e3, "GB/s"),
         Row(f"bf16 matrix product {MATRIX}", product_us, 2 * MATRIX**3 / product_us / 1e6, "TFLOP/s"),
     ]
+
+
+def copy_time_us() -> float:
+    """Time a copy of COPY_BYTES random bytes within the device's memory."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    return time_us([_bind(target.copy_, source)])
 
 
 def run(only: str) -> list[Row]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from gpu_attention_bench import LLAMA, SMALL_HEADS, Shape, decode_call, prefill_call
+from gpu_attention_bench import LLAMA, SMALL_HEADS, Shape, decode_calls, prefill_calls
 from gpu_table import Row
 from gpu_timing import time_us
 
@@ -27,9 +27,9 @@ def run(only: str) -> list[Row]:
     crowded = replace(LLAMA, page_size=16)
     for name, spec in (("d128", LLAMA), ("d64", SMALL_HEADS), ("d128 16-slot pages", crowded)):
         if only in f"prefill {name}":
-            rows += _best(f"prefill {name}", PREFILL_TILES, partial(prefill_call, spec, Shape(1, 8192, 8192)))
+            rows += _best(f"prefill {name}", PREFILL_TILES, partial(prefill_calls, spec, Shape(1, 8192, 8192)))
     if only in "decode d128":
-        rows += _best("decode d128", decode_tiles(16), partial(decode_call, LLAMA, Shape(32, 1, 8192)))
+        rows += _best("decode d128", decode_tiles(16), partial(decode_calls, LLAMA, Shape(32, 1, 8192)))
     return rows
 
 
@@ -43,11 +43,11 @@ def decode_tiles(block_m: int) -> list[Tile]:
     ]
 
 
-def _best(name: str, tiles: Iterable[Tile], call: Callable[[Tile], Callable[[], object]]) -> list[Row]:
+def _best(name: str, tiles: Iterable[Tile], calls: Callable[[Tile], list[Callable[[], object]]]) -> list[Row]:
     timed, refused = [], 0
     for tile in tiles:
         try:
-            timed.append((time_us([call(tile)]), tile))
+            timed.append((time_us(calls(tile)), tile))
         except Exception:  # noqa: BLE001 - a tile that does not compile or fit is no candidate
             refused += 1
     timed.sort(key=lambda pair: pair[0])

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.kernels.tuning import Device, decode_tile, prefill_tile
+
 SUPPORT = Path(__file__).parents[1] / "support"
-SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
+SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # of 8.x the least: 8.6, 8.9 and 12.x take the same tiles
 ROWS = "rope and write|digest|rms norm|silu|sample"
 CORE = f"d128$|d128 16-slot|window$|float32|{ROWS}"  # one of each kernel; the report has all
 PROGRAM = """
@@ -88,3 +90,10 @@ def test_two_prefill_items_share_a_hopper_multiprocessor(made: dict[int, list[Ma
     plain = next(one for one in made[90] if one.case == "prefill d128" and one.kernel == "attend")
     assert 2 * plain.registers * plain.num_warps * 32 <= 65_536
     assert 2 * (plain.shared_bytes + 1024) <= 233_472
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])
+def test_a_chip_with_little_shared_memory_takes_the_tiles_that_fit_it(capability: tuple[int, int]) -> None:
+    smallest, own = Device((8, 0), 108), Device(capability, 108)
+    assert prefill_tile(own, 128, 2, 64) == prefill_tile(smallest, 128, 2, 64)
+    assert decode_tile(own, 128, 2, 64, 16) == decode_tile(smallest, 128, 2, 64, 16)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdserve.engine.masks import token_masks
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.sampler_triton import KernelSampler, each_variant
 from pdserve.engine.step import SampleSpec
 from pdserve.sampling import SamplingParams
 
@@ -123,3 +123,10 @@ def test_rows_with_a_grammar_draw_the_cpu_samplers_tokens() -> None:
     drawn = sampler.sample(logits, sampler.prepare(specs, masks)).tolist()
     assert drawn == [token.token_id for token in Sampler(EOS).sample(logits, specs, masks)]
     assert all(token % 37 == 2 for token in drawn[:-1:2])
+
+
+def test_what_is_compiled_at_the_start_is_every_variant_of_the_kernel() -> None:
+    sampler = KernelSampler((), VOCAB, torch.device("cpu"))
+    prepared = [sampler.prepare([spec]) for spec in each_variant()]
+    variants = {tuple(part is not None for part in (each.penalties, each.bias, each.mask)) for each in prepared}
+    assert variants == set(product((False, True), repeat=3))
