@@ -15,7 +15,7 @@ from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
-from pdserve.router.frontend.backend import RequestEnd, Standing
+from pdserve.router.frontend.backend import Standing
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.hub import Hub
 from pdserve.token_ids import ALL_IDS
@@ -84,7 +84,7 @@ class FrontendLink:
 
     def _admit(self, event: RequestArrived, token_ids: bytes) -> None:
         request_id = event.request_id
-        if request_id in self._answers or self._hub.knows(request_id):
+        if request_id in self._answers or self._hub.shell.core.find(request_id) is not None:
             raise ProtocolError(f"request {request_id.hex()} has come before")
         if not token_ids:
             raise ProtocolError(f"request {request_id.hex()} has no tokens")
@@ -99,11 +99,11 @@ class FrontendLink:
             case messages.Leave(request_id):
                 self._hub.leave(request_id)
             case messages.TooSlow(request_id, limit_bytes):
-                self._hub.post(ClientTooSlow(request_id, limit_bytes))
+                self._hub.shell.post(ClientTooSlow(request_id, limit_bytes))
             case messages.Stopped(request_id, index):
                 if index not in range(answer.event.params.n):
                     raise ProtocolError(f"index: {index} of a request whose n is {answer.event.params.n}")
-                self._hub.post(StopStringFound(request_id, index))
+                self._hub.shell.post(StopStringFound(request_id, index))
             case messages.Counted(request_id, finish_reasons):
                 outcome = answer.outcome
                 if outcome is None:
@@ -112,11 +112,7 @@ class FrontendLink:
                     usage = replace(outcome.usage, completion_tokens=message.num_tokens)
                     outcome = message.refused or replace(outcome, usage=usage)
                 del self._answers[request_id]
-                self._count(answer.event, outcome, finish_reasons)
-
-    def _count(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: list[int]) -> None:
-        slo_s = event.ttft_slo_s, event.tpot_slo_s
-        self._hub.outcomes.end(RequestEnd(event.request_id, event.priority, slo_s, outcome, finish_reasons))
+                self._hub.outcomes.end(answer.event, outcome, finish_reasons)
 
     def _take_use(self, message: messages.Begin | messages.Spend | messages.Done | messages.Deny) -> None:
         tenants = self._hub.tenants
@@ -169,7 +165,7 @@ class FrontendLink:
             if self._begun[answer.event.tenant]:  # requests that came with a key
                 self._hub.tenants.spend(answer.event.tenant, answer.num_tokens)
             if answer.outcome is not None:
-                self._count(answer.event, answer.outcome, answer.finish_reasons)
+                self._hub.outcomes.end(answer.event, answer.outcome, answer.finish_reasons)
         for tenant, count in self._begun.items():
             for _ in range(count):
                 self._hub.tenants.end(tenant)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.channel import Abort, Aborted, Stop
+from pdserve.router.frontend.channel import Abort, Stop
 from pdserve.router.frontend.doors import Doors, check_doors, http_url
 from pdserve.router.frontend_link import FrontendLink
 from pdserve.router.hub import Hub
@@ -203,4 +203,4 @@ class Frontends:
 
     def _abort(self, asked: Abort) -> None:
         for link in self._links:
-            link.channel.post(Aborted(asked.tenant, asked.names))
+            link.channel.post(asked)

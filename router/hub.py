@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from pdserve.clock import Clock
 from pdserve.credentials import Connections
 from pdserve.ids import RequestId
 from pdserve.metrics import FRONTENDS, FRONTENDS_LOST, Sample, connection_samples
@@ -17,34 +16,13 @@ from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Answer
-from pdserve.router.events import ClientEvent, RequestArrived
+from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, Standing, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import Live
 from pdserve.router.metrics import Ends, router_samples
 from pdserve.router.shell import Shell
-
-
-class Awaited:
-    """Whether the router is ready: some pair of workers can serve, or could less than a grace period ago.
-
-    Requests that come meanwhile wait for workers as long.
-    """
-
-    def __init__(self, is_ready: Callable[[], bool], grace_s: float, clock: Clock) -> None:
-        self._is_ready = is_ready
-        self._grace_s = grace_s
-        self._clock = clock
-        self._until_s = -inf
-
-    def holds(self) -> bool:
-        """Look at it now. Only what was seen counts, so whoever wants to know looks often."""
-        now_s = self._clock.now_s()
-        if not self._is_ready():
-            return now_s < self._until_s
-        self._until_s = now_s + self._grace_s
-        return True
 
 
 class Hub:
@@ -65,40 +43,40 @@ class Hub:
         self.num_frontends = 1  # processes that serve clients now
         self.num_frontends_lost = 0
         self.num_spans: Counter[str] = Counter()  # of frontends in other processes, by what became of them
-        self._span_counts: Callable[[], Mapping[str, int]] = lambda: self.num_spans
-        self._shell = shell
+        self.span_counts: Callable[[], Mapping[str, int]] = lambda: self.num_spans
+        self.aborts: list[Abort] = []
+        self.shell = shell
         self._model = model
         self._shows_metrics = config.metrics
         self._is_stopping = is_stopping
-        self._awaited = Awaited(lambda: shell.core.is_ready, config.pool_grace_s, shell.clock)
-        self._aborts: list[Abort] = []
+        self._grace_s = config.pool_grace_s
+        self._ready_until_s = -inf
 
     def standing(self) -> Standing:
-        is_live, core = not self._is_stopping(), self._shell.core
-        is_awaited = self._awaited.holds()
+        """Return how the router stands now.
+
+        It counts as ready for `pool_grace_s` after a pair of workers was seen here: requests wait for workers as long.
+        Pairs that come and go between two calls are not seen.
+        """
+        is_live, core, now_s = not self._is_stopping(), self.shell.core, self.clock.now_s()
+        if core.is_ready:
+            self._ready_until_s = now_s + self._grace_s
+        was_ready = core.is_ready or now_s < self._ready_until_s
         return Standing(
             is_live=is_live,
-            is_ready=is_awaited and is_live and self.num_frontends > 0,
+            is_ready=was_ready and is_live and self.num_frontends > 0,
             can_serve=core.is_ready and is_live,
             max_model_len=core.workers.max_model_len(),
         )
 
     def admit(self, event: RequestArrived, answer: Answer) -> None:
-        self._shell.admit(event, answer)
-
-    def knows(self, request_id: RequestId) -> bool:
-        """Whether a request is under way."""
-        return self._shell.core.find(request_id) is not None
+        self.shell.admit(event, answer)
 
     def leave(self, request_id: RequestId) -> None:
-        self._shell.leave(request_id)
-
-    def post(self, event: ClientEvent) -> None:
-        """Let the core handle what a frontend of another process found out."""
-        self._shell.post(event)
+        self.shell.leave(request_id)
 
     def fail(self, error: Exception) -> None:
-        self._shell.fail(error)
+        self.shell.fail(error)
 
     async def live(self) -> State:
         return self._live.state(self.clock.now_s(), time.time())
@@ -120,11 +98,11 @@ class Hub:
         yield Sample(FRONTENDS, self.num_frontends)
         yield Sample(FRONTENDS_LOST, self.num_frontends_lost)
         yield from connection_samples(self.ports)
-        counts = self._span_counts()
-        yield from router_samples(self._shell, self.outcomes, self.clients, self.tenants, counts, self._model)
+        counts = self.span_counts()
+        yield from router_samples(self.shell, self.outcomes, self.clients, self.tenants, counts, self._model)
 
     async def engine(self) -> EngineState:
-        core, num_tokens, max_num_tokens, max_num_seqs = self._shell.core, 0, 0, 0
+        core, num_tokens, max_num_tokens, max_num_seqs = self.shell.core, 0, 0, 0
         for worker in core.workers:
             if not worker.role.is_in(Role.DECODE):
                 continue
@@ -136,11 +114,5 @@ class Hub:
         return EngineState(core.is_ready, core.num_active, core.num_held, num_tokens, max_num_tokens, max_num_seqs)
 
     def abort(self, tenant: str, names: Sequence[str]) -> None:
-        for abort in self._aborts:
+        for abort in self.aborts:
             abort(tenant, names)
-
-    def on_abort(self, abort: Abort) -> None:
-        self._aborts.append(abort)
-
-    def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        self._span_counts = counts

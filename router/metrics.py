@@ -1,7 +1,7 @@
 """What a router shows of itself as metrics: the ends of requests, counted as they pass by, and its state as it is."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
@@ -9,9 +9,9 @@ from pdserve.metrics import Distribution, Metric, Sample, span_samples
 from pdserve.reports import FINISH_REASONS, Failure, Stage
 from pdserve.roles import Role
 from pdserve.router.because import Cause
-from pdserve.router.commands import Finished
+from pdserve.router.commands import Finished, Refused
 from pdserve.router.core import RouterCore
-from pdserve.router.frontend.backend import RequestEnd
+from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.placements import DONE
@@ -52,11 +52,11 @@ class Ends:
     def reject(self, status: Status) -> None:
         self._invalid[status] += 1
 
-    def end(self, ended: RequestEnd) -> None:
+    def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
         """Count a request that is valid."""
-        outcome, priority, slo_s = ended.outcome, ended.priority, ended.slo_s
+        priority, slo_s = event.priority, (event.ttft_slo_s, event.tpot_slo_s)
         if isinstance(outcome, Finished):
-            self._finished.update(ended.finish_reasons)
+            self._finished.update(finish_reasons)
             self._take_ledger(outcome.ledger)
             self._prompt_tokens += outcome.usage.prompt_tokens
             self._cached_tokens += outcome.usage.cached_tokens

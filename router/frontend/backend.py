@@ -13,7 +13,6 @@ from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.values import value
 
-Slos = tuple[float | None, float | None]  # of TTFT and TPOT, in seconds
 State = dict[str, dict[str, Any]]  # of the live page: sections of entries by name
 PERIOD_S = 0.25  # between two states of the live page
 MAX_OF_STAGE = 16  # requests under way that the page shows of each stage
@@ -58,34 +57,24 @@ class Tenants(Protocol):
         """Count a call or a connection that is denied; `reason` is one of clients.DENIALS."""
 
 
-@value
-class RequestEnd:
-    """A valid request that has ended, and why each of its continuations finished."""
-
-    request_id: RequestId
-    priority: int
-    slo_s: Slos
-    outcome: Finished | Refused
-    finish_reasons: Sequence[int]
-
-
 class Outcomes(Protocol):
     """Counts how requests ended."""
 
     def reject(self, status: Status) -> None:
         """Count a request that is not valid."""
 
-    def end(self, ended: RequestEnd) -> None:
-        """Count a request that is valid."""
+    def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
+        """Count a request that is valid. `finish_reasons`: of its continuations that have ended."""
 
 
 class Backend(Protocol):
     """The way to the core."""
 
+    aborts: list[Abort]  # called for each wish to end requests of a tenant
+    span_counts: Callable[[], Mapping[str, int]]  # what became of spans: how many were sent, failed and dropped so far
+
     @property
     def clock(self) -> Clock: ...
-    @property
-    def tenants(self) -> Tenants: ...
     @property
     def outcomes(self) -> Outcomes: ...
     @property
@@ -116,9 +105,3 @@ class Backend(Protocol):
 
     def abort(self, tenant: str, names: Sequence[str]) -> None:
         """Let every frontend end requests of a tenant."""
-
-    def on_abort(self, abort: Abort) -> None:
-        """Have `abort` called for each such wish."""
-
-    def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Show in metrics what became of spans: `counts` returns how many were sent, failed and dropped so far."""

@@ -61,13 +61,6 @@ class Reply(_Message, tag=4):
     data: bytes
 
 
-class Aborted(_Message, tag=5):
-    """A client of some frontend wishes requests of its tenant ended."""
-
-    tenant: str
-    names: Sequence[str]
-
-
 class Stop(_Message, tag=6):
     """Close the doors, then end."""
 
@@ -149,6 +142,8 @@ class Ask(_Message, tag=28):
 
 
 class Abort(_Message, tag=29):
+    """A client wishes requests of its tenant ended. The core passes this on to all frontends."""
+
     tenant: str
     names: Sequence[str]
 
@@ -161,7 +156,7 @@ class Pong(_Message, tag=31):
     num_called: int
 
 
-FromCore = Stands | Tokens | Ended | Reply | Aborted | Stop | Ping
+FromCore = Stands | Tokens | Ended | Reply | Abort | Stop | Ping
 FromFrontend = (
     Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected | Begin | Spend | Done | Deny | Ask | Abort | Pong
 )

@@ -74,7 +74,7 @@ async def open_doors(
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     export = _span_export(config)
     records = Records(model.name, config, export)
-    backend.show_spans(records.span_counts)
+    backend.span_counts = records.span_counts
     intake = Intake(backend, model, prompts, clients, config, records)
     serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.standing().can_serve)
     shown = HealthMethods({"": lambda: backend.standing().is_live, **serves})

@@ -2,17 +2,18 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from math import inf
 
 from pdserve.errors import RequestError
-from pdserve.ids import RequestId, new_request_id
+from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Client
-from pdserve.router.frontend.backend import Backend, RequestEnd
+from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, OverLimitError, Visit
 from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
@@ -39,7 +40,6 @@ class Intake:
         self._config = config
         self._records = records
         self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), backend.fail)
-        self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
 
     async def open(
         self,
@@ -65,10 +65,7 @@ class Intake:
                 visit.end()
             self._note_rejected(opened, visit, error)
             raise
-        if visit is not None:
-            self._visits[event.request_id] = visit
-        self._records.admit(event.request_id, opened)
-        answer = self._answer(event.request_id, terms, event.token_ids, client)
+        answer = self._answer(event, terms, client, partial(self._note_end, event, visit, opened))
         self.backend.admit(event, answer)
         return answer
 
@@ -119,7 +116,7 @@ class Intake:
         )
         return event, terms
 
-    def _answer(self, request_id: RequestId, terms: Terms, prompt_ids: Sequence[int], client: Client) -> Answer:
+    def _answer(self, event: RequestArrived, terms: Terms, client: Client, on_end: Callable[[Answer], None]) -> Answer:
         outputs = [
             OutputText(
                 self.model.tokenizer.detokenizer(at_start=False, skip_special=terms.skips_special),
@@ -130,27 +127,23 @@ class Intake:
             for _ in range(terms.params.n)
         ]
         return Answer(
-            request_id,
+            event.request_id,
             terms,
-            prompt_ids,
+            event.token_ids,
             client,
             outputs=outputs,
             max_unsent_bytes=self._config.max_unsent_bytes,
             pace=self._pace,
-            on_end=self._note_end,
+            on_end=on_end,
         )
 
-    def _note_end(self, answer: Answer) -> None:
-        visit, outcome = self._visits.pop(answer.request_id, None), answer.outcome
+    def _note_end(self, event: RequestArrived, visit: Visit | None, opened: Opened, answer: Answer) -> None:
         if visit is not None:
             visit.spend(answer.num_tokens)
             visit.end()
-        self._records.end(answer, self.backend.clock.now_s())
-        if outcome is not None:
-            terms = answer.terms
-            slo_s = terms.ttft_slo_s, terms.tpot_slo_s
-            ended = RequestEnd(answer.request_id, terms.priority, slo_s, outcome, answer.finish_reasons)
-            self.backend.outcomes.end(ended)
+        if answer.outcome is not None:
+            self._records.end(answer, opened, answer.outcome, self.backend.clock.now_s())
+            self.backend.outcomes.end(event, answer.outcome, answer.finish_reasons)
 
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from random import random
 from typing import TYPE_CHECKING
 
-from pdserve.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import FINISH_REASONS, Stage
 from pdserve.router.commands import Finished, Refused
@@ -52,7 +51,6 @@ class Records:
         self._export = export
         self._sample_ratio = config.otlp_traces_sample_ratio
         self._level = logging.INFO if config.enable_log_requests else logging.DEBUG
-        self._opened: dict[RequestId, Opened] = {}  # those under way
 
     def span_counts(self) -> Mapping[str, int]:
         """How many spans have been sent, failed and dropped; empty where none are made."""
@@ -68,10 +66,6 @@ class Records:
         label = request.request_label[:MAX_LABEL_BYTES]  # may be too long, and is refused then
         return Opened(received_s, operation, label, trace, given.span_id if given else "")
 
-    def admit(self, request_id: RequestId, opened: Opened) -> None:
-        """Note under which name the core knows it. `end` follows."""
-        self._opened[request_id] = opened
-
     def reject(self, opened: Opened, refused: Refused, tenant: str, now_s: float) -> None:
         """Record a request that was not admitted: it was not valid, or its tenant has used its limits."""
         if logger.isEnabledFor(self._level):
@@ -81,11 +75,8 @@ class Records:
         if self._is_traced(opened):
             self._send(opened, now_s, _failed(refused), refused.message)
 
-    def end(self, answer: Answer, now_s: float) -> None:
+    def end(self, answer: Answer, opened: Opened, outcome: Finished | Refused, now_s: float) -> None:
         """Record a request at its end."""
-        opened, outcome = self._opened.pop(answer.request_id), answer.outcome
-        if outcome is None:
-            return
         if logger.isEnabledFor(self._level):
             _log(self._level, answer, opened, outcome)
         if not self._is_traced(opened):

@@ -18,7 +18,7 @@ from pdserve.router.desk import Answer
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
-from pdserve.router.frontend.backend import Abort, EngineState, RequestEnd, Standing, State
+from pdserve.router.frontend.backend import Abort, EngineState, Standing, State
 from pdserve.router.frontend.channel import Channel
 from pdserve.token_ids import pack
 
@@ -31,16 +31,17 @@ class Remote:
     def __init__(self) -> None:
         self.clock = MonotonicClock()  # the core's, too: a machine has one
         self.channel = Channel(messages.core_decoder, self.take, self._end)
-        self.asking = _Asking(self.channel)
-        self.tenants = _Tenants(self.channel, self.asking)
+        self.tenants = _Tenants(self)
         self.outcomes = _Outcomes(self.channel)
         self.connections = Connections()
+        self.aborts: list[Abort] = []
+        self.span_counts: Callable[[], Mapping[str, int]] = dict
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: the core wants it
         self.changed: Callable[[], None] = lambda: None  # called when the standing has changed
-        self._span_counts: Callable[[], Mapping[str, int]] = dict
         self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
         self._answers: dict[RequestId, Answer] = {}
-        self._aborts: list[Abort] = []
+        self._num_asked = 0
+        self._replies: dict[int, asyncio.Future[bytes]] = {}  # that are to come, by number
 
     def standing(self) -> Standing:
         return self._standing
@@ -62,25 +63,30 @@ class Remote:
         await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=ours)
 
     async def live(self) -> State:
-        return msgspec.msgpack.decode(await self.asking.ask("live"), type=State)
+        return msgspec.msgpack.decode(await self._ask("live"), type=State)
 
     async def live_request(self, name: str) -> dict[str, Any] | None:
-        return msgspec.msgpack.decode(await self.asking.ask("request", name.encode()), type=dict[str, Any] | None)
+        return msgspec.msgpack.decode(await self._ask("request", name.encode()), type=dict[str, Any] | None)
 
     async def metrics(self) -> bytes:
-        return await self.asking.ask("metrics")
+        return await self._ask("metrics")
 
     async def engine(self) -> EngineState:
-        return msgspec.msgpack.decode(await self.asking.ask("engine"), type=EngineState)
+        return msgspec.msgpack.decode(await self._ask("engine"), type=EngineState)
 
     def abort(self, tenant: str, names: Sequence[str]) -> None:
         self.channel.post(messages.Abort(tenant, names))
 
-    def on_abort(self, abort: Abort) -> None:
-        self._aborts.append(abort)
+    def _ask(self, what: messages.What, data: bytes = b"") -> asyncio.Future[bytes]:
+        number, reply = self.new_reply()
+        self.channel.post(messages.Ask(number, what, data))
+        return reply
 
-    def show_spans(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        self._span_counts = counts
+    def new_reply(self) -> tuple[int, asyncio.Future[bytes]]:
+        """Return the number of a message that the core is to reply to, and its reply."""
+        self._num_asked += 1
+        reply = self._replies[self._num_asked] = asyncio.get_running_loop().create_future()
+        return self._num_asked, reply
 
     def take(self, message: messages.FromCore) -> None:
         """Carry out a message of the core's."""
@@ -93,18 +99,23 @@ class Remote:
                     raise ProtocolError("a request has ended in no way")
                 self._answers.pop(request_id).end(outcome)
             case messages.Reply(number, data):
-                self.asking.take(number, data)
+                self._take_reply(number, data)
             case messages.Stands(standing):
                 self._standing = standing
                 self.changed()
-            case messages.Aborted(tenant, names):
-                for abort in self._aborts:
+            case messages.Abort(tenant, names):
+                for abort in self.aborts:
                     abort(tenant, names)
             case messages.Ping():
                 counted = self.connections
-                self.channel.post(messages.Pong(dict(self._span_counts()), counted.num_opened, counted.num_called))
+                self.channel.post(messages.Pong(dict(self.span_counts()), counted.num_opened, counted.num_called))
             case messages.Stop():
                 self._end("")
+
+    def _take_reply(self, number: int, data: bytes) -> None:
+        reply = self._replies.pop(number)
+        if not reply.done():
+            reply.set_result(data)
 
     def _deliver(self, tokens: messages.Tokens) -> None:
         request_id, index = tokens.request_id, tokens.index
@@ -123,45 +134,17 @@ class Remote:
             self.stopped.set_result(why)
 
 
-class _Asking:
-    """Questions to the core, and their replies."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._number = 0  # of the last question
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
-
-    async def ask(self, what: messages.What, data: bytes = b"") -> bytes:
-        self._number += 1
-        self._channel.post(messages.Ask(self._number, what, data))
-        return await self.reply(self._number)
-
-    def begin(self, tenant: str, limits: TenantLimits) -> asyncio.Future[bytes]:
-        """Ask whether a tenant may begin a request."""
-        self._number += 1
-        own = limits.model_dump_json(include=_LIMITS)  # may be an entry of the keys' file
-        self._channel.post(messages.Begin(self._number, tenant, own.encode()))
-        return self.reply(self._number)
-
-    def reply(self, number: int) -> asyncio.Future[bytes]:
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        return waiting
-
-    def take(self, number: int, data: bytes) -> None:
-        waiting = self._waiting.pop(number)
-        if not waiting.done():
-            waiting.set_result(data)
-
-
 class _Tenants:
     """Has the core count what tenants use."""
 
-    def __init__(self, channel: Channel, asking: _Asking) -> None:
-        self._channel = channel
-        self._asking = asking
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._channel = remote.channel
 
     async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
-        reply = self._asking.begin(tenant, limits)
+        number, reply = self._remote.new_reply()
+        own = limits.model_dump_json(include=_LIMITS)  # may be an entry of the keys' file
+        self._channel.post(messages.Begin(number, tenant, own.encode()))
         try:
             return _refused(await asyncio.shield(reply))
         except asyncio.CancelledError:
@@ -191,8 +174,7 @@ class _Outcomes:
     def reject(self, status: Status) -> None:
         self._channel.post(messages.Rejected(status))
 
-    def end(self, ended: RequestEnd) -> None:
-        outcome = ended.outcome
+    def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
         refused = outcome if isinstance(outcome, Refused) else None
         num_tokens = outcome.usage.completion_tokens if isinstance(outcome, Finished) else 0
-        self._channel.post(messages.Counted(ended.request_id, list(ended.finish_reasons), num_tokens, refused))
+        self._channel.post(messages.Counted(event.request_id, list(finish_reasons), num_tokens, refused))

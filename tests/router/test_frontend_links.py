@@ -21,7 +21,6 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientEvent, ClientTooSlow, RequestArrived, StepReported, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
-from pdserve.router.frontend.backend import RequestEnd
 from pdserve.router.frontend.channel import Channel, core_decoder, frame
 from pdserve.router.frontend.remote import Remote
 from pdserve.router.frontend_link import MAX_UNANSWERED, FrontendLink
@@ -54,7 +53,7 @@ class Reader:
         return self._news
 
     def end(self, outcome: Finished | Refused) -> None:
-        self._remote.outcomes.end(RequestEnd(ONE, 0, (1.0, None), self._reads or outcome, [LENGTH]))
+        self._remote.outcomes.end(arrival(), self._reads or outcome, [LENGTH])
         self.ended.set_result(outcome)
 
 

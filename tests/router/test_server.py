@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from router_driver import Driver
 from router_fakes import RouterUnderTest, StartRouter, collect, error_of, token_ids_of, tokens_in, tokens_of
 
 from pdserve import tracing
@@ -17,9 +18,11 @@ from pdserve.errors import ConfigError
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
+from pdserve.router.events import LinkLost
 from pdserve.router.frontend.doors import DIALECTS
-from pdserve.router.hub import Awaited
+from pdserve.router.hub import Hub
 from pdserve.router.server import LAST_WORDS_S
+from pdserve.router.shell import Shell
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
 from pdserve.signals import CLOSING_S
 
@@ -69,17 +72,19 @@ class HandClock:
         return self.at_s
 
 
-def test_a_router_that_lost_its_workers_is_ready_for_as_long_as_requests_wait_for_others() -> None:
-    clock, pairs = HandClock(), [False]
-    awaited = Awaited(lambda: pairs[0], 30.0, clock)
-    assert not awaited.holds(), "none has come yet"
-    pairs[0] = True
-    assert awaited.holds()
-    pairs[0] = False
+async def test_a_router_that_lost_its_workers_is_ready_for_as_long_as_requests_wait_for_others() -> None:
+    driver, clock = Driver(), HandClock()
+    config = RouterConfig(model="m", secret_file=Path("secret"), pool_grace_s=30.0)
+    hub = Hub(Shell(driver.core, clock), config, "m", lambda: False)
+    assert not hub.standing().is_ready, "none has come yet"
+    prefill, _ = driver.pair()
+    assert hub.standing().is_ready
+    driver.post(LinkLost(prefill, "it crashed"))
+    assert not driver.core.is_ready
     clock.at_s = 29.0
-    assert awaited.holds()
+    assert hub.standing().is_ready
     clock.at_s = 31.0
-    assert not awaited.holds()
+    assert not hub.standing().is_ready
 
 
 async def serves(router: RouterUnderTest) -> list[str]:

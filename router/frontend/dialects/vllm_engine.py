@@ -46,7 +46,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
-        intake.backend.on_abort(self._abort)
+        intake.backend.aborts.append(self._abort)
         self._started_s = time.monotonic()
         self._running: dict[tuple[str, str], set[asyncio.Task[object]]] = {}  # calls, by tenant and the client's name
         self._archive: tuple[bytes, str] | None = None
