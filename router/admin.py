@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -20,18 +19,11 @@ from pdserve.router.recent import Kind
 from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.view import WorkerView
-from pdserve.rpc import abort
+from pdserve.rpc import AnyContext, abort
 from pdserve.wire import ROLE_NUMBERS, ROLES, demand_to_proto, layout_to_proto
 
 MIN_INTERVAL_S = 0.1
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
 ASKED_TIMEOUT_S = 5.0  # a decode worker may have to wait for what it has granted
-
-WatchContext: TypeAlias = "grpc.aio.ServicerContext[admin.WatchStatusRequest, admin.WatchStatusResponse]"
-DrainContext: TypeAlias = "grpc.aio.ServicerContext[admin.DrainWorkerRequest, admin.DrainWorkerResponse]"
-RoleContext: TypeAlias = "grpc.aio.ServicerContext[admin.SetWorkerRoleRequest, admin.SetWorkerRoleResponse]"
-MoveContext: TypeAlias = "grpc.aio.ServicerContext[admin.MoveSequencesRequest, admin.MoveSequencesResponse]"
 
 
 class AdminEndpoint(AdminServiceServicer):
@@ -43,44 +35,36 @@ class AdminEndpoint(AdminServiceServicer):
         self._model = model
         self.metrics_address = ""  # host:port; empty: nowhere
 
-    async def GetStatus(  # noqa: N802
-        self, request: admin.GetStatusRequest, context: object
-    ) -> admin.GetStatusResponse:
-        del request, context
+    async def GetStatus(self, request: admin.GetStatusRequest, context: object) -> admin.GetStatusResponse:
         return admin.GetStatusResponse(status=self.status(), unix_time_ms=time.time_ns() // 1_000_000)
 
-    async def WatchStatus(  # type: ignore[override]  # noqa: N802
-        self, request: admin.WatchStatusRequest, context: WatchContext
+    async def WatchStatus(  # type: ignore[override]
+        self, request: admin.WatchStatusRequest, context: AnyContext
     ) -> None:
-        del request
         while True:
             num_changes = self._shell.num_changes
             await context.write(admin.WatchStatusResponse(status=self.status()))
             await asyncio.sleep(MIN_INTERVAL_S)
             await self._shell.until(lambda num=num_changes: self._shell.num_changes != num)  # type: ignore[misc]
 
-    async def ReportDecisions(  # noqa: N802
+    async def ReportDecisions(
         self, request: admin.ReportDecisionsRequest, context: object
     ) -> admin.ReportDecisionsResponse:
-        del context
         recent = self._shell.core.placements.recent
         recent.now_s = self._shell.clock.now_s()  # it is no event of the core's
         for text in request.decisions:
             recent.note(Kind.SCALING, "", text)
         return admin.ReportDecisionsResponse()
 
-    async def ReportProcessGone(  # noqa: N802
+    async def ReportProcessGone(
         self, request: admin.ReportProcessGoneRequest, context: object
     ) -> admin.ReportProcessGoneResponse:
-        del context
         gone = request.process
         ended = ProcessEnded(WorkerId(gone.worker_id), Incarnation(gone.incarnation), request.from_outside)
         self._shell.post(ended)
         return admin.ReportProcessGoneResponse()
 
-    async def DrainWorker(  # noqa: N802
-        self, request: admin.DrainWorkerRequest, context: DrainContext
-    ) -> admin.DrainWorkerResponse:
+    async def DrainWorker(self, request: admin.DrainWorkerRequest, context: AnyContext) -> admin.DrainWorkerResponse:
         worker = await self._attached(request.worker_id, "worker_id", context)
         self._shell.post(DrainAsked(worker.link, request.cancel))
         if request.cancel:
@@ -97,8 +81,8 @@ class AdminEndpoint(AdminServiceServicer):
                 await abort(context, grpc.StatusCode.UNAVAILABLE, f"{worker.name} is no longer attached")
         return admin.DrainWorkerResponse()
 
-    async def SetWorkerRole(  # noqa: N802
-        self, request: admin.SetWorkerRoleRequest, context: RoleContext
+    async def SetWorkerRole(
+        self, request: admin.SetWorkerRoleRequest, context: AnyContext
     ) -> admin.SetWorkerRoleResponse:
         worker, role = await self._attached(request.worker_id, "worker_id", context), ROLES.get(request.role)
         if role is None:
@@ -123,8 +107,8 @@ class AdminEndpoint(AdminServiceServicer):
             await abort(context, grpc.StatusCode.ABORTED, text)
         return admin.SetWorkerRoleResponse(epoch=known.role_epoch)
 
-    async def MoveSequences(  # noqa: N802
-        self, request: admin.MoveSequencesRequest, context: MoveContext
+    async def MoveSequences(
+        self, request: admin.MoveSequencesRequest, context: AnyContext
     ) -> admin.MoveSequencesResponse:
         core, target = self._shell.core, None
         source = await self._attached(request.worker_id, "worker_id", context)
@@ -137,9 +121,7 @@ class AdminEndpoint(AdminServiceServicer):
         self._shell.post(MovesAsked(source.link, None if target is None else target.link, request.max_sequences))
         return admin.MoveSequencesResponse(num_sequences=num_sequences)
 
-    async def _attached(
-        self, worker_id: str, field: str, context: "grpc.aio.ServicerContext[_Request, _Response]"
-    ) -> WorkerView:
+    async def _attached(self, worker_id: str, field: str, context: AnyContext) -> WorkerView:
         """Return a worker by its name; end the call where none of that name is attached."""
         worker = self._shell.core.workers.named(worker_id)
         if worker is None:

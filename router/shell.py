@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TypeAlias
 
 import grpc
 
@@ -19,7 +18,7 @@ from pdserve.router.core import RouterCore
 from pdserve.router.desk import Answer, Close, Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientGone, Event, LinkId, LinkLost, RequestArrived
 from pdserve.router.recent import Kind
-from pdserve.rpc import DISMISSED_STATUS, abort
+from pdserve.rpc import DISMISSED_STATUS, AnyContext, abort
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +144,6 @@ class Shell:
             self.close_stream(stream)
 
 
-AttachContext: TypeAlias = "grpc.aio.ServicerContext[link.AttachRequest, link.AttachResponse]"
-
-
 class Links(LinkServiceServicer):
     """The workers' endpoint, LinkService. One task reads a worker's stream, another writes to it."""
 
@@ -155,8 +151,8 @@ class Links(LinkServiceServicer):
         self._shell = shell
         self._welcome = welcome
 
-    async def Attach(  # type: ignore[override]  # replies are written to the context  # noqa: N802
-        self, request_iterator: AsyncIterator[link.AttachRequest], context: AttachContext
+    async def Attach(  # type: ignore[override]  # replies are written to the context
+        self, request_iterator: AsyncIterator[link.AttachRequest], context: AnyContext
     ) -> None:
         task = asyncio.current_task()
         stream = self._shell.open_stream(task)
@@ -172,7 +168,7 @@ class Links(LinkServiceServicer):
             await abort(context, code, stream.closed or "")
 
     async def _attend(
-        self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], context: AttachContext
+        self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], context: AnyContext
     ) -> None:
         """Read and write until either side closes the stream, which cancels both."""
         # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.

@@ -1,26 +1,23 @@
 """The native gRPC door: InferenceService."""
 
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router import wire
-from pdserve.router.commands import Finished, Refused
-from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.api_keys import bearer
-from pdserve.router.frontend.grpc_door import NOT_OPENED, CallWriter, deny, refuse, remaining_s, take_trace
+from pdserve.router.commands import Finished
+from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.grpc_door import NOT_SERVED, CallWriter, Outcome, deny, read_answer
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.reading import Outcome, Reading
+from pdserve.rpc import AnyContext
 from pdserve.wire import logprobs_to_proto
 
 INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
-GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, bytes]"
 
-
-def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bytes:
+def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Outcome | None) -> bytes:
     """Return a GenerateResponse as bytes; none where there is nothing to say."""
     reply = b"".join([_delta(gain) for gain in gains])
     for gain in gains:
@@ -85,28 +82,19 @@ class InferenceEndpoint:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
 
-    async def _generate(self, request: inference.GenerateRequest, context: GenerateContext) -> None:
-        reading, writer = Reading(), CallWriter(context)
-        take_trace(request, context)
-        try:
-            key = bearer(context.invocation_metadata())
-            answer = await self._intake.open(request, reading, key, remaining_s(context))
-        except NOT_OPENED as error:
-            await deny(context, error)
+    async def _generate(self, request: inference.GenerateRequest, context: AnyContext) -> None:
+        writer = CallWriter(context)
 
-        def take(gains: Sequence[Gain], outcome: Outcome | None) -> Awaitable[None] | None:
+        def take(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> Awaitable[None] | None:
             reply = reply_bytes(answer.hex_id, gains, outcome)
             return writer.write(reply) if reply else None
 
         try:
-            outcome = await reading.run(answer, take)
-        finally:
-            self._intake.leave(answer)
-        if isinstance(outcome, Refused):
-            await refuse(context, outcome)
+            await read_answer(self._intake, request, context, take)
+        except NOT_SERVED as error:
+            await deny(context, error)
 
     async def _list_models(self, request: inference.ListModelsRequest, context: object) -> inference.ListModelsResponse:
-        del request, context
         served = self._intake.model
         models = [
             inference.Model(

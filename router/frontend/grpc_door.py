@@ -1,6 +1,7 @@
-"""What every gRPC door does alike: it asks for a key, bounds messages, and ends calls with a status and its hints."""
+"""What every gRPC door does alike: it asks for a key, bounds messages, reads answers, and ends calls with a status."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Never, TypeAlias, cast
 
 import grpc
@@ -8,26 +9,41 @@ from google.protobuf.message import DecodeError
 
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Refused
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError
+from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext, Continuation, Handler, abort
 
 OPEN = "/grpc.health.v1.Health/"  # methods that need no key
 HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
-NOT_OPENED = (DeniedError, OverLimitError, RequestError)  # what Intake.open raises
 
+Outcome = Finished | Refused
+Take = Callable[[Answer, Sequence[Gain], Outcome | None], Awaitable[None] | None]  # None: nothing to wait for
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
-def remaining_s(context: AnyContext) -> float:
+class RefusedError(Exception):
+    """An answer ended without its text."""
+
+    def __init__(self, refused: Refused, *, was_cut_off: bool = False) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
+        self.was_cut_off = was_cut_off  # nobody reads
+
+
+NOT_SERVED = (DeniedError, OverLimitError, RequestError, RefusedError)  # what read_answer raises
+
+
+def _remaining_s(context: AnyContext) -> float:
     """Return the seconds that the client's own deadline leaves; infinite without one."""
     remaining: float | None = context.time_remaining()
     return float("inf") if remaining is None else max(0.0, remaining)
 
 
-def take_trace(request: inference.GenerateRequest, context: AnyContext) -> None:
+def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None:
     """Let the trace context of a call's metadata count where the request has none."""
     if not request.traceparent:
         given: dict[str, list[str]] = {}
@@ -58,12 +74,72 @@ class CallWriter:
         await self._context.write(reply)
 
 
-async def deny(context: AnyContext, error: DeniedError | OverLimitError | RequestError) -> Never:
-    """End a call whose request was not opened."""
+class Reading:
+    """Gives an answer's gains to its call one after another. The answer's `Client`; made by the task that runs it."""
+
+    def __init__(self) -> None:
+        self._gains: Sequence[Gain] = ()
+        self._outcome: Outcome | None = None
+        self._has_news = False
+        self._waits: asyncio.Future[None] | None = None  # for news; an Event costs more
+        self._task = asyncio.current_task()
+        self.was_cut_off = False  # its reader is too slow
+
+    def write(self, answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
+        self._gains, self._outcome, self._has_news = gains, outcome, True
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_result(None)
+        return False
+
+    def cut_off(self, answer: Answer, outcome: Refused) -> None:
+        self._outcome, self.was_cut_off = outcome, True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self, answer: Answer, take: Take) -> Outcome:
+        """Let `take` have all gains, the last with the outcome; return how the answer ended.
+
+        An answer that is cut off ends in the middle of what `take` does.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                if not self._has_news:
+                    self._waits = loop.create_future()
+                    await self._waits
+                self._has_news = False
+                outcome = self._outcome
+                taking = take(answer, self._gains, outcome)
+                if taking is not None:
+                    await taking
+                if outcome is not None:
+                    return outcome
+                answer.resume()
+        except asyncio.CancelledError:
+            if self._task is None or self._outcome is None or not self.was_cut_off or self._task.uncancel():
+                raise  # the client has gone, or the server stops
+            return self._outcome
+
+
+async def read_answer(intake: Intake, request: inference.GenerateRequest, context: AnyContext, take: Take) -> None:
+    """Open a call's request and let `take` have its answer to the end; raises NOT_SERVED."""
+    reading = Reading()
+    _take_trace(request, context)
+    answer = await intake.open(request, reading, bearer(context.invocation_metadata()), _remaining_s(context))
+    try:
+        outcome = await reading.run(answer, take)
+    finally:
+        intake.leave(answer)
+    if isinstance(outcome, Refused):
+        raise RefusedError(outcome, was_cut_off=reading.was_cut_off)
+
+
+async def deny(context: AnyContext, error: DeniedError | OverLimitError | RequestError | RefusedError) -> Never:
+    """End a call with one of NOT_SERVED."""
     match error:
         case DeniedError():
             await abort(context, grpc.StatusCode.UNAUTHENTICATED, error.message)
-        case OverLimitError():
+        case OverLimitError() | RefusedError():
             await refuse(context, error.refused)
         case RequestError():
             await abort(context, CODES[error.status], error.message)
@@ -95,8 +171,7 @@ class RequireKey(grpc.aio.ServerInterceptor):
         else:
             return await continuation(handler_call_details)
 
-        async def end(messages: object, context: _Context) -> None:
-            del messages
+        async def end(_: object, context: _Context) -> None:
             await deny(context, denied)
 
         # Streaming on both sides: such a handler answers before it has read anything.

@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Never, TypeAlias
+from typing import Never
 
 import grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -14,28 +15,24 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 import pdserve
+from pdserve.errors import Status
 from pdserve.router.commands import Finished, Refused
-from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.clients import DeniedError
 from pdserve.router.frontend.dialects.vllm_reply import Replies
 from pdserve.router.frontend.dialects.vllm_request import native
-from pdserve.router.frontend.grpc_door import NOT_OPENED, CallWriter, deny, refuse, remaining_s, take_trace
+from pdserve.router.frontend.grpc_door import NOT_SERVED, CallWriter, Outcome, RefusedError, deny, read_answer
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.reading import Outcome, Reading
-from pdserve.rpc import abort
+from pdserve.rpc import AnyContext, abort
 
 CHUNK_BYTES = 64 * 1024  # of a tokenizer's archive
 
-Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
-GenerateContext: TypeAlias = "grpc.aio.ServicerContext[vllm.GenerateRequest, vllm.GenerateResponse]"
 
-
-def _unimplemented(text: str) -> Callable[[VllmEngineServicer, object, Context], Awaitable[Never]]:
+def _unimplemented(text: str) -> Callable[[VllmEngineServicer, object, AnyContext], Awaitable[Never]]:
     """Return a method that says why it is not served."""
 
-    async def refuse_call(self: VllmEngineServicer, request: object, context: Context) -> Never:
-        del self, request
+    async def refuse_call(_self: VllmEngineServicer, _request: object, context: AnyContext) -> Never:
         await abort(context, grpc.StatusCode.UNIMPLEMENTED, text)
 
     return refuse_call
@@ -51,47 +48,46 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         self._running: dict[tuple[str, str], set[asyncio.Task[object]]] = {}  # calls, by tenant and the client's name
         self._archive: tuple[bytes, str] | None = None
 
-    async def Generate(  # noqa: N802
-        self, request: vllm.GenerateRequest, context: GenerateContext
-    ) -> None:
-        reading, writer = Reading(), CallWriter(context)
+    async def Generate(self, request: vllm.GenerateRequest, context: AnyContext) -> None:
+        writer = CallWriter(context)
         try:
             asked = native(request, self._intake.max_model_len())
-            take_trace(asked, context)
-            key = bearer(context.invocation_metadata())
-            name = self._tenant(key), request.request_id
-            answer = await self._intake.open(asked, reading, key, remaining_s(context))
-        except NOT_OPENED as error:
+            tenant = self._tenant(bearer(context.invocation_metadata()))
+            replies = Replies(asked, streams=request.stream)
+
+            async def take(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> None:
+                replies.prompt_ids = answer.prompt_ids
+                cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
+                found = replies.take(gains, cached_tokens)
+                if isinstance(outcome, Finished):
+                    found += replies.complete(cached_tokens)
+                for reply in found:
+                    await writer.write(reply)
+
+            with self._abortable(tenant, request.request_id):
+                await read_answer(self._intake, asked, context, take)
+        except NOT_SERVED as error:
             await deny(context, error)
-        replies = Replies(asked, streams=request.stream, prompt_ids=answer.prompt_ids)
 
-        async def take(gains: Sequence[Gain], outcome: Outcome | None) -> None:
-            cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
-            found = replies.take(gains, cached_tokens)
-            if isinstance(outcome, Finished):
-                found += replies.complete(cached_tokens)
-            for reply in found:
-                await writer.write(reply)
-
-        calls, task = self._running.setdefault(name, set()) if request.request_id else set(), asyncio.current_task()
+    @contextmanager
+    def _abortable(self, tenant: str, name: str) -> Iterator[None]:
+        """Let `Abort` end this call for the length of the block, which raises RefusedError then."""
+        calls, task = self._running.setdefault((tenant, name), set()) if name else set(), asyncio.current_task()
         assert task is not None
         calls.add(task)
         try:
-            outcome = await reading.run(answer, take)
+            yield
         except asyncio.CancelledError:
             if task in calls:
                 raise  # the client has gone, or the server stops
             task.uncancel()
-            await abort(context, grpc.StatusCode.CANCELLED, "the request was aborted")
+            raise RefusedError(Refused(Status.CANCELLED, "the request was aborted")) from None
         finally:
-            self._intake.leave(answer)
             calls.discard(task)
-            if not calls and self._running.get(name) is calls:
-                del self._running[name]
-        if isinstance(outcome, Refused):
-            await refuse(context, outcome)
+            if not calls and self._running.get((tenant, name)) is calls:
+                del self._running[tenant, name]
 
-    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
+    async def Abort(self, request: vllm.AbortRequest, context: AnyContext) -> vllm.AbortResponse:
         """End requests of the caller's tenant by the names that it gave them. Unknown names are ignored."""
         try:
             tenant = self._tenant(bearer(context.invocation_metadata()))
@@ -111,17 +107,11 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         client = self._intake.clients.identify(key)
         return "" if client is None else client.tenant
 
-    async def HealthCheck(  # noqa: N802
-        self, request: vllm.HealthCheckRequest, context: Context
-    ) -> vllm.HealthCheckResponse:
-        del request, context
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: AnyContext) -> vllm.HealthCheckResponse:
         is_ready = (await self._intake.backend.engine()).is_ready
         return vllm.HealthCheckResponse(healthy=is_ready, message="" if is_ready else "no pair of workers can serve")
 
-    async def GetModelInfo(  # noqa: N802
-        self, request: vllm.GetModelInfoRequest, context: Context
-    ) -> vllm.GetModelInfoResponse:
-        del request, context
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: AnyContext) -> vllm.GetModelInfoResponse:
         model, length = self._intake.model, self._intake.max_model_len()
         return vllm.GetModelInfoResponse(
             model_path=model.name,
@@ -137,10 +127,9 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             default_sampling_params_json=json.dumps(model.defaults.sampling()),
         )
 
-    async def GetServerInfo(  # noqa: N802
-        self, request: vllm.GetServerInfoRequest, context: Context
+    async def GetServerInfo(
+        self, request: vllm.GetServerInfoRequest, context: AnyContext
     ) -> vllm.GetServerInfoResponse:
-        del request, context
         state = await self._intake.backend.engine()
         return vllm.GetServerInfoResponse(
             active_requests=state.num_running + state.num_waiting,
@@ -150,8 +139,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             max_num_seqs=state.max_num_seqs,
         )
 
-    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: N802
-        del request, context
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: AnyContext) -> vllm.GetLoadsResponse:
         state = await self._intake.backend.engine()
         load = vllm.SchedulerLoad(
             num_running_reqs=state.num_running,
@@ -166,11 +154,8 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             timestamp=datetime.now(UTC).isoformat(), version=pdserve.__version__, dp_rank_count=1, loads=[load]
         )
 
-    async def GetTokenizer(  # noqa: N802
-        self, request: common.GetTokenizerRequest, context: Context
-    ) -> None:
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: AnyContext) -> None:
         """Stream a ZIP archive of the tokenizer's files; the last chunk has its digest."""
-        del request
         archived = self._intake.model.archived
         if archived is None:
             await abort(context, grpc.StatusCode.UNIMPLEMENTED, "the tokenizer's files are not known here")

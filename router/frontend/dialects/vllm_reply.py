@@ -19,9 +19,9 @@ Reply: TypeAlias = vllm.GenerateResponse
 class Replies:
     """One request's replies, made of what its answer gains."""
 
-    def __init__(self, request: inference.GenerateRequest, *, streams: bool, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, request: inference.GenerateRequest, *, streams: bool) -> None:
         self._streams = streams
-        self._prompt_ids = prompt_ids
+        self.prompt_ids: Sequence[int] = ()  # set before anything is taken
         self._has_top = request.sampling.logprobs > 0
         self._scored: list[PromptLogprobs] = []  # until every continuation has begun
         self._begun: set[int] = set()
@@ -54,7 +54,7 @@ class Replies:
         if gain.token_ids:
             chunk = vllm.GenerateStreamChunk(
                 token_ids=gain.token_ids,
-                prompt_tokens=len(self._prompt_ids),
+                prompt_tokens=len(self.prompt_ids),
                 completion_tokens=len(gain.token_ids),
                 cached_tokens=cached_tokens,
                 output_logprobs=self._output_logprobs(gain),
@@ -71,7 +71,7 @@ class Replies:
         complete = vllm.GenerateComplete(
             output_ids=gain.token_ids,
             finish_reason="length" if gain.finish_reason == inference.FINISH_REASON_LENGTH else "stop",
-            prompt_tokens=len(self._prompt_ids),
+            prompt_tokens=len(self.prompt_ids),
             completion_tokens=len(gain.token_ids),
             cached_tokens=cached_tokens,
             output_logprobs=self._output_logprobs(gain),
@@ -101,7 +101,7 @@ class Replies:
         values = [vllm.InputTokenLogProb(), *(vllm.InputTokenLogProb(value=entry.chosen) for entry in entries)]
         has_top = any(entry.top for entry in entries)
         tops = [vllm.TopLogProbs(), *(_top(entry.top) for entry in entries)] if has_top else ()
-        return vllm.InputLogProbs(token_logprobs=values, token_ids=self._prompt_ids, top_logprobs=tops)
+        return vllm.InputLogProbs(token_logprobs=values, token_ids=self.prompt_ids, top_logprobs=tops)
 
 
 def _top(pairs: Iterable[tuple[int, float]]) -> vllm.TopLogProbs:

@@ -155,6 +155,12 @@ async def test_an_abort_from_elsewhere_frees_both_workers(start_router: StartRou
     assert prefill.prefills
 
 
+async def rest_of(call: grpc.aio.UnaryStreamCall) -> None:
+    """Read a call to its end: its status is known once all replies before it are read."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 async def test_tenants_abort_their_own_requests_alone(start_router: StartRouter, tmp_path: Path) -> None:
     keys = {"a": new_key(), "b": new_key()}
     file = tmp_path / "keys.yaml"
@@ -176,8 +182,7 @@ async def test_tenants_abort_their_own_requests_alone(start_router: StartRouter,
         await stub.Abort(vllm.AbortRequest(request_ids=names), metadata=caller)
     await decode.until(lambda: bool(decode.cancels))
     with pytest.raises(grpc.aio.AioRpcError) as ended:
-        while True:
-            await first.read()  # a status is known once all replies before it are read
+        await rest_of(first)
     assert ended.value.code() is CANCELLED
     assert not second.done()
     second.cancel()
@@ -187,7 +192,7 @@ async def test_tenants_abort_their_own_requests_alone(start_router: StartRouter,
 @pytest.mark.parametrize(("match", "shown_as"), [(0, "matched_token_id"), ("x", "matched_stop_str"), (None, None)])
 def test_an_end_names_what_it_matched(match: str | int | None, shown_as: str | None) -> None:
     gain = Gain(0, finish_reason=inference.FINISH_REASON_STOP, stop_match=match)
-    (end,) = Replies(inference.GenerateRequest(), streams=True, prompt_ids=[1]).take([gain], 0)
+    (end,) = Replies(inference.GenerateRequest(), streams=True).take([gain], 0)
     assert end.complete.finish_reason == "stop"
     assert end.complete.WhichOneof("matched_stop") == shown_as
     assert shown_as is None or getattr(end.complete, shown_as) == match
