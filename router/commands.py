@@ -96,7 +96,12 @@ class DropLink:
 
     link: LinkId
     reason: str
-    refusal: Refusal | None = None  # what was wrong with it; INCARNATION: that process may not go on
+    refusal: Refusal | None = None  # what was wrong with the worker, if that is why
+
+    @property
+    def is_dismissal(self) -> bool:
+        """Whether the worker's process must end: it has a successor."""
+        return self.refusal is Refusal.INCARNATION
 
 
 @value

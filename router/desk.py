@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.errors import InvariantError, Refusal
+from pdserve.errors import InvariantError
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import link_pb2
 from pdserve.router import wire
@@ -51,27 +51,13 @@ class Send:
 
 
 @value
-class Close:
-    """End a worker's link."""
-
-    link: LinkId
-    reason: str
-    refusal: Refusal | None  # what was wrong with the worker, if that is why
-
-    @property
-    def is_dismissal(self) -> bool:
-        """Whether the worker's process must end: it has a successor."""
-        return self.refusal is Refusal.INCARNATION
-
-
-@value
 class SetAlarm:
     """Let Rang follow; it takes the place of any alarm that was set before."""
 
     at_s: float
 
 
-Command = Send | Close | SetAlarm | Warn
+Command = Send | DropLink | SetAlarm | Warn
 
 
 class Desk(Generic[AnswerT]):
@@ -143,10 +129,10 @@ class Desk(Generic[AnswerT]):
                 if answer is None:
                     raise InvariantError(f"request {request_id.hex()} ended, but nobody asked for it")
                 answer.end(outcome)
-            case DropLink(link_id, reason, refusal):
+            case DropLink(link_id):
                 if link_id in self._links:
                     self._links.remove(link_id)
-                    return (Close(link_id, reason, refusal),)
+                    return (command,)
             case Warn():
                 return (command,)
             case _:  # a link may have been lost in the same moment: the core handles that next

@@ -16,7 +16,7 @@ from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Answer
-from pdserve.router.events import RequestArrived
+from pdserve.router.events import ClientGone, RequestArrived
 from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, Standing, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
@@ -73,7 +73,7 @@ class Hub:
         self.shell.admit(event, answer)
 
     def leave(self, request_id: RequestId) -> None:
-        self.shell.leave(request_id)
+        self.shell.post(ClientGone(request_id))
 
     def fail(self, error: Exception) -> None:
         self.shell.fail(error)

@@ -15,7 +15,6 @@ def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
 
     The score is the share that is free: of the batch, or of the longest prompt's room in the queue if that is less.
     """
-    del demand
     best = min((_emptiest(group) for group in groups), key=_pair_load)
     computes = best.prefill or best.decode
     waiting = (

@@ -9,14 +9,13 @@ import grpc
 
 from pdserve.clock import Clock
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import RequestId
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.router import wire
-from pdserve.router.commands import Warn
+from pdserve.router.commands import DropLink, Warn
 from pdserve.router.core import RouterCore
-from pdserve.router.desk import Answer, Close, Command, Desk, Rang, Send, SetAlarm
-from pdserve.router.events import ClientGone, Event, LinkId, LinkLost, RequestArrived
+from pdserve.router.desk import Answer, Command, Desk, Rang, Send, SetAlarm
+from pdserve.router.events import Event, LinkId, LinkLost, RequestArrived
 from pdserve.router.recent import Kind
 from pdserve.rpc import DISMISSED_STATUS, AnyContext, abort
 
@@ -72,10 +71,6 @@ class Shell:
         """Hand a request to the core; `answer` receives its tokens and its end."""
         self._carry_out(self._desk.admit(event, answer, self.clock.now_s()))
 
-    def leave(self, request_id: RequestId) -> None:
-        """Note that nobody waits for an answer any more."""
-        self.post(ClientGone(request_id))
-
     def open_stream(self, owner: asyncio.Task[object] | None) -> WorkerStream:
         stream = WorkerStream(self._desk.open(), owner)
         self.streams[stream.link_id] = stream
@@ -117,7 +112,7 @@ class Shell:
         match command:
             case Send(link_id, message):
                 self._send(link_id, message)
-            case Close(link_id, reason, refusal):
+            case DropLink(link_id, reason, refusal):
                 stream = self.streams.pop(link_id, None)
                 if stream is not None:  # else it did not read just now, and is closed already
                     stream.close(reason, is_dismissal=command.is_dismissal)

@@ -75,7 +75,7 @@ class Answer:
         self.prompt_ids = prompt_ids
         self.num_tokens = 0  # of all continuations
         self.num_writes = self.num_written = self.num_unsent = 0  # writes, and tokens that were and were not written
-        self.written_s, self.held_since = 0.0, -1  # as Pace keeps them
+        self.written_s, self.held_since = 0.0, -1  # Pace's: when it was last written, and num_writes when last held
         self.outcome: Finished | Refused | None = None  # how the request ended
         self.finish_reasons: list[int] = []  # of the continuations that have ended
         self._client: Client | None = client  # None: it has the end, or has left

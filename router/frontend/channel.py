@@ -203,7 +203,6 @@ class Channel(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is of no such class
 
     def connection_lost(self, exc: Exception | None) -> None:
-        del exc
         self._transport = None
         self._lost(self._why)
 

@@ -8,22 +8,13 @@ together.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.router.frontend.answer import Answer
 
 WINDOW_S = 0.016  # between two writes of an answer: sixty a second, as many as a screen shows
 LATEST_S = 0.02  # that a token waits at most, where the one that it waits for does not come
-
-
-class Paced(Protocol):
-    """An answer that is written now and then."""
-
-    written_s: float  # when it was last
-    num_writes: int
-    num_written: int  # tokens
-    num_unsent: int  # tokens
-    held_since: int  # num_writes when it was last held
-
-    def write(self) -> None: ...
 
 
 class Pace:
@@ -39,11 +30,11 @@ class Pace:
         self._interval = interval
         self._fail = fail
         self._loop = loop
-        self._due: dict[Paced, None] = {}  # to be written in this turn
-        self._held: deque[tuple[float, Paced, int]] = deque()  # latest time, answer, its writes when it was held
+        self._due: dict[Answer, None] = {}  # to be written in this turn
+        self._held: deque[tuple[float, Answer, int]] = deque()  # latest time, answer, its writes when it was held
         self._alarm: asyncio.TimerHandle | None = None
 
-    def add(self, answer: Paced, *, is_urgent: bool) -> None:
+    def add(self, answer: "Answer", *, is_urgent: bool) -> None:
         """Let an answer that has gained something be written at its time; in this turn if it is urgent."""
         if answer in self._due:
             return
@@ -52,7 +43,7 @@ class Pace:
                 self._loop.call_soon(self._write)
             self._due[answer] = None
 
-    def _is_due(self, answer: Paced) -> bool:
+    def _is_due(self, answer: "Answer") -> bool:
         if self._interval is not None:
             return answer.num_unsent >= self._interval
         now_s = self._loop.time()

@@ -10,7 +10,7 @@ from pdserve.ids import Attempt, RequestId
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.commands import CancelAttempt, Deliver, DropLink, End, Finished, Refused, Warn
 from pdserve.router.commands import Command as CoreCommand
-from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
+from pdserve.router.desk import Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientGone, DrainAsked, Event, LinkId, LinkLost, StopStringFound, Tick
 from pdserve.router.shell import TOGETHER_BYTES, Shell, next_message
 from pdserve.virtual_time import VirtualClock
@@ -121,7 +121,7 @@ def test_a_link_that_the_core_drops_is_not_reported_as_lost() -> None:
     office = Office()
     office.core.script = {TICK: [DropLink(office.link, "there is a later one", Refusal.INCARNATION)]}
     (close,) = office.handle(TICK)
-    assert isinstance(close, Close)
+    assert isinstance(close, DropLink)
     assert close.is_dismissal
     assert office.handle(TICK) == []
     office.handle(LinkLost(office.link, "there is a later one"))
@@ -129,8 +129,8 @@ def test_a_link_that_the_core_drops_is_not_reported_as_lost() -> None:
 
 
 def test_only_a_successor_makes_a_drop_a_dismissal() -> None:
-    assert not Close(LinkId(1), "silent", None).is_dismissal
-    assert not Close(LinkId(1), "layout", Refusal.LAYOUT).is_dismissal
+    assert not DropLink(LinkId(1), "silent", None).is_dismissal
+    assert not DropLink(LinkId(1), "layout", Refusal.LAYOUT).is_dismissal
 
 
 def test_the_alarm_rings_at_the_earliest_time_that_the_core_has_named() -> None:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 from breaking import Original, breaks, mutation, wrap
 
 from pdserve.processes import KnownProcesses, Process
-from pdserve.router.desk import Close
+from pdserve.router.commands import DropLink
 
 
 @breaks(KnownProcesses, "refusal")
@@ -29,7 +29,7 @@ def take_a_process_with_a_successor_for_ended_though_it_was_heard(
 def take_whoever_attaches_for_the_successor() -> Iterator[object]:
     """Believe that the process which had a name before has ended, whichever started first, and tell nobody to end."""
     with (
-        patch.object(Close, "is_dismissal", new=False),
+        patch.object(DropLink, "is_dismissal", new=False),
         wrap(KnownProcesses, "refusal", let_processes_attach_in_any_order),
         wrap(KnownProcesses, "note_attached", take_a_process_with_a_successor_for_ended_though_it_was_heard) as patched,
     ):

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 import pdserve
 from pdserve.clock import MonotonicClock
@@ -21,13 +22,12 @@ from pdserve.router.frontend.openai.fields import with_generation
 from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
     Generator,
-    Scope,
     check_head,
     headers_of,
     key_of,
     read_body,
 )
-from pdserve.router.frontend.openai.reply import JSON, Send, respond
+from pdserve.router.frontend.openai.reply import JSON, respond
 from pdserve.router.frontend.openai.tokens import add_tokens, check_body
 from pdserve.router.frontend.openai.translate import LABEL
 from pdserve.router.frontend.page.app import Page
@@ -37,7 +37,6 @@ OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
 _ALLOWED = ((b"allow", b"POST"),)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Receive = Callable[[], Awaitable[Any]]
 Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
 
 
@@ -115,13 +114,11 @@ def routes(intake: Intake) -> FastAPI:
     return app
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    del request
+async def _refused(_request: Request, error: Exception) -> Response:
     return _response(error_of(error))
 
 
-async def _not_valid(request: Request, error: Exception) -> Response:
-    del request
+async def _not_valid(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return _response(first_invalid(error.errors()))
 

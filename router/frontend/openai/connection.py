@@ -9,12 +9,15 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.router.frontend.openai.errors import Header, HttpError
 from pdserve.rpc import MAX_CONNECTIONS
+
+if TYPE_CHECKING:
+    from pdserve.router.frontend.openai.reply import Reply
 
 MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that may be told so
 MAX_HEAD_BYTES = 65_536
@@ -64,20 +67,10 @@ class Peer:
         return not is_gone and now_s - self._taken_s < STALLED_S
 
 
-class Reply(Protocol):
-    """Whoever writes the response of the request that a connection serves."""
-
-    def lost(self) -> None:
-        """Note that the connection is gone."""
-
-    def resume(self) -> None:
-        """Note that the connection takes bytes again."""
-
-
 class Connection(HttpToolsProtocol):
     """One connection. While a request is served, `reply` learns what becomes of it."""
 
-    reply: Reply | None = None
+    reply: "Reply | None" = None
     _timer: asyncio.TimerHandle | None = None  # for the head or body on its way
     _looking: asyncio.TimerHandle | None = None
     _was_closing = False  # at the last look

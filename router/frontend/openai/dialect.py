@@ -15,8 +15,9 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import FINISH_REASONS
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.filters import Delta, TextFilter
-from pdserve.router.frontend.openai.logprobs import Pieces, chat_logprobs, completion_logprobs, prompt_logprobs
+from pdserve.router.frontend.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.timeline import Ledger, Usage
+from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire import logprobs_to_proto
 
 DONE = b"data: [DONE]\n\n"
@@ -36,10 +37,6 @@ class Shown:
     token_ids: bool = False
     prompt_logprobs: bool = False
     answer: bool = True  # False: the prompt alone
-
-    @property
-    def is_text_alone(self) -> bool:
-        return self.answer and not (self.usage_always or self.logprobs or self.token_ids)
 
 
 @dataclass(slots=True)
@@ -96,7 +93,7 @@ class Dialect:
     after_text: bytes
     part: Callable[[Delta], Json]  # a choice's own field in a chunk
     result: Callable[[list[Delta]], Json]  # and in a whole response
-    logprobs: Callable[[Pieces, Sequence[int], Sequence[inference.TokenLogprobs], int], Json]
+    logprobs: Callable[[Tokenizer, Sequence[int], Sequence[inference.TokenLogprobs], int], Json]
     has_role: bool  # a choice's first chunk says who speaks
 
 
@@ -150,14 +147,14 @@ COMPLETION = Dialect(
 class Response:
     """One response: its envelope, and how its choices are written."""
 
-    def __init__(self, dialect: Dialect, model: str, tokens: Pieces, shown: Shown) -> None:
+    def __init__(self, dialect: Dialect, model: str, tokens: Tokenizer, shown: Shown) -> None:
         self.dialect = dialect
         self.shown = shown
         self.num_tokens = 0  # given out
         self.num_prompt_tokens = 0
         self.id = dialect.id_prefix + secrets.token_hex(16)
         self._tokens = tokens
-        self._is_text_alone = shown.is_text_alone
+        self._is_text_alone = shown.answer and not (shown.usage_always or shown.logprobs or shown.token_ids)
         self._envelope = {"id": self.id, "created": int(time.time()), "model": model}
         head = encode({**self._envelope, "object": dialect.chunk})[:-1]
         self._before = b"data: " + head + b',"choices":['

@@ -89,7 +89,7 @@ def error_of(error: Exception | Refused) -> HttpError:
         case RequestError():
             return _of_request(error)
         case ValidationError():
-            return _invalid(error)
+            return first_invalid(error.errors(include_url=False, include_context=False))
         case UnicodeEncodeError():
             return HttpError(400, "body: it has half of a surrogate pair, which is no text")
         case _:
@@ -136,10 +136,6 @@ def _try_again(after_s: float, *, helps: bool = True) -> tuple[Header, ...]:
 def _try_no_more(status: int) -> tuple[Header, ...]:
     """Return what keeps OpenAI's client from trying again, as it does after a 408, a 409 and any 5xx."""
     return ((b"x-should-retry", b"false"),) if status >= 500 else ()
-
-
-def _invalid(error: ValidationError) -> HttpError:
-    return first_invalid(error.errors(include_url=False, include_context=False))
 
 
 def first_invalid(errors: Sequence[Mapping[str, Any]]) -> HttpError:

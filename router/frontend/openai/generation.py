@@ -1,7 +1,7 @@
 """POST /v1/chat/completions and /v1/completions, as bare ASGI: nothing stands between a chunk and its connection."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.ids import new_request_id
@@ -13,7 +13,7 @@ from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
 from pdserve.router.frontend.openai.errors import Header, HttpError, error_of
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
-from pdserve.router.frontend.openai.reply import Send, Stream, Whole
+from pdserve.router.frontend.openai.reply import Stream, Whole
 from pdserve.router.frontend.openai.translate import (
     chat_request,
     completion_template,
@@ -28,8 +28,6 @@ MAX_IGNORED_BYTES = 1024  # of that header
 REQUEST_ID = b"x-request-id"
 BEGIN = "x-begin"  # "at-once": a stream has its headers before its first token
 MAX_CHOICES = 256  # of a call
-
-Scope = Mapping[str, Any]
 
 
 class Generator:
@@ -125,7 +123,7 @@ def check_head(scope: Scope) -> None:
             raise HttpError(415, f"content-encoding: {shown} is not read here; send the body as it is")
 
 
-async def read_body(receive: Any) -> bytes:  # noqa: ANN401 - ASGI's
+async def read_body(receive: Receive) -> bytes:
     """Return a request's body; HttpError where it is over the limit, before it is read whole."""
     parts: list[bytes] = []
     num_bytes, has_more = 0, True

@@ -2,20 +2,15 @@
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
 
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
-class Pieces(Protocol):
-    """The bytes of a token."""
-
-    def piece(self, token_id: int) -> bytes: ...
-
-
-def chat_logprobs(tokens: Pieces, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]) -> dict[str, Any]:
     """Return them as chat has them: an entry a token."""
     content = [
         {
@@ -28,7 +23,7 @@ def chat_logprobs(tokens: Pieces, ids: Sequence[int], logprobs: Sequence[inferen
 
 
 def completion_logprobs(
-    tokens: Pieces, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs | None], offset: int = 0
+    tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs | None], offset: int = 0
 ) -> dict[str, Any]:
     """Return them as completions have them: parallel lists. The text offsets, in characters, begin at `offset`.
 
@@ -50,7 +45,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    tokens: Pieces, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]
+    tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]
 ) -> list[dict[str, Any] | None]:
     """Return those of a prompt as vLLM has them: by token id, with the rank where it is known; of the first, none."""
     scored: list[dict[str, Any] | None] = [None]
@@ -70,7 +65,7 @@ def prompt_logprobs(
     return scored
 
 
-def _likeliest(tokens: Pieces, text: str, logprobs: inference.TokenLogprobs) -> dict[str, float]:
+def _likeliest(tokens: Tokenizer, text: str, logprobs: inference.TokenLogprobs) -> dict[str, float]:
     likeliest: dict[str, float] = {}
     for top in logprobs.top:
         likeliest.setdefault(_text(tokens.piece(top.token_id)), _finite(top.logprob))
@@ -78,7 +73,7 @@ def _likeliest(tokens: Pieces, text: str, logprobs: inference.TokenLogprobs) -> 
     return likeliest
 
 
-def _entry(tokens: Pieces, token_id: int, logprob: float) -> dict[str, Any]:
+def _entry(tokens: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     piece = tokens.piece(token_id)
     return {"token": _text(piece), "logprob": _finite(logprob), "bytes": list(piece)}
 

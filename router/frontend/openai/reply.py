@@ -9,8 +9,7 @@ answer waits.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
+from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -30,12 +29,6 @@ ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: as ledge
 JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
 
 
-class Send(Protocol):
-    """ASGI's send."""
-
-    async def __call__(self, message: Any, /) -> None: ...  # noqa: ANN401
-
-
 @dataclass(slots=True, eq=False)
 class Part:
     """One request of a call, and its answer's end. A `Client` of that answer."""
@@ -47,12 +40,10 @@ class Part:
     outcome: Finished | Refused | None = None
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
-        del answer
         self.outcome = outcome
         return self.reply.take(self, gains)
 
     def cut_off(self, answer: Answer, outcome: Refused) -> None:
-        del answer, outcome
         self.reply.connection.transport.abort()
 
     def ledger(self) -> Json:
@@ -99,11 +90,12 @@ class Reply:
         raise NotImplementedError
 
     def lost(self) -> None:
+        """Note that the connection is gone."""
         self._is_lost = True
         self._news.set()
 
     def resume(self) -> None:
-        """Let the answers go on."""
+        """Let the answers go on: the connection takes bytes again."""
         for part in self.parts:
             if part.answer is not None and part.outcome is None:
                 part.answer.resume()
@@ -186,7 +178,6 @@ class Stream(Reply):
 
     async def run(self, send: Send) -> None:
         """Let the response be written; HttpError where a part ended without its answer before anything was written."""
-        del send
         if self._is_lost:
             return
         self._is_opened = True

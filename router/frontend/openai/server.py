@@ -118,7 +118,6 @@ class RotatingContext:
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Give a handshake the certificate that is there. OpenSSL calls it whether a name is asked for or not."""
-        del name, context
         pair = self._files.look()
         if pair is not self._pair:
             self._pair, self.shown = pair, self._made()

@@ -17,10 +17,10 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
 from pdserve.router.commands import Command as CoreCommand
-from pdserve.router.commands import Deliver, Finished, Refused, Warn
+from pdserve.router.commands import Deliver, DropLink, Finished, Refused, Warn
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
+from pdserve.router.desk import Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientEvent, Event, LinkId, LinkLost, RequestArrived, StepReported
 from pdserve.router.routing import Policy
 
@@ -123,7 +123,7 @@ class RouterProcess(Process):
             case Send(link_id, message):
                 if link_id in self.streams:
                     self.streams[link_id].send(message.SerializeToString())
-            case Close(link_id, reason):
+            case DropLink(link_id, reason):
                 end = self.streams.pop(link_id, None)
                 if end is None:
                     return
