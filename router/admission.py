@@ -127,9 +127,6 @@ class HoldQueue:
         rest.sort(key=lambda each: each[1].served, reverse=True)
         self._counters = waiting | dict(rest[: MAX_TENANTS // 2])
 
-    def drain(self) -> list[Request]:
-        return [request for request_id in tuple(self._held) if (request := self.remove(request_id)) is not None]
-
 
 def _rank(request: Request) -> tuple[float, int]:
     """Return a key that sorts first what of one tenant has to be placed first."""
@@ -217,8 +214,8 @@ class Admission:
 
     def end_all(self) -> None:
         """End all requests that wait, for this router shuts down."""
-        for request in self.held.drain():
-            self._placements.report_end(request, SHUTTING_DOWN)
+        for request in tuple(self.held):
+            self.end_held(request.request_id, SHUTTING_DOWN)
 
     # ---- those that wait
 

@@ -14,11 +14,11 @@ from pdserve.router.core import RouterCore
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
+from pdserve.router.live import WORKER_STATES, state_of
 from pdserve.router.placements import DONE
 from pdserve.router.recent import judge
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger
-from pdserve.router.view import WorkerView
 
 _LATELY = 1000  # ended requests of a class that the attainment is taken of
 _OBJECTIVES = ("ttft", "tpot")
@@ -156,15 +156,9 @@ def _usage(core: RouterCore, pool: Role) -> float:
 
 def _workers(core: RouterCore) -> Iterator[Sample]:
     unroutable = core.unroutable()
-    counts = Counter((worker.role, _state(worker, unroutable[worker.link])) for worker in core.workers)
-    states = ("loading", "ready", "draining", "unusable")
+    counts = Counter(
+        (worker.role, state_of(worker.registration.ready, worker.draining, unroutable[worker.link]))
+        for worker in core.workers
+    )
     for role in Role:
-        yield from (Sample(metrics.WORKERS, counts[role, state], (role.value, state)) for state in states)
-
-
-def _state(worker: WorkerView, why_not: str) -> str:
-    if not worker.registration.ready:
-        return "loading"
-    if worker.draining:
-        return "draining"
-    return "unusable" if why_not else "ready"
+        yield from (Sample(metrics.WORKERS, counts[role, state], (role.value, state)) for state in WORKER_STATES)

@@ -35,6 +35,14 @@ class Gain:
     stop_match: str | int | None = None  # what ended it: a stop string, or one of stop_token_ids
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the prompt's next tokens; in front of all
 
+    def add(self, later: "Gain") -> None:
+        """Add what the same continuation gained next."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finish_reason, self.stop_match = later.finish_reason, later.stop_match
+
 
 class Client(Protocol):
     """A door's end of answers: writes them as its protocol has it.

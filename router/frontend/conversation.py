@@ -8,13 +8,8 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.text.chat import ChatMessage, ChatOptions, JsonObject
 
 
-def messages_of(chat: inference.Chat) -> list[ChatMessage]:
-    """Return the messages; RequestError(INVALID_ARGUMENT) naming the field that is not as it should be."""
-    return [_message(message) for message in chat.messages]
-
-
 def options_of(chat: inference.Chat) -> ChatOptions:
-    """Return what the template is given besides them; RequestError(INVALID_ARGUMENT) likewise."""
+    """Return what the template is given besides the messages; RequestError(INVALID_ARGUMENT) names the wrong field."""
     begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
     return ChatOptions(
         tools=_objects("tools", chat.tools_json) if chat.tools_json else None,
@@ -25,7 +20,8 @@ def options_of(chat: inference.Chat) -> ChatOptions:
     )
 
 
-def _message(message: inference.ChatMessage) -> ChatMessage:
+def message_of(message: inference.ChatMessage) -> ChatMessage:
+    """Return a message for the template; RequestError(INVALID_ARGUMENT) names the wrong field."""
     calls = _objects("tool_calls", message.tool_calls_json) if message.tool_calls_json else []
     return ChatMessage(
         role=message.role,

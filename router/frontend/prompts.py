@@ -16,7 +16,7 @@ from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.grammar.checker import Checker
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.conversation import messages_of, options_of
+from pdserve.router.frontend.conversation import message_of, options_of
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.parsers.reasoning import Reasoning
@@ -55,13 +55,12 @@ class ServedModel:
     model_type: str = ""  # as its config names it
     architectures: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # more names in requests
+    archived: Callable[[], bytes] | None = None  # a ZIP archive of the tokenizer's files; takes a moment
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names in requests, the first of them the one in answers."""
         return (self.name, *self.aliases)
-
-    archived: Callable[[], bytes] | None = None  # a ZIP archive of the tokenizer's files; takes a moment
 
 
 class Prompts:
@@ -149,7 +148,8 @@ class Prompts:
 
     def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
         assert self._model.chat is not None
-        rendered = self._model.chat.render(messages_of(request.chat), options_of(request.chat))
+        messages = [message_of(message) for message in request.chat.messages]
+        rendered = self._model.chat.render(messages, options_of(request.chat))
         ids = self._model.tokenizer.encode(rendered, add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 

@@ -20,8 +20,7 @@ from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.clients import DeniedError
-from pdserve.router.frontend.dialects.vllm_reply import Replies
-from pdserve.router.frontend.dialects.vllm_request import native
+from pdserve.router.frontend.dialects.vllm_messages import Replies, native
 from pdserve.router.frontend.grpc_door import NOT_SERVED, CallWriter, Outcome, RefusedError, deny, read_answer
 from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import AnyContext, abort

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions and /v1/completions, as bare ASGI: nothing stands between a chunk and its connection."""
 
 from collections.abc import Iterable, Sequence
+
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError, Status, echo, invalid

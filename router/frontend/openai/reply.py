@@ -9,6 +9,7 @@ answer waits.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
 from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -137,12 +138,7 @@ class Whole(Reply):
         if not part.gains:
             part.gains = [Gain(place) for place in range(len(part.choices))]
         for gain in gains:
-            kept = part.gains[gain.index]
-            kept.token_ids += gain.token_ids
-            kept.text += gain.text
-            kept.logprobs += gain.logprobs
-            kept.prompt_logprobs += gain.prompt_logprobs
-            kept.finish_reason, kept.stop_match = gain.finish_reason, gain.stop_match
+            part.gains[gain.index].add(gain)
         if part.outcome is not None:
             self._news.set()
         return True

@@ -144,52 +144,50 @@ class Page:
     async def _request(self, request: Request) -> Response:
         try:
             tenant = self._tenant(request.headers)
-        except DeniedError as error:
-            return _error(401, error.message)
-        except _ElsewhereError as error:
-            return _error(403, str(error))
+        except _RefusedError as error:
+            return _error(error.status, error.message)
         known = await self._source.live_request(request.path_params["request_id"])
         if known is None or tenant not in (None, known["tenant"]):
             return _error(404, "the request is not known, or no longer")
         return JSONResponse(known, headers=_HEADERS)
 
     def _tenant(self, headers: Mapping[str, str]) -> str | None:
-        """Return whose requests may be seen; None: everybody's. Raises DeniedError or _ElsewhereError."""
-        client = self._clients.identify(bearer(headers.items()))
+        """Return whose requests may be seen; None: everybody's. Raises _RefusedError."""
+        try:
+            client = self._clients.identify(bearer(headers.items()))
+        except DeniedError as error:
+            raise _RefusedError(401, error.message) from error
         if client is not None:
             return client.tenant
         host = headers.get("host", "")
         if host.rpartition(":")[0] not in _LOCAL and host not in _LOCAL:
             text = f"host: without API keys the page is shown at a loopback name, and not at {host[:100]!r}"
-            raise _ElsewhereError(text)
+            raise _RefusedError(403, text)
         return None
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        refused: Response | None = None
-        tenant: str | None = None
         try:
             tenant = self._tenant(headers)
-        except DeniedError as error:
-            refused = _error(401, error.message)
-        except _ElsewhereError as error:
-            refused = _error(403, str(error))
-        if refused is None and self.num_watchers >= MAX_WATCHERS:
-            refused = _error(503, f"{MAX_WATCHERS} pages watch already")
-        if refused is None and tenant is not None and self._watchers[tenant] >= MAX_OF_TENANT:
-            refused = _error(503, f"{MAX_OF_TENANT} pages of this tenant watch already")
-        if refused is not None:
-            await refused(scope, receive, send)
+            self._check_room(tenant)
+        except _RefusedError as error:
+            await _error(error.status, error.message)(scope, receive, send)
             return
         left = asyncio.ensure_future(_left(receive))
         self._watchers[tenant] += 1
         try:
             await self._stream(headers, send, left)
-        except DeniedError:
+        except _RefusedError:
             pass  # its key is no longer valid: the stream ends here
         finally:
             self._watchers -= Counter([tenant])  # drops a count of zero
             left.cancel()
+
+    def _check_room(self, tenant: str | None) -> None:
+        if self.num_watchers >= MAX_WATCHERS:
+            raise _RefusedError(503, f"{MAX_WATCHERS} pages watch already")
+        if tenant is not None and self._watchers[tenant] >= MAX_OF_TENANT:
+            raise _RefusedError(503, f"{MAX_OF_TENANT} pages of this tenant watch already")
 
     async def _stream(self, headers: Headers, send: Send, left: asyncio.Future[None]) -> None:
         """Send states until the watcher has left."""
@@ -223,8 +221,13 @@ class _Asgi:
         await self._app(scope, receive, send)
 
 
-class _ElsewhereError(Exception):
-    """The page was reached by a name that is not this machine's own."""
+class _RefusedError(Exception):
+    """What is asked for is not shown, with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
 
 
 async def _left(receive: Receive) -> None:
