@@ -14,7 +14,6 @@ from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
 from pdserve.router import learnt
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
-from pdserve.router.predict import Predictor
 from pdserve.router.recent import Kind
 from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
@@ -133,7 +132,7 @@ class AdminEndpoint(AdminServiceServicer):
 
     def status(self) -> admin.ClusterStatus:
         core = self._shell.core
-        names, unroutable = {worker.name for worker in core.workers}, core.unroutable()
+        names, unroutable = {worker.name for worker in core.workers}, core.membership.unroutable()
         return admin.ClusterStatus(
             router_id=self._router_id,
             model=self._model,
@@ -144,7 +143,7 @@ class AdminEndpoint(AdminServiceServicer):
             moves=core.placements.shadows.ended,
             num_replaced=core.placements.num_replaced,
             refused={refusal.value: count for refusal, count in self._shell.refused.items()},
-            costs=[_costs(kind, costs, core.predictor) for kind, costs in core.predictor.costs.kinds()],
+            costs=[_costs(kind, costs) for kind, costs in core.predictor.costs.kinds()],
             refused_because={cause.value: count for cause, count in core.placements.refused_because.items()},
             demand=demand_to_proto(core.placements.demand.counted()),
             metrics_address=self.metrics_address,
@@ -188,7 +187,7 @@ def _unfit(source: WorkerView, target: WorkerView) -> str:
     return ""
 
 
-def _costs(kind: learnt.Kind, costs: LearntCosts, predictor: Predictor) -> admin.LearntCosts:
+def _costs(kind: learnt.Kind, costs: LearntCosts) -> admin.LearntCosts:
     return admin.LearntCosts(
         role=ROLE_NUMBERS[kind.role],
         device=kind.device,

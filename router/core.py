@@ -22,7 +22,6 @@ from pdserve.router.events import (
     DrainAsked,
     Event,
     KvChanged,
-    LinkId,
     LinkLost,
     LoadReported,
     MovesAsked,
@@ -65,7 +64,7 @@ class RouterCore:
         self._admission = Admission(self.placements, limits)
         self.moving = Moving(self.placements)
         self._retry = Retry(self.placements, limits)
-        self._membership = Membership(self.placements, self._retry, self._admission, limits)
+        self.membership = Membership(self.placements, self._retry, self._admission, limits)
 
     @property
     def num_active(self) -> int:
@@ -86,15 +85,11 @@ class RouterCore:
     @property
     def is_ready(self) -> bool:
         """Whether some pair of workers could serve a request now."""
-        return not self._admission.is_closed and self._membership.has_pair
-
-    def unroutable(self) -> dict[LinkId, str]:
-        """Return why nothing is placed on each worker; empty when things are."""
-        return self._membership.unroutable()
+        return not self._admission.is_closed and self.membership.has_pair
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""
-        due_s = min(self.placements.next_alarm_s, self._membership.silence_due_s, self._admission.due_s)
+        due_s = min(self.placements.next_alarm_s, self.membership.silence_due_s, self._admission.due_s)
         return None if due_s == inf else due_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -111,7 +106,7 @@ class RouterCore:
 
     def _handle_worker(self, event: WorkerEvent, now_s: float) -> None:  # noqa: C901 - one match
         if isinstance(event, Registration):
-            self._membership.register(event, now_s)
+            self.membership.register(event, now_s)
             return
         worker = self.workers.get(event.link)
         if worker is None:
@@ -132,7 +127,7 @@ class RouterCore:
             case AttemptFailed():
                 self._retry.take_failure(worker, event, now_s)
             case LinkLost():
-                self._membership.lose(worker, event.reason, now_s)
+                self.membership.lose(worker, event.reason, now_s)
 
     def _handle_other(self, event: ClientEvent | OperatorEvent, now_s: float) -> None:  # noqa: C901 - one match
         match event:
@@ -147,7 +142,7 @@ class RouterCore:
             case Tick():
                 self._tick(now_s)
             case ProcessEnded():
-                self._membership.note_ended(event, now_s)
+                self.membership.note_ended(event, now_s)
             case DrainAsked():
                 self._drain(event, now_s)
             case RoleAsked():
@@ -178,7 +173,7 @@ class RouterCore:
             self.placements.recent.note(Kind.ROLE, worker.name, f"from {role} to {worker.role}")
         self._note_drain(worker, was_draining)
         if has_changed or worker.draining is not was_draining:
-            self._membership.note_change(now_s)
+            self.membership.note_change(now_s)
         self.moving.look(worker, now_s)
 
     def _take_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
@@ -196,7 +191,7 @@ class RouterCore:
         worker.draining |= not asked.cancel  # until it reports that it takes work again
         self._note_drain(worker, was_draining)
         self.placements.emit(asked)
-        self._membership.note_change(now_s)
+        self.membership.note_change(now_s)
         self.moving.look(worker, now_s)
 
     def _note_drain(self, worker: WorkerView, was_draining: bool) -> None:
@@ -240,7 +235,7 @@ class RouterCore:
         self._end(request.request_id, Refused(Status.DEADLINE_EXCEEDED, text, because=request.waits_for))
 
     def _tick(self, now_s: float) -> None:
-        self._membership.drop_silent(now_s)
+        self.membership.drop_silent(now_s)
         for request in self.placements.take_due(now_s):
             if request.has_ended:
                 continue

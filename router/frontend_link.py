@@ -166,9 +166,8 @@ class FrontendLink:
                 self._hub.tenants.spend(answer.event.tenant, answer.num_tokens)
             if answer.outcome is not None:
                 self._hub.outcomes.end(answer.event, answer.outcome, answer.finish_reasons)
-        for tenant, count in self._begun.items():
-            for _ in range(count):
-                self._hub.tenants.end(tenant)
+        for tenant in self._begun.elements():
+            self._hub.tenants.end(tenant)
         self.lost.set_result(why)
 
 

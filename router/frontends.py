@@ -11,7 +11,7 @@ import socket
 import sys
 from asyncio import FIRST_COMPLETED
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 
 from pdserve.errors import CommandError, ConfigError
@@ -93,6 +93,12 @@ async def _start(number: int, config: RouterConfig) -> tuple[socket.socket, Proc
     return ours, process
 
 
+async def _repeat(pause_s: float, action: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(pause_s)
+        action()
+
+
 class Frontends:
     """The frontends of a router."""
 
@@ -114,8 +120,8 @@ class Frontends:
             for number, first in enumerate(opened)
         ]
         self._looking = [
-            tasks.create_task(self._look(), name="standing"),
-            tasks.create_task(self._ping(), name="frontends' pings"),
+            tasks.create_task(_repeat(LOOK_S, self.show), name="standing"),
+            tasks.create_task(_repeat(PING_S, self._ping), name="frontends' pings"),
         ]
         await asyncio.wait(opened)
 
@@ -137,17 +143,10 @@ class Frontends:
         for link in self._links:
             link.show(standing)
 
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self.show()
-
-    async def _ping(self) -> None:
-        while True:
-            await asyncio.sleep(PING_S)
-            for link in self._links:
-                if link.ready.done():
-                    link.ping()
+    def _ping(self) -> None:
+        for link in self._links:
+            if link.ready.done():
+                link.ping()
 
     async def _keep(self, number: int, opened: asyncio.Future[None]) -> None:
         """Run a frontend, and another whenever it has ended. `opened`: is done once its doors are open."""

@@ -155,7 +155,7 @@ def _usage(core: RouterCore, pool: Role) -> float:
 
 
 def _workers(core: RouterCore) -> Iterator[Sample]:
-    unroutable = core.unroutable()
+    unroutable = core.membership.unroutable()
     counts = Counter(
         (worker.role, state_of(worker.registration.ready, worker.draining, unroutable[worker.link]))
         for worker in core.workers

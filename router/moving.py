@@ -227,7 +227,7 @@ class Moving:
             for target in targets
             if now_s - candidate.sequence.refused_s.get(target.worker.link, -inf) >= _SETTLE_S
             if why is not Why.PAGES or _pages_left(target.worker, _ROOM_AHEAD) >= num_pages
-            if (speed_s := self._speed_s(candidate, target, now_s)) is not None
+            if (speed_s := self._speed_s(candidate, target)) is not None
         ]
         if not speeds:
             return None
@@ -240,7 +240,7 @@ class Moving:
         self._placements.move(candidate.request, candidate.sequence, target, (extra_tokens, copy_s), now_s)
         return target
 
-    def _speed_s(self, candidate: _Candidate, target: _Target, now_s: float) -> float | None:
+    def _speed_s(self, candidate: _Candidate, target: _Target) -> float | None:
         """Return how long a step would be for a continuation on a worker; None where there is no room for it."""
         worker, num_tokens, max_tokens = target.worker, candidate.num_tokens, candidate.most_left
         if num_tokens >= target.refused_tokens or num_tokens + max_tokens > worker.max_num_tokens:

@@ -36,9 +36,6 @@ class Shadows:
         self._takes_s, self._noted_s = _START_S, 0.0  # mean time of a move lately, and when the last one ended
         self.sources: set[LinkId] = set()  # of moves that are over, until somebody has looked for further ones
 
-    def __len__(self) -> int:
-        return len(self._placements)
-
     def num_leaving(self, worker: WorkerView) -> int:
         return sum([shadow.source is worker for shadow in self._placements.values()])
 

@@ -27,7 +27,7 @@ def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
 
 def _emptiest(group: Group) -> Pair:
     prefill = min(group.prefills, key=lambda w: (_queue_share(w), w.num_placed, w.name), default=None)
-    decode = min(group.decodes, key=_fullness, default=None)
+    decode = min(group.decodes, key=lambda w: (_batch_share(w), w.num_placed, w.name), default=None)
     return paired(prefill, decode)
 
 
@@ -49,10 +49,6 @@ def _queue_share(worker: WorkerView) -> float:
 
 def _batch_share(worker: WorkerView) -> float:
     return worker.num_sequences / worker.registration.max_num_seqs
-
-
-def _fullness(worker: WorkerView) -> tuple[float, int, str]:
-    return _batch_share(worker), worker.num_placed, worker.name
 
 
 def round_robin(groups: Seq[Group], demand: Demand) -> Decision:

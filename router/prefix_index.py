@@ -54,9 +54,6 @@ class PrefixIndex:
         self.hasher = hasher
         self._workers: dict[LinkId, _Worker] = {}
 
-    def __len__(self) -> int:
-        return sum(len(worker.reported | worker.routed.keys()) for worker in self._workers.values())
-
     def attach(self, link: LinkId, page_size: int, num_pages: int) -> None:
         """Note a worker's pages. Nothing is known of pages that are no multiple of a block."""
         page_blocks, rest = divmod(page_size, self.hasher.block_tokens)

@@ -45,20 +45,20 @@ class Gain:
 
 
 class Client(Protocol):
-    """A door's end of answers: writes them as its protocol has it.
+    """A door's end of an answer: writes it as the door's protocol has it.
 
-    Called on the event loop; must neither wait nor raise. One client may have several answers.
+    Called on the event loop; must neither wait nor raise.
     """
 
-    def write(self, answer: "Answer", gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
-        """Write what an answer gained and, where `outcome` is there, its end. Gains are the door's to keep.
+    def write(self, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+        """Write what the answer gained and, where `outcome` is there, its end. Gains are the door's to keep.
 
         Returns whether the door takes more at once. Otherwise it must call `answer.resume()` when it does; until then
         the answer collects.
         """
 
-    def cut_off(self, answer: "Answer", outcome: Refused) -> None:
-        """End an answer at once, in the middle of a write if need be: its reader is too slow."""
+    def cut_off(self, outcome: Refused) -> None:
+        """End the answer at once, in the middle of a write if need be: its reader is too slow."""
 
 
 class Answer:
@@ -163,7 +163,7 @@ class Answer:
             self._unsent.clear()
             client, self._client = self._client, None
             if client is not None:
-                client.cut_off(self, outcome)
+                client.cut_off(outcome)
         self._note_news(is_urgent=True)
 
     def leave(self) -> None:
@@ -193,4 +193,4 @@ class Answer:
         self.num_unsent = self._unsent_bytes = 0
         if outcome is not None:
             self._client = None
-        self._takes_more = client.write(self, gains, outcome)
+        self._takes_more = client.write(gains, outcome)

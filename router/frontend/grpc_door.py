@@ -85,13 +85,13 @@ class Reading:
         self._task = asyncio.current_task()
         self.was_cut_off = False  # its reader is too slow
 
-    def write(self, answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
+    def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
         self._gains, self._outcome, self._has_news = gains, outcome, True
         if self._waits is not None and not self._waits.done():
             self._waits.set_result(None)
         return False
 
-    def cut_off(self, answer: Answer, outcome: Refused) -> None:
+    def cut_off(self, outcome: Refused) -> None:
         self._outcome, self.was_cut_off = outcome, True
         if self._task is not None:
             self._task.cancel()

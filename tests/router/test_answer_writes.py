@@ -33,13 +33,11 @@ class Door:
         self.writes: list[tuple[list[Gain], Finished | Refused | None]] = []
         self.cuts: list[Refused] = []
 
-    def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
-        del answer
+    def write(self, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
         self.writes.append((list(gains), outcome))
         return self.takes_more
 
-    def cut_off(self, answer: Answer, outcome: Refused) -> None:
-        del answer
+    def cut_off(self, outcome: Refused) -> None:
         self.cuts.append(outcome)
 
     def tokens(self) -> list[list[int]]:
@@ -210,9 +208,9 @@ async def test_a_door_that_takes_no_more_gets_the_rest_at_once_when_it_does() ->
 
 async def test_a_door_that_asks_for_more_too_early_is_left_alone_while_it_writes() -> None:
     class Hasty(Door):
-        def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+        def write(self, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
             gain(answer, 20)
-            return super().write(answer, gains, outcome)
+            return super().write(gains, outcome)
 
     door = Hasty(takes_more=False)
     answer = answer_for(door)
@@ -316,7 +314,7 @@ async def test_what_passes_the_limit_does_not_wait_for_the_rest_of_its_interval(
 
 async def test_a_write_that_raises_is_reported_as_what_stops_the_process() -> None:
     class Broken(Door):
-        def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+        def write(self, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
             raise ArithmeticError
 
     loop, errors = asyncio.get_running_loop(), list[Exception]()

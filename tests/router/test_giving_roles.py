@@ -83,7 +83,7 @@ def test_what_a_worker_was_given_before_it_changed_goes_on() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_single_mixed_worker_serves_alone_and_hands_nothing_to_itself(policy: str) -> None:
     cluster = Cluster(policy, workers="m0")
-    assert not any(cluster.core.unroutable().values())
+    assert not any(cluster.core.membership.unroutable().values())
     for _ in range(5):
         place = placed(cluster.arrive(500))
         assert place.prefill is None

@@ -29,6 +29,10 @@ def index_of(num_workers: int = 2, num_pages: int = 1 << 16, page_size: int = BL
     return index
 
 
+def pages_in(index: PrefixIndex) -> int:
+    return sum(len(worker.reported | worker.routed.keys()) for worker in index._workers.values())
+
+
 def stored(token_ids: list[int], first: int = 0, last: int | None = None, salt: str = "", size: int = 16) -> KvChanged:
     """Return the report of a prompt's pages from the first one on."""
     pages = hashes_of(token_ids, salt)[size // BLOCK_TOKENS - 1 :: size // BLOCK_TOKENS]
@@ -46,7 +50,7 @@ def test_a_prefix_is_matched_in_pages_as_far_as_each_worker_holds_it(size: int) 
     assert index.match(hashes, 1e6) == {}
     index.forget(LINK)
     index.forget(LinkId(2))
-    assert len(index) == 0
+    assert pages_in(index) == 0
 
 
 def test_workers_with_pages_of_different_sizes_hold_the_same_prefix_by_the_same_hashes() -> None:
@@ -61,7 +65,7 @@ def test_a_worker_is_taken_to_hold_no_more_than_fits_in_its_pages() -> None:
     index = index_of(num_pages=100)
     for number in range(300):
         index.note([LINK], hashes_of([number] * BLOCK_TOKENS), 0.0)
-    assert len(index) == 100
+    assert pages_in(index) == 100
     assert index.match(hashes_of([299] * BLOCK_TOKENS), 0.0) == {1: BLOCK_TOKENS}
 
 
@@ -108,7 +112,7 @@ def test_nothing_is_left_of_a_worker_that_has_gone() -> None:
     index.apply(stored(tokens))
     index.note([LINK], hashes_of([5] * 64), 0.0)
     index.forget(LINK)
-    assert len(index) == 0
+    assert pages_in(index) == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 24])
@@ -117,7 +121,7 @@ def test_pages_that_are_no_multiple_of_a_block_are_left_out(size: int) -> None:
     index.attach(LINK, size, 100)
     index.note([LINK], hashes_of([1] * 64), 0.0)
     index.apply(stored([1] * 64))
-    assert len(index) == 0
+    assert pages_in(index) == 0
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=40), st.sampled_from([16, 48]))

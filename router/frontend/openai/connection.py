@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pdserve.router.frontend.openai.errors import Header, HttpError
+from pdserve.router.frontend.openai.errors import RETRY_AFTER_S, Header, HttpError, try_again
 from pdserve.rpc import MAX_CONNECTIONS
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Connection(HttpToolsProtocol):
             transport.abort()
             return
         if len(self.connections) > MAX_CONNECTIONS:
-            error = HttpError(503, f"connections: {MAX_CONNECTIONS} are open, the limit", headers=_SOON)
-            self._refuse(error)
+            text = f"connections: {MAX_CONNECTIONS} are open, the limit"
+            self._refuse(HttpError(503, text, headers=try_again(RETRY_AFTER_S)))
             return
         self._allow(HEAD_TIMEOUT_S)
 
@@ -213,9 +213,6 @@ class Connection(HttpToolsProtocol):
 def header_lines(headers: Iterable[Header]) -> bytes:
     """Return headers as a response has them. Their values have no line ends."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
-
-
-_SOON = ((b"retry-after", b"1"), (b"retry-after-ms", b"1000"), (b"x-should-retry", b"true"))
 
 
 def _head_too_large(num_bytes: int) -> HttpError:

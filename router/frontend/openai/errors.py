@@ -103,7 +103,7 @@ def _of_request(error: RequestError) -> HttpError:
     if param in _NAMES:
         message, param = _NAMES[param] + message.removeprefix(param), _NAMES[param]
     code = "context_length_exceeded" if _TOO_LONG.search(message) else None
-    headers = _try_again(RETRY_AFTER_S) if status in (429, 503) else _try_no_more(status)
+    headers = try_again(RETRY_AFTER_S) if status in (429, 503) else _try_no_more(status)
     return HttpError(status, message, param, code, headers)
 
 
@@ -119,13 +119,14 @@ def _refused(refused: Refused) -> HttpError:
     if status in (429, 503):
         # An idle cluster would not meet the objective either.
         helps = because is None or because.cause is not Cause.IDLE_CLUSTER
-        headers = _try_again(refused.retry_after_s or RETRY_AFTER_S, helps=helps)
+        headers = try_again(refused.retry_after_s or RETRY_AFTER_S, helps=helps)
     else:
         headers = _try_no_more(status)
     return HttpError(status, refused.message, found[1] if found else None, code, headers, more)
 
 
-def _try_again(after_s: float, *, helps: bool = True) -> tuple[Header, ...]:
+def try_again(after_s: float, *, helps: bool = True) -> tuple[Header, ...]:
+    """Return when a client should try again; not `helps`: it will end the same way then."""
     return (
         (b"retry-after", b"%d" % max(1, ceil(after_s))),
         (b"retry-after-ms", b"%d" % max(1, ceil(after_s * 1e3))),

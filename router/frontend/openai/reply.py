@@ -40,11 +40,11 @@ class Part:
     answer: Answer | None = None
     outcome: Finished | Refused | None = None
 
-    def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+    def write(self, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
         self.outcome = outcome
         return self.reply.take(self, gains)
 
-    def cut_off(self, answer: Answer, outcome: Refused) -> None:
+    def cut_off(self, outcome: Refused) -> None:
         self.reply.connection.transport.abort()
 
     def ledger(self) -> Json:

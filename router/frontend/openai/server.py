@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdserve.certificates import KeyPair, read_pair
+from pdserve.certificates import read_pair
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.doors import LAST_WORDS_S, http_url
@@ -101,12 +101,9 @@ class RotatingContext:
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._paths = certificate, key
-        self._files = Watched(self._paths, self._read)
+        self._files = Watched(self._paths, partial(read_pair, certificate, key, ("ssl_certfile", "ssl_keyfile")))
         self._pair = self._files.look()
         self.shown = self._made()
-
-    def _read(self) -> KeyPair:
-        return read_pair(*self._paths, ("ssl_certfile", "ssl_keyfile"))
 
     def _made(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

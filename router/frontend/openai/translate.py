@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from pdserve.errors import RequestError, echo, invalid
+from pdserve.errors import echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.fields import (
     MAX_PROMPTS,
@@ -171,12 +171,9 @@ def _text(message: Message, place: int) -> str | None:
         return message.content
     for part in message.content:
         if part.type not in ("text", "input_text") or part.text is None:
-            raise _not_text(place, part.type)
+            problem = f"parts of type {echo(part.type, repr)} are not supported; 'text' is"
+            raise invalid(f"messages[{place}].content", problem)
     return "\n".join(part.text for part in message.content if part.text is not None)
-
-
-def _not_text(place: int, kind: str) -> RequestError:
-    return invalid(f"messages[{place}].content", f"parts of type {echo(kind, repr)} are not supported; 'text' is")
 
 
 def _json(value: object) -> str:
