@@ -16,7 +16,7 @@ A page that applies each change has the state behind it; and of requests it gets
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pdserve.clock import Clock
 from pdserve.router.frontend.api_keys import bearer
@@ -54,25 +54,6 @@ class Source(Protocol):
 
     async def live(self) -> State: ...
     async def live_request(self, name: str) -> dict[str, Any] | None: ...
-
-
-class Feed:
-    """The latest state, asked for when somebody wants it."""
-
-    def __init__(self, source: Source, clock: Clock) -> None:
-        self._source = source
-        self._clock = clock
-        self._state: State = {}
-        self._asked_s = float("-inf")
-        self._asking = asyncio.Lock()
-
-    async def state(self) -> State:
-        """Return what is shown, asked for at most PERIOD_S ago."""
-        async with self._asking:
-            if self._clock.now_s() >= self._asked_s + PERIOD_S:
-                self._state = await self._source.live()
-                self._asked_s = self._clock.now_s()
-        return self._state
 
 
 def visible(state: State, tenant: str | None) -> State:
@@ -108,7 +89,9 @@ class Page:
     def __init__(self, source: Source, clients: Clients, clock: Clock, is_closing: Callable[[], bool]) -> None:
         """`is_closing`: whether the router shuts down, so that streams are to end."""
         self._source = source
-        self._feed = Feed(source, clock)
+        self._state: State = {}  # the latest
+        self._asked_s = float("-inf")  # when it was asked for
+        self._asking = asyncio.Lock()
         self._clients = clients
         self._clock = clock
         self._is_closing = is_closing
@@ -116,11 +99,14 @@ class Page:
         self._watchers: Counter[str | None] = Counter()  # by tenant
         routes = (
             Route("/", self._file),
-            Route("/page/events", _Asgi(self._events)),
             Route("/page/requests/{request_id}", self._request),
             Route("/page/{name}", self._file),
         )
-        self.app: ASGIApp = Router(routes)
+        self._router = Router(routes)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Events go past the router, which knows no endpoints that write to `send` themselves."""
+        await (self._events if scope["path"] == "/page/events" else self._router)(scope, receive, send)
 
     @property
     def num_watchers(self) -> int:
@@ -165,6 +151,14 @@ class Page:
             raise _RefusedError(403, text)
         return None
 
+    async def _latest(self) -> State:
+        """Return what is shown, asked for at most PERIOD_S ago."""
+        async with self._asking:
+            if self._clock.now_s() >= self._asked_s + PERIOD_S:
+                self._state = await self._source.live()
+                self._asked_s = self._clock.now_s()
+        return self._state
+
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
@@ -197,7 +191,7 @@ class Page:
         sent: State = {}
         sent_s = float("-inf")
         while not left.done() and not self._is_closing():
-            state = visible(await self._feed.state(), self._tenant(headers))
+            state = visible(await self._latest(), self._tenant(headers))
             clock = state.pop("clock")
             changes, now_s = difference(sent, state), self._clock.now_s()
             if not sent:
@@ -209,16 +203,6 @@ class Page:
                 sent, sent_s = state, now_s
             await asyncio.wait((left,), timeout=PERIOD_S)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class _Asgi:
-    """Lets a route end in a plain ASGI application: starlette takes functions for views."""
-
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
 
 
 class _RefusedError(Exception):
