@@ -241,7 +241,7 @@ class Admission:
             self._place_held(now_s)
 
     def _place_held(self, now_s: float) -> None:
-        """Try those that wait in turn; go past those that there is no room for, unless that was done too often."""
+        """Try waiting requests in turn. Those behind one without room may pass it, unless it was passed too often."""
         self._look_again_s = inf
         passed: list[Request] = []
         unserved: list[Request] = []  # no pair of workers is there

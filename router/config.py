@@ -10,8 +10,8 @@ from pdserve.config import ServingConfig
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]
 
 KvEvents = Literal["link", "off"]
-# Objects, made and kept since, after which Python looks for cycles in a router's process: few of its objects are in
-# any. With Python's own 700 a streamed request takes a tenth more (docs/measurements/front-end.md).
+# New objects after which Python's garbage collector runs in a router's process. Few of its objects are in cycles: with
+# Python's default of 700 a streamed request takes a tenth more (docs/measurements/front-end.md).
 YOUNG_OBJECTS = 20_000
 
 

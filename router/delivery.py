@@ -1,4 +1,4 @@
-"""Takes the tokens of engine steps: hands on what is new to the requests' clients, and ends what is complete.
+"""Takes the tokens of engine steps: delivers the new ones to the requests' clients, and ends complete requests.
 
 Runs once for each sequence and step: the one part of the core where microseconds count.
 """
@@ -22,7 +22,7 @@ Fault = tuple[Request, Placement, str]  # a placement whose worker broke the pro
 
 
 class Delivery:
-    """Accepts each token once, in order, and finds out which requests have ended by it."""
+    """Accepts each token once, in order, and ends the requests that are complete."""
 
     def __init__(self, placements: Placements) -> None:
         self._placements = placements
@@ -48,7 +48,7 @@ class Delivery:
         return faults
 
     def prompts(self, worker: WorkerView, prompts: Iterable[PromptScored], now_s: float) -> list[Fault]:
-        """Hand on what is news of prompts' log probabilities, and then what had to wait for it."""
+        """Deliver new log probabilities of prompts, and then the tokens that had to wait for them."""
         faults: list[Fault] = []
         for scored in prompts:
             placement = self._placements.placement_of(worker, scored.request_id, scored.attempt)
@@ -92,7 +92,7 @@ class Delivery:
         self.release_prefill_when_done(request, placement)
 
     def _accept(self, request: Request, sequence: Sequence, delta: TokenDelta, num_known: int, now_s: float) -> bool:
-        """Hand on what is news in a delta; return whether the continuation has ended by it."""
+        """Deliver the tokens of a delta that are new; return whether they end the continuation."""
         token_ids = delta.token_ids[num_known:]  # a list, which is cheaper to look at than what came off the wire
         logprobs = () if request.params.logprobs is None else delta.logprobs[num_known:]
         finish_reason = delta.finish_reason
@@ -184,7 +184,7 @@ class Delivery:
                 pass  # the time is all there is to it
 
     def _take_fetched(self, request: Request, placement: Placement, event: StageReached, now_s: float) -> None:
-        """Note what a fetch has brought; what it has not is to be computed."""
+        """Note how many tokens a fetch has brought; the worker computes the rest."""
         fetch, worker = placement.fetch, placement.prefill
         if fetch is None or worker is None or worker.link != event.link:
             return
@@ -200,7 +200,7 @@ class Delivery:
     def _stage_of_move(
         self, request: Request, placement: Placement, worker: WorkerView, event: StageReached, now_s: float
     ) -> None:
-        """Let a continuation that has moved be taken from there. The timeline keeps the hand-off of its prompt."""
+        """Follow a move: once it is committed, its target takes charge. The timeline keeps the prompt's hand-off."""
         source = placement.source
         if source is None or worker is source:
             return

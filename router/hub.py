@@ -1,4 +1,4 @@
-"""The `Backend` in the router's own process: of a frontend that runs here, and of the links to those that do not."""
+"""The `Backend` in the router's own process: for the frontend that runs here, or for links to other processes."""
 
 import time
 from collections import Counter

@@ -110,7 +110,7 @@ class Membership:
         if namesake.registration.incarnation == registration.incarnation:
             self.drop(namesake, "its name attached again", now_s)
         else:
-            namesake.last_heard_s = inf  # for all that is known, it is there
+            namesake.last_heard_s = inf  # it may live on: the later process does not prove that it has ended
             self.drop(namesake, "a later process of its name has attached", now_s, Refusal.INCARNATION)
 
     def _welcome(self, worker: WorkerView, now_s: float) -> None:

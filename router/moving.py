@@ -1,7 +1,7 @@
 """Which running continuations move, where to and when. Pure.
 
 A worker that drains, or whose role is prefill, hands all that it decodes over; one that is about to preempt hands some
-over; and an operator may ask for more. What is sure to end before it had moved stays where it is.
+over; and an operator may ask for more. A continuation that would end before its move is done stays.
 
 Invariant: at most MAX_LEAVING of this router's continuations are on their way from one worker, and at most MAX_COMING
 to one.
@@ -142,7 +142,7 @@ class Moving:
     # ---- why
 
     def _reasons(self, source: WorkerView) -> Iterator[Why]:
-        """Yield why continuations of a worker are to move now. What no move can be made for gives way to the next."""
+        """Yield why continuations of a worker are to move now. The next reason counts where one leads to no move."""
         if not source.shares:
             self._orders.pop(source.link, None)
         elif source.draining:
@@ -167,7 +167,7 @@ class Moving:
     # ---- which
 
     def _candidates(self, source: WorkerView) -> list[_Candidate]:
-        """Return what decodes on a worker and is not on its way already, that with the most tokens to come first."""
+        """Return the continuations that decode on a worker and do not move, those with most tokens to come first."""
         lengths = self._predictor.lengths
         found = [
             _Candidate(request, sequence, lengths.left(len(sequence.token_ids), request.params.max_tokens))

@@ -24,9 +24,9 @@ _LIFE_S = 60.0  # in which it is forgotten: moves that were slow are tried again
 
 
 class Shadows:
-    """Continuations on their way from one worker to another: the placements that are not in charge.
+    """Moves under way: placements of continuations that still run elsewhere.
 
-    Invariant: one counts from the moment at which its worker is asked until it takes charge or is closed.
+    Invariant: a placement is among them from when its worker is asked until it takes charge or is closed.
     """
 
     def __init__(self, recent: Recent) -> None:

@@ -1,4 +1,4 @@
-"""The policies by name, and all of them that predict nothing."""
+"""The placement policies by name, and those of them that predict nothing."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq

@@ -1,4 +1,4 @@
-"""What clients asked for and what became of it: counts, and for whoever watches a cluster what happened lately. Pure.
+"""Counts of what clients asked for and what became of it, and the latest events for the live page. Pure.
 
 Invariant: each list holds its newest entries up to its limit; of a request it holds lengths, times and names, and never
 a token or a text.
@@ -142,7 +142,7 @@ class Recent:
         self.seconds: deque[Second] = deque(maxlen=MAX_SECONDS)
 
     def note(self, kind: Kind, subject: str, text: str) -> None:
-        """Note that something happened. The same again at once only raises its count."""
+        """Add a happening. The same one again within _TOGETHER_S only raises the count of the last."""
         self._number += 1
         text, key, count = text[:MAX_TEXT], self._number, 1
         last = self.happenings[-1] if self.happenings else None

@@ -157,8 +157,8 @@ class Retry:
     ) -> tuple[int, ...]:
         """Close a placement; return which of its continuations have no other one.
 
-        A continuation that moves from it is waited for where it goes. One that moves to it is lost at both ends: nobody
-        knows which of them has it.
+        A continuation that was moving from here may still arrive: its target takes charge, and reports that within
+        _IN_DOUBT_S. One that was moving to here is placed again: its source may have given it up already.
         """
         concerned = placement.indices if request.is_shadow(placement) else tuple(placement.running)
         for sequence in [request.sequences[index] for index in concerned]:

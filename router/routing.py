@@ -176,9 +176,10 @@ class Workers:
         return f"{worker.name} takes nothing: {why}" if why else ""
 
     def role_refusal(self, worker: WorkerView, role: Role, *, force: bool) -> str:
-        """Return why a worker cannot take a role, or nothing. With `force` others need not do what it no longer does.
+        """Return why a worker cannot take a role; empty when it can.
 
-        Others: that can hand KV over to the same workers as this one.
+        Without `force`, the work that it gives up has to be done by another worker, which can hand KV over to the same
+        workers.
         """
         if why := self.refusal(worker):
             return why

@@ -167,7 +167,7 @@ frontend_decoder = msgspec.msgpack.Decoder(list[FromFrontend])
 
 
 def frame(messages: Sequence[_Message]) -> bytes:
-    """Return messages as they travel."""
+    """Return messages as one frame."""
     packed = _encoder.encode(messages)
     return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
 

@@ -66,7 +66,7 @@ class Clients:
         return client
 
     async def visit(self, key: bytes | None) -> "Visit | None":
-        """Take a request in, whose visit must `end` once; None where no keys are asked for.
+        """Begin a request of the tenant; its visit must `end` once. None where no keys are asked for.
 
         Raises DeniedError, and OverLimitError where the tenant has used its limits.
         """

@@ -47,7 +47,7 @@ class Doors:
 
 
 def check_doors(config: RouterConfig) -> None:
-    """Raise ConfigError where callers would reach a port unidentified, or what it is to show cannot be read."""
+    """Raise ConfigError where other machines reach a port that identifies no callers, or TLS files are unusable."""
     has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
     remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or {} to 127.0.0.1"
     check_bind(config.host, has_identity=has_identity, remedy=remedy.format("host"))

@@ -26,7 +26,7 @@ _LIMITS = set(TenantLimits.model_fields)
 
 
 class Remote:
-    """Forwards everything to the core, and what comes from there to whom it is for."""
+    """Sends the core what the doors have for it, and gives its messages to those whom they are for."""
 
     def __init__(self) -> None:
         self.clock = MonotonicClock()  # the core's, too: a machine has one

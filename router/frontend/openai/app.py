@@ -79,7 +79,7 @@ class App:
         except (HttpError, DeniedError, OverLimitError, RequestError, ValueError) as error:
             await _end(error_of(error), scope, send)
         finally:
-            for name in ("connection", "cycle"):  # which have this scope: nothing is left to Python's collector
+            for name in ("connection", "cycle"):  # they refer to this scope: the garbage collector is left no cycle
                 scope["state"].pop(name, None)
 
 

@@ -77,7 +77,7 @@ class Connection(HttpToolsProtocol):
     _in_head = True
     _num_head_bytes = 0
     _read_s = 0.0  # when bytes were read last
-    _has_ended_another = False  # the bytes at hand have the end of the request before
+    _has_ended_another = False  # the bytes read last had the end of the previous request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

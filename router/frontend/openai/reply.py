@@ -84,7 +84,7 @@ class Reply:
         for part in self.parts:
             if part.answer is not None:
                 intake.leave(part.answer)
-        self.parts = []  # which have this reply: nothing is left to Python's collector
+        self.parts = []  # they refer to this reply: the garbage collector is left no cycle
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
         """Take what a part gained, and its end; return whether it may give more at once."""

@@ -1,6 +1,6 @@
 """Listens for HTTP: uvicorn's protocol on the router's own event loop. Signals and drains are the router's.
 
-Of TLS, the certificate is the one that is there, and there are never too many handshakes.
+With TLS, each handshake shows the certificate that the files hold then, and at most MAX_HANDSHAKES are under way.
 """
 
 import asyncio
