@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Never, TypeAlias, cast
 
 import grpc
@@ -162,20 +163,17 @@ class RequireKey(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        if handler_call_details.method.startswith(OPEN):
-            return await continuation(handler_call_details)
-        try:
-            self._clients.identify(bearer(handler_call_details.invocation_metadata))
-        except DeniedError as error:
-            denied = error
-        else:
-            return await continuation(handler_call_details)
+        if not handler_call_details.method.startswith(OPEN):
+            try:
+                self._clients.identify(bearer(handler_call_details.invocation_metadata))
+            except DeniedError as error:
+                # Streaming on both sides: such a handler answers before it has read anything.
+                return grpc.stream_stream_rpc_method_handler(partial(_deny_all, error))
+        return await continuation(handler_call_details)
 
-        async def end(_: object, context: _Context) -> None:
-            await deny(context, denied)
 
-        # Streaming on both sides: such a handler answers before it has read anything.
-        return grpc.stream_stream_rpc_method_handler(end)
+async def _deny_all(denied: DeniedError, _messages: object, context: _Context) -> None:
+    await deny(context, denied)
 
 
 class LimitSizes(grpc.aio.ServerInterceptor):

@@ -2,8 +2,10 @@
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from google.protobuf.message import Message
 
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -15,23 +17,11 @@ TEXT_OUTPUT, FINISH_REASON = OUTPUTS = ("text_output", "finish_reason")
 
 Value = bool | int | float | str | list[object]
 
-_SAMPLING: Mapping[str, type[bool | int | float]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "max_tokens": int,
-    "min_tokens": int,
-    "seed": int,
-    "ignore_eos": bool,
-    "skip_special_tokens": bool,
-    "include_stop_str_in_output": bool,
-}
-_REQUEST: Mapping[str, type[int | str]] = {"priority": int, "deadline_ms": int, "tenant": str}
-_SLO = ("ttft_ms", "tpot_ms")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", "min_tokens", "seed", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+)
+_REQUEST, _SLO = ("priority", "deadline_ms", "tenant"), ("ttft_ms", "tpot_ms")
 _UNUSED = frozenset({"sequence_id", "sequence_start", "sequence_end", "triton_enable_empty_final_response", "timeout"})
 
 
@@ -170,11 +160,11 @@ def _set(request: inference.GenerateRequest, name: str, value: Value) -> None:
     """Set the field that a parameter stands for."""
     try:
         if name in _SAMPLING:
-            setattr(request.sampling, name, _as(_SAMPLING[name], value))
+            _set_field(request.sampling, name, value)
         elif name in _REQUEST:
-            setattr(request, name, _as(_REQUEST[name], value))
+            _set_field(request, name, value)
         elif name in _SLO:
-            setattr(request.slo, name, _as(float, value))
+            _set_field(request.slo, name, value)
         elif name == "stop":
             request.stop.extend(map(_as_text, value) if isinstance(value, list) else [_as_text(value)])
         else:
@@ -182,6 +172,10 @@ def _set(request: inference.GenerateRequest, name: str, value: Value) -> None:
             raise invalid("parameters", f"{echo(name, repr)} is none of {known}")
     except (TypeError, ValueError) as error:
         raise invalid(name, f"{echo(str(value))} is not of its type: {error}") from error
+
+
+def _set_field(message: Message, name: str, value: Value) -> None:
+    setattr(message, name, _as(type(getattr(message, name)), value))
 
 
 def _as(kind: type[bool | int | float | str], value: Value) -> bool | int | float | str:
