@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from pdserve.config import ServingConfig
 
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]
-
-KvEvents = Literal["link", "off"]
 # New objects after which Python's garbage collector runs in a router's process. Few of its objects are in cycles: with
 # Python's default of 700 a streamed request takes a tenth more (docs/measurements/front-end.md).
 YOUNG_OBJECTS = 20_000
@@ -86,7 +84,7 @@ class RouterConfig(Limits, ServingConfig):
     enable_log_requests: bool = Field(False, description="Log a line at each request's end, with its ids and figures.")
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
-    kv_events: KvEvents = Field(
+    kv_events: Literal["link", "off"] = Field(
         "link",
         description="Whether workers report on their links which prefixes they hold.",
     )

@@ -10,35 +10,11 @@ from math import inf
 from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import IDLE
+from pdserve.router import events
 from pdserve.router.admission import SHUTTING_DOWN, Admission
 from pdserve.router.commands import Command, Refused, Warn, reads_too_slowly
 from pdserve.router.config import Limits
 from pdserve.router.delivery import Delivery
-from pdserve.router.events import (
-    AttemptFailed,
-    ClientEvent,
-    ClientGone,
-    ClientTooSlow,
-    DrainAsked,
-    Event,
-    KvChanged,
-    LinkLost,
-    LoadReported,
-    MovesAsked,
-    OperatorEvent,
-    PairMeasured,
-    ProcessEnded,
-    Registration,
-    RequestArrived,
-    RoleAsked,
-    ShutdownAsked,
-    ShutdownDue,
-    StageReached,
-    StepReported,
-    StopStringFound,
-    Tick,
-    WorkerEvent,
-)
 from pdserve.router.membership import Membership
 from pdserve.router.moving import Moving
 from pdserve.router.placements import Placements
@@ -92,10 +68,10 @@ class RouterCore:
         due_s = min(self.placements.next_alarm_s, self.membership.silence_due_s, self._admission.due_s)
         return None if due_s == inf else due_s
 
-    def handle(self, event: Event, now_s: float) -> list[Command]:
+    def handle(self, event: events.Event, now_s: float) -> list[Command]:
         """Advance by one event; return what to do now, in order."""
         self.placements.recent.now_s = now_s
-        if isinstance(event, WorkerEvent):
+        if isinstance(event, events.WorkerEvent):
             self._handle_worker(event, now_s)
         else:
             self._handle_other(event, now_s)
@@ -104,59 +80,61 @@ class RouterCore:
         self._admission.place_more(now_s)
         return self.placements.take_commands()
 
-    def _handle_worker(self, event: WorkerEvent, now_s: float) -> None:  # noqa: C901 - one match
-        if isinstance(event, Registration):
+    def _handle_worker(self, event: events.WorkerEvent, now_s: float) -> None:  # noqa: C901 - one match
+        if isinstance(event, events.Registration):
             self.membership.register(event, now_s)
             return
         worker = self.workers.get(event.link)
         if worker is None:
             return  # late news of a link that was dropped
-        if not isinstance(event, LinkLost):  # the end of a link is no sign of life
+        if not isinstance(event, events.LinkLost):  # the end of a link is no sign of life
             worker.last_heard_s = now_s
         match event:
-            case StepReported():
+            case events.StepReported():
                 self._take_step(worker, event, now_s)
-            case StageReached():
+            case events.StageReached():
                 self._delivery.stage(worker, event, now_s)
-            case LoadReported():
+            case events.LoadReported():
                 self._take_load(worker, event, now_s)
-            case PairMeasured():
+            case events.PairMeasured():
                 self._take_pair(worker, event)
-            case KvChanged():
+            case events.KvChanged():
                 self.predictor.prefixes.apply(event)
-            case AttemptFailed():
+            case events.AttemptFailed():
                 self._retry.take_failure(worker, event, now_s)
-            case LinkLost():
+            case events.LinkLost():
                 self.membership.lose(worker, event.reason, now_s)
 
-    def _handle_other(self, event: ClientEvent | OperatorEvent, now_s: float) -> None:  # noqa: C901 - one match
+    def _handle_other(  # noqa: C901 - one match
+        self, event: events.ClientEvent | events.OperatorEvent, now_s: float
+    ) -> None:
         match event:
-            case RequestArrived():
+            case events.RequestArrived():
                 self._admission.arrive(event, now_s)
-            case ClientGone(request_id):
+            case events.ClientGone(request_id):
                 self._end(request_id, _CANCELLED)
-            case ClientTooSlow(request_id, limit_bytes):
+            case events.ClientTooSlow(request_id, limit_bytes):
                 self._end(request_id, reads_too_slowly(limit_bytes))
-            case StopStringFound(request_id, index):
+            case events.StopStringFound(request_id, index):
                 self._stop(request_id, index, now_s)
-            case Tick():
+            case events.Tick():
                 self._tick(now_s)
-            case ProcessEnded():
+            case events.ProcessEnded():
                 self.membership.note_ended(event, now_s)
-            case DrainAsked():
+            case events.DrainAsked():
                 self._drain(event, now_s)
-            case RoleAsked():
+            case events.RoleAsked():
                 self._ask_for_role(event)
-            case MovesAsked():
+            case events.MovesAsked():
                 self.moving.ask(event, now_s)
-            case ShutdownAsked():
+            case events.ShutdownAsked():
                 self._admission.is_closed = True
-            case ShutdownDue():
+            case events.ShutdownDue():
                 self._end_all()
 
     # ---- workers
 
-    def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
+    def _take_step(self, worker: WorkerView, event: events.StepReported, now_s: float) -> None:
         faults = self._delivery.prompts(worker, event.prompts, now_s) if event.prompts else []
         for request, placement, text in [*faults, *self._delivery.step(worker, event.deltas, now_s)]:
             self._retry.take_fault(worker, request, placement, text, now_s)
@@ -165,7 +143,7 @@ class RouterCore:
             worker.step_s = event.elapsed_s
             self.predictor.observe_step(worker, event.step, event.elapsed_s, now_s)
 
-    def _take_load(self, worker: WorkerView, event: LoadReported, now_s: float) -> None:
+    def _take_load(self, worker: WorkerView, event: events.LoadReported, now_s: float) -> None:
         was_draining, role = worker.draining, worker.role
         self.predictor.note_others(worker, worker.report(event.load), now_s)
         has_changed = self.workers.take_role(worker, event.load.role, event.load.role_epoch)
@@ -176,13 +154,13 @@ class RouterCore:
             self.membership.note_change(now_s)
         self.moving.look(worker, now_s)
 
-    def _take_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
+    def _take_pair(self, worker: WorkerView, pair: events.PairMeasured) -> None:
         self.predictor.links.begin((worker.name, pair.decode), pair.bytes_per_s)
         if pair.is_slow:
             rate = f"{pair.bytes_per_s / 1e6:.0f} MB/s, carrier: {pair.carrier}"
             self.placements.emit(Warn(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
 
-    def _drain(self, asked: DrainAsked, now_s: float) -> None:
+    def _drain(self, asked: events.DrainAsked, now_s: float) -> None:
         worker = self.workers.get(asked.link)
         if worker is None:
             return
@@ -199,7 +177,7 @@ class RouterCore:
             text = "drains: takes no more requests" if worker.draining else "takes requests again"
             self.placements.recent.note(Kind.DRAIN, worker.name, text)
 
-    def _ask_for_role(self, asked: RoleAsked) -> None:
+    def _ask_for_role(self, asked: events.RoleAsked) -> None:
         worker = self.workers.get(asked.link)
         if worker is not None:
             worker.asked = asked.role, asked.epoch

@@ -13,14 +13,7 @@ from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, LoadPart, ReportedLoad, Stage
-from pdserve.router.commands import (
-    CancelAttempt,
-    Fetch,
-    Move,
-    Place,
-    SendProcessGone,
-    SequenceSpec,
-)
+from pdserve.router.commands import CancelAttempt, Fetch, Move, Place, SendProcessGone, SequenceSpec
 from pdserve.router.events import (
     AttemptFailed,
     DrainAsked,

@@ -17,11 +17,11 @@ _TEXTS = {NO_KEY: "no API key is shown: authorization: Bearer KEY", WRONG_KEY: "
 
 
 class DeniedError(Exception):
-    """The caller shows no key, or a wrong one. `reason` is NO_KEY or WRONG_KEY."""
+    """The caller shows no key, or a wrong one."""
 
     def __init__(self, reason: str) -> None:
+        """`reason`: NO_KEY or WRONG_KEY."""
         super().__init__(_TEXTS[reason])
-        self.reason = reason
         self.message = _TEXTS[reason]
 
 

@@ -43,7 +43,7 @@ class Generator:
         request = chat_request(asked, headers)
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
-        choices = _choices(_num_choices(request), 0, plan, Prompt())
+        choices = _choices(request.sampling.n or 1, 0, plan, Prompt())
         reply = self._reply(asked, scope, CHAT, shown, [choices])
         await self._serve(reply, [request], scope, send, plan.constrained_by)
 
@@ -51,7 +51,7 @@ class Generator:
         """Serve POST /v1/completions. Raises what `errors.error_of` knows."""
         asked, headers = CompletionRequest.model_validate_json(body), headers_of(scope)
         template, prompts = completion_template(asked, headers), prompts_of(asked.prompt)
-        each = _num_choices(template)
+        each = template.sampling.n or 1
         if each * len(prompts) > MAX_CHOICES:
             raise invalid("n", f"{each * len(prompts)} choices of all prompts are over the limit of {MAX_CHOICES}")
         plan = filters.plan(asked, template, self._intake.model)
@@ -168,10 +168,6 @@ def _shown_error(error: Exception, constrained_by: str, headers: Iterable[Header
     filters.rename(shown, constrained_by)
     shown.headers = (*shown.headers, *headers)
     return shown
-
-
-def _num_choices(request: inference.GenerateRequest) -> int:
-    return request.sampling.n if request.sampling.HasField("n") else 1
 
 
 def _choices(num_choices: int, first: int, plan: filters.Plan, prompt: Prompt) -> list[Choice]:
