@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.clock import MonotonicClock
 from pdserve.router.frontend.api_keys import new_key
-from pdserve.router.frontend.backend import MAX_OF_STAGE, State
+from pdserve.router.frontend.backend import MAX_OF_STAGE, Standing, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.frontend.page import app as page_app
@@ -51,15 +51,20 @@ def test_a_page_that_applies_each_difference_has_the_whole_state(before: State, 
 
 
 class Router:
-    """Shows what a test sets, and counts how often it is asked."""
+    """Shows what a test sets, and counts how often it is asked. What the page needs of a `Backend`."""
 
     def __init__(self) -> None:
+        self.clock = MonotonicClock()
+        self.is_live = True
         self.num_asked = 0
         self.was_asked_often = asyncio.Event()
         self.ended: dict[str, dict[str, Any]] = {}
         self.requests: dict[str, dict[str, Any]] = {}
         self.unlisted: dict[str, dict[str, Any]] = {}  # under way too
         self.workers: list[str] = ["p0"]
+
+    def standing(self) -> Standing:
+        return Standing(self.is_live, is_ready=True, can_serve=True, max_model_len=None)
 
     async def live(self) -> State:
         self.num_asked += 1
@@ -142,8 +147,8 @@ class Visit:
         await self.done()
 
 
-def page_of(router: Router, keys: Path | None = None, is_closing: Callable[[], bool] = lambda: False) -> Page:
-    return Page(router, Clients(keys, Uses(MonotonicClock())), MonotonicClock(), is_closing)
+def page_of(router: Router, keys: Path | None = None) -> Page:
+    return Page(router, Clients(keys, Uses(router.clock)))
 
 
 @pytest.fixture
@@ -300,10 +305,10 @@ async def test_a_watcher_that_reads_slowly_gets_the_latest_state_and_none_of_tho
 
 
 async def test_a_router_that_shuts_down_ends_the_streams() -> None:
-    closing: list[bool] = []
-    visit = Visit(page_of(Router(), is_closing=lambda: bool(closing)), "/page/events")
+    router = Router()
+    visit = Visit(page_of(router), "/page/events")
     await visit.until(lambda: visit.events)
-    closing.append(True)
+    router.is_live = False
     await visit.done()
 
 

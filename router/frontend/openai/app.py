@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 import pdserve
-from pdserve.clock import MonotonicClock
 from pdserve.errors import RequestError
 from pdserve.ids import new_request_id
 from pdserve.router.frontend.backend import Backend
@@ -50,8 +49,7 @@ class App:
             "/v1/completions": generator.complete,
         }
         self._intake = intake
-        backend = intake.backend
-        self._page = Page(backend, intake.clients, MonotonicClock(), lambda: not backend.standing().is_live)
+        self._page = Page(intake.backend, intake.clients)
         self.routes = routes(intake)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import FINISH_REASONS
 from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.openai.filters import Delta, TextFilter
+from pdserve.router.frontend.openai.filters import Delta, MessageFilter
 from pdserve.router.frontend.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class Choice:
 
     index: int
     prompt: Prompt
-    filter: TextFilter | None = None
+    filter: MessageFilter | None = None
     num_chars: int = 0  # given out: where the next token's text begins
     finish_reason: str | None = None
     stop_match: str | int | None = None

@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from pdserve.errors import echo, invalid
 from pdserve.grammar.compiler import WHITESPACE
@@ -191,21 +191,11 @@ _ID_CHARS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates take no other
 
 
-class TextFilter(Protocol):
-    """Turns the text of one choice into deltas. Called on the event loop: must neither wait nor raise."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Take the text gained; return what the message gains by it."""
-
-    def finish(self, finish_reason: str) -> tuple[list[Delta], str]:
-        """End the text; return what was held back, and the finish reason to report."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a request's fields for output and tools come to."""
 
-    new_filter: Callable[[], TextFilter] | None = None  # for each choice; None: text is content
+    new_filter: "Callable[[], MessageFilter] | None" = None  # for each choice; None: text is content
     constrained_by: str = ""  # the field that says what the answer is to match
 
 
@@ -256,7 +246,7 @@ class _ToolReader:
 
 
 class MessageFilter:
-    """Tool calls and reasoning of one choice."""
+    """Turns the text of one choice into deltas: content, tool calls and reasoning."""
 
     def __init__(self, tools: _ToolReader | None, begins_inside: bool | None, *, shows_reasoning: bool) -> None:
         """`begins_inside`: whether the prompt has begun the reasoning; None: there is none."""
@@ -269,6 +259,7 @@ class MessageFilter:
         self._num_calls = 0
 
     def push(self, text: str) -> list[Delta]:
+        """Take the text gained; return what the message gains by it."""
         if self._ends:
             text = self._before_end(self._held + text)
         if self._reasoning is None:
@@ -276,6 +267,7 @@ class MessageFilter:
         return [delta for part in self._reasoning.push(text) for delta in self._part(part.text, part.is_reasoning)]
 
     def finish(self, finish_reason: str) -> tuple[list[Delta], str]:
+        """End the text; return what was held back, and the finish reason to report."""
         deltas: list[Delta] = []
         if self._reasoning is not None:
             for part in self._reasoning.finish():

@@ -16,10 +16,10 @@ A page that applies each change has the state behind it; and of requests it gets
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -27,9 +27,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from pdserve.clock import Clock
 from pdserve.router.frontend.api_keys import bearer
-from pdserve.router.frontend.backend import MAX_OF_STAGE, PERIOD_S, State
+from pdserve.router.frontend.backend import MAX_OF_STAGE, PERIOD_S, Backend, State
 from pdserve.router.frontend.clients import Clients, DeniedError
 
 PULSE_S = 1.0  # without a change: by this a page knows that it is still connected
@@ -47,13 +46,6 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
-
-
-class Source(Protocol):
-    """As of `backend.Backend`."""
-
-    async def live(self) -> State: ...
-    async def live_request(self, name: str) -> dict[str, Any] | None: ...
 
 
 def visible(state: State, tenant: str | None) -> State:
@@ -86,15 +78,13 @@ def difference(before: State, after: State) -> dict[str, dict[str, object]]:
 class Page:
     """The page. `app` serves the paths that `serves` names, and asks for keys itself."""
 
-    def __init__(self, source: Source, clients: Clients, clock: Clock, is_closing: Callable[[], bool]) -> None:
-        """`is_closing`: whether the router shuts down, so that streams are to end."""
-        self._source = source
+    def __init__(self, backend: Backend, clients: Clients) -> None:
+        self._backend = backend
         self._state: State = {}  # the latest
         self._asked_s = float("-inf")  # when it was asked for
         self._asking = asyncio.Lock()
         self._clients = clients
-        self._clock = clock
-        self._is_closing = is_closing
+        self._clock = backend.clock
         self._files = _read_files()
         self._watchers: Counter[str | None] = Counter()  # by tenant
         routes = (
@@ -132,7 +122,7 @@ class Page:
             tenant = self._tenant(request.headers)
         except _RefusedError as error:
             return _error(error.status, error.message)
-        known = await self._source.live_request(request.path_params["request_id"])
+        known = await self._backend.live_request(request.path_params["request_id"])
         if known is None or tenant not in (None, known["tenant"]):
             return _error(404, "the request is not known, or no longer")
         return JSONResponse(known, headers=_HEADERS)
@@ -155,7 +145,7 @@ class Page:
         """Return what is shown, asked for at most PERIOD_S ago."""
         async with self._asking:
             if self._clock.now_s() >= self._asked_s + PERIOD_S:
-                self._state = await self._source.live()
+                self._state = await self._backend.live()
                 self._asked_s = self._clock.now_s()
         return self._state
 
@@ -184,13 +174,13 @@ class Page:
             raise _RefusedError(503, f"{MAX_OF_TENANT} pages of this tenant watch already")
 
     async def _stream(self, headers: Headers, send: Send, left: asyncio.Future[None]) -> None:
-        """Send states until the watcher has left."""
+        """Send states until the watcher has left, or the router shuts down."""
         start = {**_HEADERS, "Content-Type": "text/event-stream"}
         raw = [(name.lower().encode(), text.encode()) for name, text in start.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         sent: State = {}
         sent_s = float("-inf")
-        while not left.done() and not self._is_closing():
+        while not left.done() and self._backend.standing().is_live:
             state = visible(await self._latest(), self._tenant(headers))
             clock = state.pop("clock")
             changes, now_s = difference(sent, state), self._clock.now_s()
