@@ -40,12 +40,10 @@ _IN_WORDS = {
 
 @value
 class Because:
-    """A cause, in words for whoever asked, and the figures where an objective is missed."""
+    """A cause, and the same in words for whoever asked, with the figures where an objective is missed."""
 
     cause: Cause
     text: str
-    predicted_s: float | None = None
-    objective_s: float | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -56,7 +54,7 @@ def late(cause: Cause, predicted_s: float, objective_s: float) -> Because:
         f"slo.ttft_ms: the first token would come after {predicted_s * 1e3:.0f} ms, {objective_s * 1e3:.0f} were asked "
         f"for; what takes longest: {_IN_WORDS[cause]}"
     )
-    return Because(cause, text, predicted_s, objective_s)
+    return Because(cause, text)
 
 
 def slow(cause: Cause, predicted_s: float, objective_s: float) -> Because:
@@ -64,13 +62,13 @@ def slow(cause: Cause, predicted_s: float, objective_s: float) -> Because:
         f"slo.tpot_ms: no decode worker keeps {objective_s * 1e3:.0f} ms a token now, {predicted_s * 1e3:.0f} would be "
         f"the least; what takes longest: {_IN_WORDS[cause]}"
     )
-    return Because(cause, text, predicted_s, objective_s)
+    return Because(cause, text)
 
 
 def impossible(name: str, idle_s: float, objective_s: float) -> Because:
     asked_ms, idle_ms = objective_s * 1e3, idle_s * 1e3
     text = f"slo.{name}_ms: {asked_ms:.0f} ms cannot be met here: an idle cluster would need {idle_ms:.0f} ms"
-    return Because(Cause.IDLE_CLUSTER, text, idle_s, objective_s)
+    return Because(Cause.IDLE_CLUSTER, text)
 
 
 def no_room(cause: Cause, num_tokens: int) -> Because:
@@ -88,4 +86,4 @@ def reserved(limit_s: float, objective_s: float, handed_over_s: float | None) ->
         f"slo.tpot_ms: decode workers compute prompts only while they keep {limit_s * 1e3:.0f} ms a token, of "
         f"{objective_s * 1e3:.0f} asked for, and leave the rest to hand-offs{late_text}"
     )
-    return Because(Cause.RESERVED, text, limit_s, objective_s)
+    return Because(Cause.RESERVED, text)
