@@ -16,7 +16,7 @@ from pdserve.ids import new_request_id
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import DeniedError, OverLimitError
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.errors import HttpError, error_of, first_invalid
+from pdserve.router.frontend.openai.errors import HttpError, error_of
 from pdserve.router.frontend.openai.fields import with_generation
 from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
@@ -101,9 +101,8 @@ async def _end(error: HttpError, scope: Scope, send: Send) -> None:
 def routes(intake: Intake) -> FastAPI:
     """Return what is served besides generation, with a description of everything at /openapi.json."""
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
-    app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_exception_handler(HTTPException, _not_served)
-    for kind in (HttpError, DeniedError, OverLimitError, RequestError, ValueError):
+    for kind in (RequestValidationError, HttpError, DeniedError, OverLimitError, RequestError, ValueError):
         app.add_exception_handler(kind, _refused)
     _add_state(app, intake.backend)
     _add_models(app, intake)
@@ -114,11 +113,6 @@ def routes(intake: Intake) -> FastAPI:
 
 async def _refused(_request: Request, error: Exception) -> Response:
     return _response(error_of(error))
-
-
-async def _not_valid(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return _response(first_invalid(error.errors()))
 
 
 async def _not_served(request: Request, error: Exception) -> Response:

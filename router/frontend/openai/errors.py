@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any
 
 import msgspec
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from pdserve.errors import RequestError, Status, echo
@@ -89,7 +90,9 @@ def error_of(error: Exception | Refused) -> HttpError:
         case RequestError():
             return _of_request(error)
         case ValidationError():
-            return first_invalid(error.errors(include_url=False, include_context=False))
+            return _first_invalid(error.errors(include_url=False, include_context=False))
+        case RequestValidationError():
+            return _first_invalid(error.errors())
         case UnicodeEncodeError():
             return HttpError(400, "body: it has half of a surrogate pair, which is no text")
         case _:
@@ -139,7 +142,7 @@ def _try_no_more(status: int) -> tuple[Header, ...]:
     return ((b"x-should-retry", b"false"),) if status >= 500 else ()
 
 
-def first_invalid(errors: Sequence[Mapping[str, Any]]) -> HttpError:
+def _first_invalid(errors: Sequence[Mapping[str, Any]]) -> HttpError:
     """Return the error for the first field that is not of its type, of pydantic's list."""
     first = errors[0]
     place = [str(each) for each in first["loc"] if isinstance(each, int) or _NAME.fullmatch(each)]

@@ -221,13 +221,15 @@ def with_generation(app: FastAPI) -> dict[str, Any]:
     components = document.setdefault("components", {}).setdefault("schemas", {})
     components |= schemas["$defs"]
     errors = {status: _answer(text) for status, text in ERRORS.items()}
+    generated = _answer("The answer, whole or in events.")
+    generated["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     for path, model in GENERATION.items():
         body = {"schema": {"$ref": REF.format(model=model.__name__)}}
         document["paths"][path] = {
             "post": {
                 "summary": model.__doc__,
                 "requestBody": {"required": True, "content": {"application/json": body}},
-                "responses": {"200": _generated(), **errors},
+                "responses": {"200": generated, **errors},
             }
         }
     for path in document["paths"].values():
@@ -241,9 +243,3 @@ def with_generation(app: FastAPI) -> dict[str, Any]:
 
 def _answer(text: str) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
-
-
-def _generated() -> dict[str, Any]:
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
-    whole = {"application/json": {"schema": {"type": "object"}}}
-    return {"description": "The answer, whole or in events.", "content": {**whole, **stream}}
