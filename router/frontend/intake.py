@@ -12,10 +12,9 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
-from pdserve.router.frontend.answer import Answer, Client
+from pdserve.router.frontend.answer import Answer, Client, Pace
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, OverLimitError, Visit
-from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
 from pdserve.router.frontend.records import Opened, Records
 from pdserve.text.stop import OutputText

@@ -1,29 +1,201 @@
-"""A frontend as a process of its own.
+"""A frontend as a process of its own. The core is at the other end of a channel.
 
 Arguments: the descriptor of its channel, its number, the router's process, and the router's configuration as JSON.
 
 The router decides when it ends; with the router it ends at once.
 """
 
+import asyncio
 import gc
 import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import uvloop
 
+from pdserve.clock import MonotonicClock
+from pdserve.credentials import Connections
+from pdserve.errors import ProtocolError, Status
+from pdserve.ids import RequestId
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
-from pdserve.router.frontend.channel import Ready
+from pdserve.router.desk import Answer
+from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.router.frontend import channel as messages
+from pdserve.router.frontend.api_keys import TenantLimits
+from pdserve.router.frontend.backend import Abort, EngineState, Standing, State
+from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.doors import open_doors
 from pdserve.router.frontend.prompts import ServedModel
-from pdserve.router.frontend.remote import Remote
 from pdserve.router.frontend.served import load_model
 from pdserve.signals import STOP_SIGNALS, die_with_parent, end_served
 from pdserve.telemetry import configure_logging
+from pdserve.token_ids import pack
 
 ABANDONED_STATUS = 1
+_LIMITS = set(TenantLimits.model_fields)
+
+
+class Remote:
+    """The `Backend`: sends the core what the doors have for it, and gives its messages to those whom they are for."""
+
+    def __init__(self) -> None:
+        self.clock = MonotonicClock()  # the core's, too: a machine has one
+        self.channel = Channel(messages.core_decoder, self.take, self._end)
+        self.tenants = _Tenants(self)
+        self.outcomes = _Outcomes(self.channel)
+        self.connections = Connections()
+        self.aborts: list[Abort] = []
+        self.span_counts: Callable[[], Mapping[str, int]] = dict
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: the core wants it
+        self.changed: Callable[[], None] = lambda: None  # called when the standing has changed
+        self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
+        self._answers: dict[RequestId, Answer] = {}
+        self._num_asked = 0
+        self._replies: dict[int, asyncio.Future[bytes]] = {}  # that are to come, by number
+
+    def standing(self) -> Standing:
+        return self._standing
+
+    def admit(self, event: RequestArrived, answer: Answer) -> None:
+        self._answers[event.request_id] = answer
+        self.channel.post(messages.Arrive(replace(event, token_ids=()), pack(event.token_ids).tobytes()))
+
+    def leave(self, request_id: RequestId) -> None:
+        if request_id in self._answers:
+            self.channel.post(messages.Leave(request_id))
+
+    def fail(self, error: Exception) -> None:
+        if not self.stopped.done():
+            self.stopped.set_exception(error)
+
+    async def connect(self, ours: socket.socket) -> None:
+        """Begin to use the channel."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=ours)
+
+    async def live(self) -> State:
+        return msgspec.msgpack.decode(await self._ask("live"), type=State)
+
+    async def live_request(self, name: str) -> dict[str, Any] | None:
+        return msgspec.msgpack.decode(await self._ask("request", name.encode()), type=dict[str, Any] | None)
+
+    async def metrics(self) -> bytes:
+        return await self._ask("metrics")
+
+    async def engine(self) -> EngineState:
+        return msgspec.msgpack.decode(await self._ask("engine"), type=EngineState)
+
+    def abort(self, tenant: str, names: Sequence[str]) -> None:
+        self.channel.post(messages.Abort(tenant, names))
+
+    def _ask(self, what: messages.What, data: bytes = b"") -> asyncio.Future[bytes]:
+        number, reply = self.new_reply()
+        self.channel.post(messages.Ask(number, what, data))
+        return reply
+
+    def new_reply(self) -> tuple[int, asyncio.Future[bytes]]:
+        """Return the number of a message that the core is to reply to, and its reply."""
+        self._num_asked += 1
+        reply = self._replies[self._num_asked] = asyncio.get_running_loop().create_future()
+        return self._num_asked, reply
+
+    def take(self, message: messages.FromCore) -> None:
+        """Carry out a message of the core's."""
+        match message:
+            case messages.Tokens():
+                self._deliver(message)
+            case messages.Ended(request_id, finished, refused):
+                outcome = finished or refused
+                if outcome is None:
+                    raise ProtocolError("a request has ended in no way")
+                self._answers.pop(request_id).end(outcome)
+            case messages.Reply(number, data):
+                self._take_reply(number, data)
+            case messages.Stands(standing):
+                self._standing = standing
+                self.changed()
+            case messages.Abort(tenant, names):
+                for abort in self.aborts:
+                    abort(tenant, names)
+            case messages.Ping():
+                counted = self.connections
+                self.channel.post(messages.Pong(dict(self.span_counts()), counted.num_opened, counted.num_called))
+            case messages.Stop():
+                self._end("")
+
+    def _take_reply(self, number: int, data: bytes) -> None:
+        reply = self._replies.pop(number)
+        if not reply.done():
+            reply.set_result(data)
+
+    def _deliver(self, tokens: messages.Tokens) -> None:
+        request_id, index = tokens.request_id, tokens.index
+        logprobs = [inference.TokenLogprobs.FromString(packed) for packed in tokens.logprobs]
+        command = Deliver(request_id, index, tokens.token_ids, logprobs, tokens.finish_reason, tokens.prompt_logprobs)
+        match self._answers[request_id].deliver(command):
+            case StopStringFound():
+                self.channel.post(messages.Stopped(request_id, index))
+            case ClientTooSlow(_, limit_bytes):
+                self.channel.post(messages.TooSlow(request_id, limit_bytes))
+            case _:
+                pass
+
+    def _end(self, why: str) -> None:
+        if not self.stopped.done():
+            self.stopped.set_result(why)
+
+
+class _Tenants:
+    """Has the core count what tenants use."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._channel = remote.channel
+
+    async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
+        number, reply = self._remote.new_reply()
+        own = limits.model_dump_json(include=_LIMITS)  # may be an entry of the keys' file
+        self._channel.post(messages.Begin(number, tenant, own.encode()))
+        try:
+            return _refused(await asyncio.shield(reply))
+        except asyncio.CancelledError:
+            reply.add_done_callback(lambda reply: None if _refused(reply.result()) else self.end(tenant))
+            raise
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        self._channel.post(messages.Spend(tenant, num_tokens))
+
+    def end(self, tenant: str) -> None:
+        self._channel.post(messages.Done(tenant))
+
+    def deny(self, reason: str) -> None:
+        self._channel.post(messages.Deny(reason))
+
+
+def _refused(reply: bytes) -> Refused | None:
+    return msgspec.msgpack.decode(reply, type=Refused | None)
+
+
+class _Outcomes:
+    """Has the core count how requests ended."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def reject(self, status: Status) -> None:
+        self._channel.post(messages.Rejected(status))
+
+    def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
+        refused = outcome if isinstance(outcome, Refused) else None
+        num_tokens = outcome.usage.completion_tokens if isinstance(outcome, Finished) else 0
+        self._channel.post(messages.Counted(event.request_id, list(finish_reasons), num_tokens, refused))
 
 
 def main() -> None:
@@ -46,7 +218,7 @@ async def serve(config: RouterConfig, model: ServedModel, ours: socket.socket) -
     await remote.connect(ours)
     async with open_doors(config, model, remote, Clients(config.api_keys_file, remote.tenants)) as doors:
         remote.changed = doors.changed
-        remote.channel.post(Ready())
+        remote.channel.post(messages.Ready())
         why = await remote.stopped
         if why:
             os._exit(ABANDONED_STATUS)  # nobody decides any more

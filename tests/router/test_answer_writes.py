@@ -12,9 +12,8 @@ from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, StopStringFound
-from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.answer import LATEST_S, WINDOW_S, Answer, Gain, Pace
 from pdserve.router.frontend.generate import reply_bytes
-from pdserve.router.frontend.pace import LATEST_S, WINDOW_S, Pace
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import PromptLogprobs

@@ -22,7 +22,7 @@ from pdserve.router.events import ClientEvent, ClientTooSlow, RequestArrived, St
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.channel import Channel, core_decoder, frame
-from pdserve.router.frontend.remote import Remote
+from pdserve.router.frontend.process import Remote
 from pdserve.router.frontend_link import MAX_UNANSWERED, FrontendLink
 from pdserve.router.frontends import Frontends, run_frontends
 from pdserve.router.hub import Hub
