@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.router.frontend.page.board import MAX_OF_STAGE
+from pdserve.router.frontend.backend import MAX_OF_STAGE
 
 pytestmark = pytest.mark.timeout(600)
 
