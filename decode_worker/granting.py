@@ -93,7 +93,7 @@ class Granting:
         generations = cache.pool.generations(pages)
         capability = mint_capability(self._key, expected.key, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._lease_s)
-        half = receiver.Receiver(grant, cache.page_size, checks_digests=self._checks_digests)
+        half = receiver.Receiver(expected.key, grant, cache.page_size, checks_digests=self._checks_digests)
         return Arrival(expected, half, reused)
 
     def settle(self, arrival: Arrival) -> None:

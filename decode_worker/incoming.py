@@ -135,7 +135,7 @@ class Incoming:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
         self._ungranted = [expected for expected in self._ungranted if expected.key != key]
         arrival = self._arrivals.get(key)
-        return [] if arrival is None else self._advance(arrival, receiver.GaveUp(reason))
+        return [] if arrival is None else self._advance(arrival, doors.GaveUp(reason))
 
     def handle(self, event: doors.IncomingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
@@ -216,8 +216,6 @@ class Incoming:
         match command:
             case Grant() | Taken() | Withdrawn():
                 yield doors.ToSender(arrival.expected.peer, key, command)
-            case receiver.CheckDigests(first, digests):
-                yield doors.CheckDigests(key, pages[first : first + len(digests)], digests)
             case receiver.Admit(capsule, num_pages):
                 self._settle(arrival)
                 self._has_come |= arrival.expected.is_move
@@ -228,9 +226,11 @@ class Incoming:
                 self._granting.quarantine(arrival)
             case receiver.FreePages(num_checked):
                 self._free(arrival, num_checked)
-            case receiver.Failed(failure, reason):
+            case doors.NotAdmitted(_, failure):
                 self.num_digest_mismatches += failure is Failure.DIGEST_MISMATCH
-                yield doors.NotAdmitted(key, failure, reason)
+                yield command
+            case doors.CheckDigests():
+                yield command
 
     def _settle(self, arrival: Arrival) -> None:
         del self._arrivals[arrival.expected.key]

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pdserve.kvtransfer.doors import ReceiverMessage
-from pdserve.kvtransfer.sender import CopyStopped
+from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 OLDEST_EVERY = 4  # slices: a long hand-off gets this share of the bandwidth, however many short ones overtake it

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from pdserve.ids import PageId
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import Capsule, FromReceiver, FromSender, HandoffKey, Pages, Peer
 from pdserve.reports import Failure
 from pdserve.values import value
@@ -31,6 +30,22 @@ class Claim:
 
 
 @value
+class GaveUp:
+    """The request has ended here: cancelled, out of time, or finished with its first token."""
+
+    reason: str
+
+
+@value
+class CopyStopped:
+    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
+
+    digests: tuple[int, ...] | None
+    reason: str = ""
+    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the granted pages
+
+
+@value
 class ReceiverAttached:
     peer: Peer
 
@@ -46,7 +61,7 @@ class ReceiverMessage:
 
 @value
 class ReceiverLost:
-    """The stream to a receiver has ended, or could not be had."""
+    """The stream to a receiver has ended, could not be had, or brings no answer."""
 
     peer: Peer
     reason: str
@@ -104,7 +119,7 @@ class Connect:
 
 
 @value
-class Copy:
+class StartCopy:
     """Write pages into the receiver's; CopyStopped follows, whatever happens."""
 
     peer: Peer
@@ -177,12 +192,15 @@ class Sent:
 
 @value
 class Unsent:
-    """A hand-off that was to leave has failed. `may_resume`: the receiver surely never goes on with its sequence."""
+    """A hand-off that was to leave has failed: the receiver is not known to have taken it.
+
+    `may_resume`: the receiver surely never goes on with the sequence. It has not been sent a commit, or has withdrawn.
+    """
 
     key: HandoffKey
     failure: Failure
     reason: str
-    may_resume: bool
+    may_resume: bool = True
 
 
 @value
@@ -223,7 +241,7 @@ class NotAdmitted:
 
 OutgoingEvent = ReceiverAttached | ReceiverMessage | ReceiverLost | PeerGone
 IncomingEvent = SenderAttached | SenderAlive | SenderMessage | SenderLost | DigestsChecked | PeerGone
-Command = Connect | Copy | CancelCopies | Probe | ToReceiver | ToSender | CheckDigests | Forget
+Command = Connect | StartCopy | CancelCopies | Probe | ToReceiver | ToSender | CheckDigests | Forget
 Leaving = Granted | Sent | Unsent
 Arriving = Reserved | Landed | Admitted | NotAdmitted
 Outcome = Leaving | Arriving

@@ -8,13 +8,22 @@ import hmac
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
+from pdserve.kvtransfer.doors import (
+    CheckDigests,
+    DigestsChecked,
+    GaveUp,
+    NotAdmitted,
+    PeerGone,
+    SenderAttached,
+    SenderLost,
+)
 from pdserve.kvtransfer.session import (
     Capsule,
     Commit,
     FromReceiver,
     FromSender,
     Grant,
+    HandoffKey,
     PagesLanded,
     Quiesced,
     Taken,
@@ -34,25 +43,10 @@ class State(Enum):
 
 
 @value
-class GaveUp:
-    """The request ended here: cancelled or out of time."""
-
-    reason: str
-
-
-@value
 class LeaseLapsed:
     """The sender was silent for longer than its lease. This proves nothing about writes under way."""
 
     reason: str
-
-
-@value
-class CheckDigests:
-    """Compare the grant's pages from position `first` on; DigestsChecked follows. One check is under way at a time."""
-
-    first: int
-    digests: tuple[int, ...]
 
 
 @value
@@ -75,23 +69,16 @@ class FreePages:
     num_checked: int
 
 
-@value
-class Failed:
-    """Report to the router that this attempt is over without its answer."""
-
-    failure: Failure
-    reason: str
-
-
 Event = SenderAttached | DigestsChecked | GaveUp | SenderLost | LeaseLapsed | PeerGone | FromSender
-Command = CheckDigests | Admit | QuarantinePages | FreePages | Failed | FromReceiver
+Command = CheckDigests | Admit | QuarantinePages | FreePages | NotAdmitted | FromReceiver
 
 
 class Receiver:
     """One hand-off into the pages of `grant`, which the caller has reserved. A page holds `page_size` tokens."""
 
-    def __init__(self, grant: Grant, page_size: int, *, checks_digests: bool = True) -> None:
+    def __init__(self, key: HandoffKey, grant: Grant, page_size: int, *, checks_digests: bool = True) -> None:
         self.state = State.RESERVED
+        self.key = key
         self.grant = grant
         self._page_size = page_size
         self._checks_digests = checks_digests
@@ -113,13 +100,13 @@ class Receiver:
             case ((State.GRANTED | State.LANDING | State.QUARANTINED), DigestsChecked(_, mismatch)):
                 return self._checked(mismatch)
             case State.RESERVED, (GaveUp(reason) | SenderLost(_, reason) | LeaseLapsed(reason)):
-                return (*_failures(event), Withdrawn(reason), *self._free())
+                return (*_failures(self.key, event), Withdrawn(reason), *self._free())
             case State.RESERVED, (Quiesced() | PeerGone()):
-                return (*_failures(event), *self._free())
+                return (*_failures(self.key, event), *self._free())
             case State.GRANTED, (GaveUp(reason) | SenderLost(_, reason) | LeaseLapsed(reason)):
-                return (*_failures(event), *self._quarantine(reason))
+                return (*_failures(self.key, event), *self._quarantine(reason))
             case State.GRANTED, (Quiesced() | PeerGone()):
-                return (*_failures(event), *self._free())
+                return (*_failures(self.key, event), *self._free())
             case State.QUARANTINED, (Quiesced() | PeerGone()):
                 return self._free()
             case State.QUARANTINED, SenderAttached():
@@ -143,11 +130,12 @@ class Receiver:
         return self._check_next()
 
     def _check_next(self) -> tuple[Command, ...]:
-        due = self._digests[self._num_checked :]
-        if self._num_checking or not due or not self._checks_digests:
+        """Check what has landed since the last check. One check is under way at a time."""
+        first, end = self._num_checked, len(self._digests)
+        if self._num_checking or first == end or not self._checks_digests:
             return ()
-        self._num_checking = len(due)
-        return (CheckDigests(self._num_checked, due),)
+        self._num_checking = end - first
+        return (CheckDigests(self.key, self.grant.pages[first:end], self._digests[first:]),)
 
     def _committed(self, commit: Commit) -> tuple[Command, ...]:
         if not hmac.compare_digest(commit.capability, self.grant.capability):
@@ -168,7 +156,7 @@ class Receiver:
             if self.state is State.QUARANTINED:
                 return ()
             reason = f"digest of page {self._num_checked} differs from the sender's"
-            return (Failed(Failure.DIGEST_MISMATCH, reason), *self._quarantine(reason))
+            return (NotAdmitted(self.key, Failure.DIGEST_MISMATCH, reason), *self._quarantine(reason))
         if self.state is State.LANDING and self._capsule is not None:
             return self._check_next() or self._admit_if_checked(self._capsule)
         return self._check_next()
@@ -189,16 +177,16 @@ class Receiver:
         return (FreePages(self._num_checked),)
 
 
-def _failures(event: Event) -> tuple[Failed, ...]:
+def _failures(key: HandoffKey, event: Event) -> tuple[NotAdmitted, ...]:
     """Return what to report of an event that ends a hand-off. The router knows of requests that it ended itself."""
     match event:
         case SenderLost(_, reason):
-            return (Failed(Failure.PEER_LOST, reason),)
+            return (NotAdmitted(key, Failure.PEER_LOST, reason),)
         case LeaseLapsed(reason):
-            return (Failed(Failure.LEASE_LAPSED, reason),)
+            return (NotAdmitted(key, Failure.LEASE_LAPSED, reason),)
         case PeerGone():
-            return (Failed(Failure.PEER_LOST, "the sender's process ended"),)
+            return (NotAdmitted(key, Failure.PEER_LOST, "the sender's process ended"),)
         case Quiesced(reason):
-            return (Failed(Failure.SENDER_GAVE_UP, reason),)
+            return (NotAdmitted(key, Failure.SENDER_GAVE_UP, reason),)
         case _:
             return ()

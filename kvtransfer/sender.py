@@ -7,14 +7,17 @@ it has quiesced only when no copy is or will be under way, and none has ended in
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
+from pdserve.kvtransfer.doors import CancelCopies, CopyStopped, GaveUp, ReceiverLost, StartCopy, Unsent
 from pdserve.kvtransfer.session import (
     Capsule,
     Commit,
     FromReceiver,
     FromSender,
     Grant,
+    HandoffKey,
     Pages,
     PagesLanded,
+    Peer,
     Quiesced,
     Taken,
     Withdrawn,
@@ -48,29 +51,6 @@ class PrefillDone:
 
 
 @value
-class CopyStopped:
-    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
-
-    digests: tuple[int, ...] | None
-    reason: str = ""
-    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the granted pages
-
-
-@value
-class GaveUp:
-    """The request ended here: cancelled, or finished with its first token."""
-
-    reason: str
-
-
-@value
-class PeerLost:
-    """The stream to the receiver has ended, or the receiver does not answer."""
-
-    reason: str
-
-
-@value
 class FellSilent:
     """This process sent nothing for a time, because it was frozen or too busy."""
 
@@ -78,41 +58,20 @@ class FellSilent:
 
 
 @value
-class StartCopy:
-    src: Pages
-    dst: Pages
-
-
-@value
-class CancelCopies:
-    """Post nothing more of the copies under way. CopyStopped follows for each of them all the same."""
-
-
-@value
 class ReleasePages:
     """Give the source pages back: the hand-off no longer needs them."""
 
 
-@value
-class Failed:
-    """The hand-off is over, and the receiver is not known to have taken it.
-
-    `may_resume`: the receiver surely never goes on with the sequence. It has not been sent a commit, or has withdrawn.
-    """
-
-    failure: Failure
-    reason: str
-    may_resume: bool = True
-
-
-Event = PagesReady | PrefillDone | CopyStopped | GaveUp | PeerLost | FellSilent | FromReceiver
-Command = StartCopy | CancelCopies | ReleasePages | Failed | FromSender
+Event = PagesReady | PrefillDone | CopyStopped | GaveUp | ReceiverLost | FellSilent | FromReceiver
+Command = StartCopy | CancelCopies | ReleasePages | Unsent | FromSender
 
 
 class Sender:
-    """One hand-off. Copies are reported stopped in the order they were started."""
+    """One hand-off to `peer`. Copies are reported stopped in the order they were started."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: Peer, key: HandoffKey) -> None:
+        self.peer = peer
+        self.key = key
         self.state = State.COMPUTING
         self._ready: Pages = ()
         self._sent = 0  # pages handed to a copy, or skipped because the receiver holds them
@@ -136,7 +95,7 @@ class Sender:
         """Whether pages are granted and every page that is ready has been copied."""
         return self.state is State.SENDING and not self._copying and self._sent >= len(self._ready)
 
-    def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901 - one match
+    def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901, PLR0912 - one match
         """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
         match self.state, event:
             case ((State.COMPUTING | State.SENDING), PagesReady(pages)):
@@ -153,23 +112,22 @@ class Sender:
                 return self._copy_stopped(event)
             case State.LANDED, Taken():
                 return self._close()
-            case (
-                (State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED),
-                (Withdrawn(reason) | GaveUp(reason) | PeerLost(reason)),
-            ):
-                may_resume = self.state is not State.LANDED or isinstance(event, Withdrawn)
-                failed = () if isinstance(event, GaveUp) else (Failed(Failure.PEER_LOST, reason, may_resume),)
-                return failed + self._give_up(reason)
+            case ((State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED), GaveUp(reason)):
+                return self._give_up(reason)
+            case ((State.COMPUTING | State.OFFERED | State.SENDING), (Withdrawn(reason) | ReceiverLost(_, reason))):
+                return self._fail(Failure.PEER_LOST, reason)
+            case State.LANDED, (Withdrawn(reason) | ReceiverLost(_, reason)):
+                return self._fail(Failure.PEER_LOST, reason, may_resume=isinstance(event, Withdrawn))
             case State.SENDING, FellSilent(silent_s) if self._grant is not None and silent_s >= self._grant.lease_s:
                 reason = f"silent for {silent_s:.1f} s under a lease of {self._grant.lease_s:g} s"
-                return (Failed(Failure.PEER_LOST, reason), *self._give_up(reason))
+                return self._fail(Failure.PEER_LOST, reason)
             case _, FellSilent():
                 return ()  # there was no lease, or it has held
             case State.CLOSED, Withdrawn(reason):
                 return (Quiesced(reason),)  # its grant crossed our giving up
             case (
                 (State.DRAINING | State.CLOSED | State.IN_DOUBT),
-                (PagesReady() | PrefillDone() | Grant() | Taken() | Withdrawn() | GaveUp() | PeerLost()),
+                (PagesReady() | PrefillDone() | Grant() | Taken() | Withdrawn() | GaveUp() | ReceiverLost()),
             ):
                 return ()  # late news of a hand-off that is over
             case _:
@@ -191,11 +149,10 @@ class Sender:
             start = self._sent - grant.first_page
             dst = grant.pages[start : start + len(src)]
             if len(dst) != len(src):
-                reason = f"{len(grant.pages)} pages granted, more to send"
-                return (Failed(Failure.TRANSFER_FAILED, reason), *self._give_up(reason))
+                return self._fail(Failure.TRANSFER_FAILED, f"{len(grant.pages)} pages granted, more to send")
             self._sent += len(src)
             self._copying += 1
-            return (StartCopy(src, dst),)
+            return (StartCopy(self.peer, self.key, src, dst),)
         if self._copying or self._capsule is None:
             return ()
         self.state = State.LANDED
@@ -209,14 +166,17 @@ class Sender:
         if self.state is State.DRAINING:
             return self._quiesce(stopped.reason) if self._copying == 0 else ()
         if stopped.digests is None:
-            return (Failed(Failure.TRANSFER_FAILED, stopped.reason), *self._give_up(stopped.reason))
+            return self._fail(Failure.TRANSFER_FAILED, stopped.reason)
         return (PagesLanded(stopped.digests), *self._progress())
+
+    def _fail(self, failure: Failure, reason: str, *, may_resume: bool = True) -> tuple[Command, ...]:
+        return (Unsent(self.key, failure, reason, may_resume), *self._give_up(reason))
 
     def _give_up(self, reason: str) -> tuple[Command, ...]:
         if self._copying == 0:
             return self._quiesce(reason)
         self.state = State.DRAINING
-        return (CancelCopies(),)
+        return (CancelCopies(self.peer, self.key),)
 
     def _quiesce(self, reason: str) -> tuple[Command, ...]:
         if self._in_doubt:

@@ -88,9 +88,7 @@ ANSWER_S = 10.0  # for the answer to a commit, which a receiver may have refused
 class _Handoff:
     """One hand-off, from its placement until its pages are released."""
 
-    key: HandoffKey
-    peer: Peer
-    sender: Sender = field(default_factory=Sender)
+    sender: Sender
     held: list[PageId] = field(default_factory=list)  # the pages that are announced, in order
     sendable_s: float = 0.0  # when the last page was final, or its room known
     draining_s: float = 0.0  # given up, and waiting for its copies to stop
@@ -152,7 +150,7 @@ class Outgoing:
         return self._early.is_closed(peer, key)
 
     def open(self, key: HandoffKey, peer: Peer, address: str, now_s: float) -> list[Result]:
-        handoff = self._handoffs[key] = _Handoff(key, peer)
+        handoff = self._handoffs[key] = _Handoff(Sender(peer, key))
         connect = self._redialling.named(peer, address)
         early = self._early.take(peer, key)
         return [connect, *(self._advance(handoff, early.event, now_s) if early else ())]
@@ -174,27 +172,27 @@ class Outgoing:
     def give_up(self, key: HandoffKey, reason: str, now_s: float) -> list[Result]:
         """End a hand-off, if it is open: its request has ended here."""
         handoff = self._handoffs.get(key)
-        return [] if handoff is None else self._advance(handoff, sender.GaveUp(reason), now_s)
+        return [] if handoff is None else self._advance(handoff, doors.GaveUp(reason), now_s)
 
     def handle(self, event: doors.OutgoingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
             case doors.ReceiverMessage(peer, key, said):
                 handoff = self._handoffs.get(key)
-                if handoff is None or handoff.peer != peer:
+                if handoff is None or handoff.sender.peer != peer:
                     return self._early.handle(event, now_s)
                 return self._advance(handoff, said, now_s)
             case doors.ReceiverAttached(peer):
                 self._redialling.attached(peer)
                 return [doors.Probe(peer)]
-            case doors.ReceiverLost(peer, reason):
+            case doors.ReceiverLost(peer):
                 self._redialling.lose(peer, now_s)
                 self._early.lose(peer)
-                return self._lose(peer, reason, now_s)
+                return self._lose(event, now_s)
             case doors.PeerGone(peer):
                 self._redialling.forget(peer)
                 self._early.forget(peer)
-                return self._lose(peer, "the peer's process ended", now_s)
+                return self._lose(doors.ReceiverLost(peer, "the peer's process ended"), now_s)
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
         """Let time pass. `silent_s`: how long this process has sent nothing."""
@@ -209,41 +207,38 @@ class Outgoing:
             elif handoff.sender.state is State.LANDED:
                 handoff.landed_s += awake_s
                 if handoff.landed_s >= ANSWER_S:
-                    results += self._advance(handoff, sender.PeerLost(f"no answer within {ANSWER_S:g} s"), now_s)
+                    lost = doors.ReceiverLost(handoff.sender.peer, f"no answer within {ANSWER_S:g} s")
+                    results += self._advance(handoff, lost, now_s)
         return results + self._early.expire(now_s) + self._redialling.dial(now_s)
 
-    def _lose(self, peer: Peer, reason: str, now_s: float) -> list[Result]:
-        lost = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
-        return [each for handoff in lost for each in self._advance(handoff, sender.PeerLost(reason), now_s)]
+    def _lose(self, lost: doors.ReceiverLost, now_s: float) -> list[Result]:
+        handoffs = [handoff for handoff in self._handoffs.values() if handoff.sender.peer == lost.peer]
+        return [result for handoff in handoffs for result in self._advance(handoff, lost, now_s)]
 
     def _advance(self, handoff: _Handoff, event: sender.Event, now_s: float) -> list[Result]:
         commands = handoff.sender.handle(event)
         results: list[Result] = []
         if isinstance(event, Grant):
             handoff.sendable_s = max(handoff.sendable_s, now_s)
-            results.append(doors.Granted(handoff.key))
+            results.append(doors.Granted(handoff.sender.key))
         for command in commands:
             results += self._perform(handoff, command, now_s)
         if isinstance(event, Taken) and handoff.sender.state is State.CLOSED:
-            results.append(doors.Sent(handoff.key))
+            results.append(doors.Sent(handoff.sender.key))
         return results
 
     def _perform(self, handoff: _Handoff, command: sender.Command, now_s: float) -> Iterator[Result]:
-        peer, key = handoff.peer, handoff.key
+        peer, key = handoff.sender.peer, handoff.sender.key
         match command:
-            case sender.StartCopy(src, dst):
-                yield doors.Copy(peer, key, src, dst)
-            case sender.CancelCopies():
-                yield doors.CancelCopies(peer, key)
             case Commit():
                 handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
                 measured = replace(command, handoff_bytes=handoff_bytes, handoff_s=now_s - handoff.sendable_s)
                 yield doors.ToReceiver(peer, key, measured)
             case PagesLanded() | Quiesced():
                 yield doors.ToReceiver(peer, key, command)
-            case sender.Failed(failure, reason, may_resume):
-                yield doors.Unsent(key, failure, reason, may_resume)
             case sender.ReleasePages():
                 del self._handoffs[key]
                 self._pool.release(tuple(handoff.held))
                 self._early.close(peer, key, in_doubt=handoff.sender.state is State.IN_DOUBT)
+            case doors.StartCopy() | doors.CancelCopies() | doors.Unsent():
+                yield command

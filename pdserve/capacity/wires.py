@@ -6,7 +6,7 @@ from pdserve.capacity.leaping import OTHER
 from pdserve.capacity.worker import Reported, SimWorker
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.sequence import Job, Sequence
-from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import Peer
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.perfmodel.profile import LinkFields
@@ -142,7 +142,7 @@ class Wires:
                 if (worker.peer, peer) not in self._connected:
                     self._connected.add((worker.peer, peer))
                     self._offer(peer, doors.SenderAttached(worker.peer))
-            case doors.Copy():
+            case doors.StartCopy():
                 self._copy(worker, command)
             case doors.ToReceiver(peer, key, message):
                 self._offer(peer, doors.SenderMessage(worker.peer, key, message))
@@ -158,12 +158,12 @@ class Wires:
         if peer in self._workers:
             self._workers[peer].offer(event)
 
-    def _copy(self, worker: SimWorker, copy: doors.Copy) -> None:
+    def _copy(self, worker: SimWorker, copy: doors.StartCopy) -> None:
         target, link = self._workers.get(copy.peer), self._link
         if target is None:
             return
         start_s = max(self._clock.now_s(), worker.sends_until_s, target.receives_until_s)
         end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
         worker.sends_until_s = target.receives_until_s = end_s
-        stopped = doors.ReceiverMessage(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
+        stopped = doors.ReceiverMessage(copy.peer, copy.key, doors.CopyStopped((0,) * len(copy.src)))
         self._clock.at(end_s + link.latency_s, worker.offer, stopped)

@@ -79,7 +79,7 @@ class Outbox:
         match command:
             case doors.Connect() | doors.ToReceiver():
                 carriers.client.handle(command)
-            case doors.Copy(peer, key, src, dst):
+            case doors.StartCopy(peer, key, src, dst):
                 carriers.mover.write(peer, key, src, dst)
             case doors.CancelCopies(peer, key):
                 carriers.mover.cancel(peer, key)

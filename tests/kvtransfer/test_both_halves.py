@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
+from pdserve.kvtransfer.doors import (
+    CheckDigests,
+    CopyStopped,
+    DigestsChecked,
+    GaveUp,
+    PeerGone,
+    ReceiverLost,
+    SenderAttached,
+    SenderLost,
+    StartCopy,
+)
 from pdserve.kvtransfer.session import (
     Commit,
     FromReceiver,
@@ -42,15 +52,15 @@ def content(page: PageId) -> int:
 class World:
     """Everything around one hand-off. Messages are lost only with the whole stream, as in gRPC."""
 
-    sender: s.Sender = field(default_factory=s.Sender)
-    receiver: r.Receiver = field(default_factory=lambda: r.Receiver(GRANT, 16))
+    sender: s.Sender = field(default_factory=lambda: s.Sender(PEER, KEY))
+    receiver: r.Receiver = field(default_factory=lambda: r.Receiver(KEY, GRANT, 16))
     up: deque[FromSender] = field(default_factory=deque)
     down: deque[FromReceiver] = field(default_factory=deque)
     attached: bool = False
     alive: bool = True  # the sender's process
     copies: deque[tuple[Pages, Pages]] = field(default_factory=deque)
     memory: dict[PageId, int] = field(default_factory=dict)
-    checking: r.CheckDigests | None = None
+    checking: CheckDigests | None = None
     num_ready: int = 0
     done: bool = False
     num_released: int = 0
@@ -63,7 +73,7 @@ class World:
             return
         for command in self.sender.handle(event):
             match command:
-                case s.StartCopy(src, dst):
+                case StartCopy(_, _, src, dst):
                     assert not self.ends, "a copy into pages that were given away"
                     self.copies.append((src, dst))
                 case PagesLanded() | Commit() | Quiesced() if self.attached:
@@ -92,7 +102,7 @@ class World:
             for source, target in zip(src, dst, strict=True):
                 assert not self.ends, "a write to pages that were given away"
                 self.memory[target] = content(source)
-            self.to_sender(s.CopyStopped(tuple(content(page) for page in src)))
+            self.to_sender(CopyStopped(tuple(content(page) for page in src)))
 
     def tear(self) -> None:
         """One copy fails, leaving a page half written."""
@@ -100,14 +110,14 @@ class World:
             _, dst = self.copies.popleft()
             assert not self.ends
             self.memory[dst[0]] = -1
-            self.to_sender(s.CopyStopped(None, "torn"))
+            self.to_sender(CopyStopped(None, "torn"))
 
     def corrupt(self) -> None:
         if DST[0] in self.memory and not self.ends:
             self.memory[DST[0]] = -2
 
     def sender_gives_up(self) -> None:
-        self.note(s.GaveUp("cancelled"))
+        self.note(GaveUp("cancelled"))
 
     def die(self) -> None:
         if self.alive:
@@ -123,7 +133,7 @@ class World:
             match command:
                 case Grant() | Taken() | Withdrawn() if self.attached:
                     self.down.append(command)
-                case r.CheckDigests():
+                case CheckDigests():
                     self.checking = command
                 case r.Admit():
                     assert self.memory == {DST[0]: content(SRC[1]), DST[1]: content(SRC[2])}
@@ -139,14 +149,13 @@ class World:
 
     def check(self) -> None:
         if self.checking is not None:
-            first, digests = self.checking.first, self.checking.digests
-            landed = tuple(self.memory.get(page, 0) for page in DST[first : first + len(digests)])
-            pairs = zip(landed, digests, strict=True)
+            landed = tuple(self.memory.get(page, 0) for page in self.checking.pages)
+            pairs = zip(landed, self.checking.digests, strict=True)
             self.checking = None
             self.to_receiver(DigestsChecked(KEY, next((i for i, (a, b) in enumerate(pairs) if a != b), None)))
 
     def receiver_gives_up(self) -> None:
-        self.to_receiver(r.GaveUp("cancelled"))
+        self.to_receiver(GaveUp("cancelled"))
 
     # What the stream does.
 
@@ -160,7 +169,7 @@ class World:
             self.attached = False
             self.up.clear()
             self.down.clear()
-            self.note(s.PeerLost("cut"))
+            self.note(ReceiverLost(PEER, "cut"))
             self.to_receiver(SenderLost(PEER, "cut"))
 
     def lapse(self) -> None:

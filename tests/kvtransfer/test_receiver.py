@@ -10,15 +10,20 @@ from capsules import capsule
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
+from pdserve.kvtransfer.doors import (
+    CheckDigests,
+    DigestsChecked,
+    GaveUp,
+    NotAdmitted,
+    PeerGone,
+    SenderAttached,
+    SenderLost,
+)
 from pdserve.kvtransfer.receiver import (
     Admit,
-    CheckDigests,
     Command,
     Event,
-    Failed,
     FreePages,
-    GaveUp,
     LeaseLapsed,
     QuarantinePages,
     Receiver,
@@ -38,17 +43,17 @@ SHORTER = Commit(GRANT.capability, capsule(32, (0, 7)))
 
 def fed(*events: Event) -> tuple[Receiver, list[Command]]:
     """Return a receiver that has seen these events, and all that it answered."""
-    receiver = Receiver(GRANT, PAGE_SIZE)
+    receiver = Receiver(KEY, GRANT, PAGE_SIZE)
     return receiver, [command for event in events for command in receiver.handle(event)]
 
 
 def test_pages_are_a_sequences_after_grant_commit_and_digests() -> None:
     receiver, commands = fed(SenderAttached(PEER))
     assert commands == [GRANT]
-    assert receiver.handle(PagesLanded((21,))) == (CheckDigests(0, (21,)),)
+    assert receiver.handle(PagesLanded((21,))) == (CheckDigests(KEY, GRANT.pages[:1], (21,)),)
     assert receiver.handle(PagesLanded((22,))) == ()
     assert receiver.handle(COMMIT) == ()
-    assert receiver.handle(DigestsChecked(KEY, None)) == (CheckDigests(1, (22,)),)
+    assert receiver.handle(DigestsChecked(KEY, None)) == (CheckDigests(KEY, GRANT.pages[1:], (22,)),)
     assert receiver.handle(DigestsChecked(KEY, None)) == (Admit(COMMIT.capsule, 2), Taken())
 
 
@@ -74,7 +79,7 @@ def test_a_grant_that_is_given_up_is_quarantined_until_the_sender_has_quiesced()
 
 def test_a_hand_off_that_its_sender_gives_up_has_failed() -> None:
     receiver, _ = fed(SenderAttached(PEER))
-    failed = Failed(Failure.SENDER_GAVE_UP, "no copy")
+    failed = NotAdmitted(KEY, Failure.SENDER_GAVE_UP, "no copy")
     assert receiver.handle(Quiesced("no copy")) == (failed, FreePages(0))
 
 
@@ -108,21 +113,21 @@ def test_of_a_failed_hand_off_it_is_known_how_many_leading_pages_are_whole(
 
 def test_a_check_under_way_when_a_hand_off_is_given_up_is_followed_by_those_that_wait() -> None:
     receiver, _ = fed(SenderAttached(PEER), PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"))
-    assert receiver.handle(DigestsChecked(KEY, None)) == (CheckDigests(1, (22,)),)
+    assert receiver.handle(DigestsChecked(KEY, None)) == (CheckDigests(KEY, GRANT.pages[1:], (22,)),)
     assert receiver.handle(DigestsChecked(KEY, None)) == ()
     assert receiver.handle(PeerGone(PEER)) == (FreePages(2),)
 
 
 def test_a_lost_stream_proves_nothing() -> None:
     receiver, commands = fed(SenderAttached(PEER), SenderLost(PEER, "cut"))
-    assert commands[1:] == [Failed(Failure.PEER_LOST, "cut"), Withdrawn("cut"), QuarantinePages()]
+    assert commands[1:] == [NotAdmitted(KEY, Failure.PEER_LOST, "cut"), Withdrawn("cut"), QuarantinePages()]
     assert receiver.handle(SenderAttached(PEER)) == (Withdrawn("given up while the stream was down"),)
     assert receiver.handle(PeerGone(PEER)) == (FreePages(0),)
 
 
 def test_a_lapsed_lease_fails_the_attempt_and_quarantines_the_pages_until_proof() -> None:
     receiver, commands = fed(SenderAttached(PEER), LeaseLapsed("silent"))
-    assert commands[1:] == [Failed(Failure.LEASE_LAPSED, "silent"), Withdrawn("silent"), QuarantinePages()]
+    assert commands[1:] == [NotAdmitted(KEY, Failure.LEASE_LAPSED, "silent"), Withdrawn("silent"), QuarantinePages()]
     assert receiver.handle(LeaseLapsed("still silent")) == ()
     assert receiver.handle(SenderAttached(PEER)) == (Withdrawn("given up while the stream was down"),)
     assert receiver.handle(Quiesced("q")) == (FreePages(0),)
@@ -135,7 +140,7 @@ def test_what_has_been_committed_needs_no_lease() -> None:
 
 def test_a_wrong_digest_fails_the_attempt_and_quarantines_the_pages() -> None:
     reason = "digest of page 1 differs from the sender's"
-    wrong = [Failed(Failure.DIGEST_MISMATCH, reason), Withdrawn(reason), QuarantinePages()]
+    wrong = [NotAdmitted(KEY, Failure.DIGEST_MISMATCH, reason), Withdrawn(reason), QuarantinePages()]
     for before in ((LANDED,), (LANDED, COMMIT)):
         _, commands = fed(SenderAttached(PEER), *before, DigestsChecked(KEY, 1))
         assert commands[2:] == wrong
@@ -199,7 +204,7 @@ def test_a_capability_is_good_for_one_commit() -> None:
 
 
 def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
-    receiver = Receiver(GRANT, PAGE_SIZE, checks_digests=False)
+    receiver = Receiver(KEY, GRANT, PAGE_SIZE, checks_digests=False)
     receiver.handle(SenderAttached(PEER))
     assert receiver.handle(LANDED) == ()
     assert receiver.handle(COMMIT) == (Admit(COMMIT.capsule, 2), Taken())
@@ -207,7 +212,7 @@ def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
 
 
 def test_pages_that_were_not_checked_are_not_known_to_be_whole() -> None:
-    receiver = Receiver(GRANT, PAGE_SIZE, checks_digests=False)
+    receiver = Receiver(KEY, GRANT, PAGE_SIZE, checks_digests=False)
     assert [receiver.handle(event) for event in (SenderAttached(PEER), LANDED, PeerGone(PEER))][-1][-1] == FreePages(0)
 
 
@@ -232,7 +237,7 @@ EVENTS: tuple[Event, ...] = (
 class Seen:
     """What the world around a receiver knows. `proven`: no write to the pages can be outstanding."""
 
-    receiver: Receiver = field(default_factory=lambda: Receiver(GRANT, PAGE_SIZE))
+    receiver: Receiver = field(default_factory=lambda: Receiver(KEY, GRANT, PAGE_SIZE))
     proven: bool = True
     num_landed: int = 0
     num_checked: int = 0
@@ -263,9 +268,9 @@ class Seen:
         match command:
             case Grant():
                 self.proven = False
-            case CheckDigests(first, digests):
+            case CheckDigests(_, pages, digests):
                 assert self.num_checking == 0
-                assert first == self.num_checked
+                assert pages == GRANT.pages[self.num_checked : self.num_checked + len(digests)]
                 self.num_checking = len(digests)
             case Admit(capsule, num_pages):
                 assert capsule in (COMMIT.capsule, SHORTER.capsule)
@@ -277,7 +282,7 @@ class Seen:
                 self.num_ends += 1
             case QuarantinePages():
                 assert self.num_ends == 0
-            case Failed():
+            case NotAdmitted():
                 self.num_failed += 1
                 assert self.num_failed == 1
         assert self.num_ends <= 1

@@ -8,26 +8,14 @@ import pytest
 from capsules import capsule
 
 from pdserve.errors import ProtocolError
-from pdserve.ids import Generation, PageId
-from pdserve.kvtransfer.sender import (
-    CancelCopies,
-    Command,
-    CopyStopped,
-    Event,
-    Failed,
-    FellSilent,
-    GaveUp,
-    PagesReady,
-    PeerLost,
-    PrefillDone,
-    ReleasePages,
-    Sender,
-    StartCopy,
-    State,
-)
-from pdserve.kvtransfer.session import Commit, Grant, Pages, PagesLanded, Quiesced, Taken, Withdrawn
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer.doors import CancelCopies, CopyStopped, GaveUp, ReceiverLost, StartCopy, Unsent
+from pdserve.kvtransfer.sender import Command, Event, FellSilent, PagesReady, PrefillDone, ReleasePages, Sender, State
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Pages, PagesLanded, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
+PEER = Peer(WorkerId("d0"), Incarnation(1))
+KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
 CAPSULE = capsule(40, (0, 7))
 CAPABILITY = b"c" * 16
 
@@ -42,15 +30,15 @@ def grant(first_page: int, *numbers: int) -> Grant:
 
 def fed(*events: Event) -> tuple[Sender, list[Command]]:
     """Return a sender that has seen these events, and all that it answered."""
-    sender = Sender()
+    sender = Sender(PEER, KEY)
     return sender, [command for event in events for command in sender.handle(event)]
 
 
 def test_pages_are_copied_as_they_become_final_and_committed_when_all_have_landed() -> None:
     granted = grant(0, 10, 11, 12)
     sender, commands = fed(PagesReady(pages(3)), granted)
-    assert commands == [StartCopy(pages(3), pages(10))]
-    assert sender.handle(PagesReady(pages(5, 4))) == (StartCopy(pages(5, 4), pages(11, 12)),)
+    assert commands == [StartCopy(PEER, KEY, pages(3), pages(10))]
+    assert sender.handle(PagesReady(pages(5, 4))) == (StartCopy(PEER, KEY, pages(5, 4), pages(11, 12)),)
     assert sender.handle(CopyStopped((1,))) == (PagesLanded((1,)),)
     assert sender.handle(PrefillDone(CAPSULE)) == ()
     commit = Commit(CAPABILITY, CAPSULE)
@@ -60,18 +48,18 @@ def test_pages_are_copied_as_they_become_final_and_committed_when_all_have_lande
 
 def test_leading_pages_that_the_receiver_holds_are_not_copied() -> None:
     sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), grant(1, 10))
-    assert commands == [StartCopy(pages(4), pages(10))]
+    assert commands == [StartCopy(PEER, KEY, pages(4), pages(10))]
     assert sender.num_pages_sent == 1
 
 
 def test_a_late_grant_finds_everything_ready() -> None:
     _, commands = fed(PagesReady(pages(3)), PagesReady(pages(4)), PrefillDone(CAPSULE), grant(0, 8, 9))
-    assert commands == [StartCopy(pages(3, 4), pages(8, 9))]
+    assert commands == [StartCopy(PEER, KEY, pages(3, 4), pages(8, 9))]
 
 
 def test_a_grant_of_fewer_pages_than_there_are_to_send_fails_the_transfer() -> None:
     sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), grant(0, 10))
-    assert [c.failure for c in commands if isinstance(c, Failed)] == [Failure.TRANSFER_FAILED]
+    assert [c.failure for c in commands if isinstance(c, Unsent)] == [Failure.TRANSFER_FAILED]
     assert sender.state is State.CLOSED
 
 
@@ -84,7 +72,7 @@ def test_of_a_grant_of_more_pages_than_there_are_to_send_the_rest_is_left_alone(
     granted = grant(first_page, 10, 11, 12)
     sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), granted)
     if src:
-        assert commands == [StartCopy(pages(*src), pages(*dst))]
+        assert commands == [StartCopy(PEER, KEY, pages(*src), pages(*dst))]
         commands = [*sender.handle(CopyStopped((1,) * len(src)))]
     assert commands[-1] == Commit(CAPABILITY, CAPSULE)
     assert sender.num_pages_sent == len(src)
@@ -96,43 +84,43 @@ COMMITTED = (PagesReady(pages(3)), PrefillDone(CAPSULE), grant(0, 8), CopyStoppe
 @pytest.mark.parametrize(
     ("before", "event", "may_resume"),
     [
-        ((), PeerLost("cut"), True),
-        (COMMITTED[:2], PeerLost("cut"), True),
-        (COMMITTED[:3], PeerLost("cut"), True),
+        ((), ReceiverLost(PEER, "cut"), True),
+        (COMMITTED[:2], ReceiverLost(PEER, "cut"), True),
+        (COMMITTED[:3], ReceiverLost(PEER, "cut"), True),
         (COMMITTED[:3], CopyStopped(None, "error"), True),
         (COMMITTED[:3], CopyStopped(None, "error", in_doubt=True), True),
         (COMMITTED[:3], FellSilent(9.0), True),
         (COMMITTED[:3], Withdrawn("no room"), True),
         (COMMITTED, Withdrawn("a digest differs"), True),
-        (COMMITTED, PeerLost("cut"), False),
+        (COMMITTED, ReceiverLost(PEER, "cut"), False),
     ],
 )
 def test_a_sequence_may_be_resumed_unless_its_receiver_may_go_on_with_it(
     before: Iterable[Event], event: Event, may_resume: bool
 ) -> None:
     sender, _ = fed(*before)
-    (failed,) = [command for command in sender.handle(event) if isinstance(command, Failed)]
+    (failed,) = [command for command in sender.handle(event) if isinstance(command, Unsent)]
     assert failed.may_resume is may_resume
 
 
 def test_giving_up_mid_copy_waits_for_every_copy_to_stop() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    assert sender.handle(GaveUp("deadline")) == (CancelCopies(),)
+    assert sender.handle(GaveUp("deadline")) == (CancelCopies(PEER, KEY),)
     assert sender.handle(CopyStopped(None, "cut")) == ()
     assert sender.handle(CopyStopped((5,))) == (Quiesced(""), ReleasePages())
 
 
 def test_a_failed_copy_fails_the_transfer_after_the_others_have_stopped() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    failed = Failed(Failure.TRANSFER_FAILED, "disconnected")
-    assert sender.handle(CopyStopped(None, "disconnected")) == (failed, CancelCopies())
+    failed = Unsent(KEY, Failure.TRANSFER_FAILED, "disconnected")
+    assert sender.handle(CopyStopped(None, "disconnected")) == (failed, CancelCopies(PEER, KEY))
     assert sender.handle(CopyStopped((5,))) == (Quiesced(""), ReleasePages())
 
 
 def test_after_a_copy_that_ended_in_doubt_nothing_is_said_but_the_source_pages_are_released() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    failed = Failed(Failure.TRANSFER_FAILED, "reset")
-    assert sender.handle(CopyStopped(None, "reset", in_doubt=True)) == (failed, CancelCopies())
+    failed = Unsent(KEY, Failure.TRANSFER_FAILED, "reset")
+    assert sender.handle(CopyStopped(None, "reset", in_doubt=True)) == (failed, CancelCopies(PEER, KEY))
     assert sender.handle(CopyStopped((5,))) == (ReleasePages(),)
     assert sender.handle(Withdrawn("it failed")) == ()
 
@@ -146,7 +134,7 @@ def test_after_a_silence_longer_than_its_lease_a_sender_starts_no_more_copies() 
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)))
     assert sender.handle(FellSilent(3.9)) == ()
     reason = "silent for 4.0 s under a lease of 4 s"
-    assert sender.handle(FellSilent(4.0)) == (Failed(Failure.PEER_LOST, reason), CancelCopies())
+    assert sender.handle(FellSilent(4.0)) == (Unsent(KEY, Failure.PEER_LOST, reason), CancelCopies(PEER, KEY))
     assert sender.handle(PagesReady(pages(4))) == ()
     assert sender.handle(CopyStopped((5,))) == (Quiesced(""), ReleasePages())
 
@@ -188,7 +176,7 @@ EVENTS: tuple[Event, ...] = (
     Taken(),
     Withdrawn("w"),
     GaveUp("g"),
-    PeerLost("p"),
+    ReceiverLost(PEER, "p"),
     FellSilent(4.0),
 )
 DEPTH = 6
@@ -198,7 +186,7 @@ DEPTH = 6
 class Seen:
     """What the world around a sender knows: what is under way, and what was said."""
 
-    sender: Sender = field(default_factory=Sender)
+    sender: Sender = field(default_factory=lambda: Sender(PEER, KEY))
     num_copying: int = 0
     num_released: int = 0
     num_failed: int = 0
@@ -224,7 +212,7 @@ class Seen:
 
     def see(self, command: Command) -> None:
         match command:
-            case StartCopy(src, dst):
+            case StartCopy(_, _, src, dst):
                 assert len(src) == len(dst)
                 assert not self.quiesced
                 assert not self.committed
@@ -246,7 +234,7 @@ class Seen:
                 assert self.num_copying == 0
                 self.num_released += 1
                 assert self.num_released == 1
-            case Failed(_, _, may_resume):
+            case Unsent(_, _, _, may_resume):
                 self.num_failed += 1
                 assert self.num_failed == 1
                 assert may_resume or self.committed

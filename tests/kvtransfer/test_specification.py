@@ -12,7 +12,15 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.doors import DigestsChecked, PeerGone, SenderAttached, SenderLost
+from pdserve.kvtransfer.doors import (
+    CopyStopped,
+    DigestsChecked,
+    GaveUp,
+    PeerGone,
+    ReceiverLost,
+    SenderAttached,
+    SenderLost,
+)
 from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
@@ -26,15 +34,15 @@ COMMIT = Commit(GRANT.capability, CAPSULE)
 WRITTEN = PagesLanded((21,))
 ATTACHED, GRANTED = SenderAttached(PEER), GRANT
 READY, DONE = s.PagesReady((PageId(3),)), s.PrefillDone(CAPSULE)
-LANDED, FAILED, DOUBTED = s.CopyStopped((5,)), s.CopyStopped(None, "error"), s.CopyStopped(None, "error", True)
+LANDED, FAILED, DOUBTED = CopyStopped((5,)), CopyStopped(None, "error"), CopyStopped(None, "error", True)
 
 RECEIVER_STATES: dict[str, Sequence[r.Event]] = {
     "RESERVED": (),
     "GRANTED": (ATTACHED, WRITTEN),
     "LANDING": (ATTACHED, WRITTEN, COMMIT),
     "COMMITTED": (ATTACHED, WRITTEN, COMMIT, DigestsChecked(KEY, None)),
-    "QUARANTINED": (ATTACHED, WRITTEN, r.GaveUp("cancelled")),
-    "FREE": (r.GaveUp("cancelled"),),
+    "QUARANTINED": (ATTACHED, WRITTEN, GaveUp("cancelled")),
+    "FREE": (GaveUp("cancelled"),),
 }
 RECEIVER_EVENTS: dict[str, r.Event] = {
     "the sender's stream stands, or its lease begins anew": ATTACHED,
@@ -44,7 +52,7 @@ RECEIVER_EVENTS: dict[str, r.Event] = {
     "`Commit`, for anything but the grant": replace(COMMIT, capability=b"x" * 16),
     "digests agree": DigestsChecked(KEY, None),
     "a digest differs": DigestsChecked(KEY, 0),
-    "the request has ended here": r.GaveUp("cancelled"),
+    "the request has ended here": GaveUp("cancelled"),
     "`Quiesced`": Quiesced("no copy"),
     "the stream has ended": SenderLost(PEER, "cut"),
     "the lease has lapsed": r.LeaseLapsed("silent"),
@@ -54,9 +62,9 @@ SENDER_STATES: dict[str, Sequence[s.Event]] = {
     "COMPUTING": (),
     "OFFERED": (READY, READY, DONE),
     "SENDING": (GRANTED, READY),
-    "LANDED": (READY, READY, DONE, GRANTED, s.CopyStopped((5, 6))),
-    "DRAINING": (GRANTED, READY, s.GaveUp("cancelled")),
-    "CLOSED": (s.GaveUp("cancelled"),),
+    "LANDED": (READY, READY, DONE, GRANTED, CopyStopped((5, 6))),
+    "DRAINING": (GRANTED, READY, GaveUp("cancelled")),
+    "CLOSED": (GaveUp("cancelled"),),
     "IN_DOUBT": (GRANTED, READY, DOUBTED),
 }
 SENDER_EVENTS: dict[str, s.Event] = {
@@ -68,8 +76,8 @@ SENDER_EVENTS: dict[str, s.Event] = {
     "a copy has failed, in doubt": DOUBTED,
     "`Taken`": Taken(),
     "`Withdrawn`": Withdrawn("cancelled"),
-    "the request has ended here": s.GaveUp("cancelled"),
-    "the stream has ended": s.PeerLost("cut"),
+    "the request has ended here": GaveUp("cancelled"),
+    "the stream has ended": ReceiverLost(PEER, "cut"),
     "this process was silent for its lease": s.FellSilent(4.0),
 }
 
@@ -98,7 +106,7 @@ def receiver_table() -> list[list[str]]:
     for name, event in RECEIVER_EVENTS.items():
         row = [name]
         for state, path in RECEIVER_STATES.items():
-            half = reached(r.Receiver(GRANT, 64), path)
+            half = reached(r.Receiver(KEY, GRANT, 64), path)
             assert half.state.name == state
             row.append(cell(half, event))
         rows.append(row)
@@ -110,7 +118,7 @@ def sender_table() -> list[list[str]]:
     for name, event in SENDER_EVENTS.items():
         row = [name]
         for state, path in SENDER_STATES.items():
-            half = reached(s.Sender(), path)
+            half = reached(s.Sender(PEER, KEY), path)
             assert half.state.name == state
             row.append(cell(half, event))
         rows.append(row)

@@ -48,7 +48,7 @@ def test_prompts_that_wait_for_grants_leave_room_for_one_that_has_its_own() -> N
         worker.place(job(number, 16), target=D)
     worker.compute()
     worker.hear(D, 5, grant(4))
-    copies = [command for command in worker.compute() if isinstance(command, doors.Copy)]
+    copies = [command for command in worker.compute() if isinstance(command, doors.StartCopy)]
     assert [copy.key for copy in copies] == [key_of(5)]
 
 
@@ -57,7 +57,7 @@ def test_a_granted_prompt_starts_where_the_longest_prompt_would_not_fit() -> Non
     worker.place(job(1, 8), target=D)
     assert worker.compute() == []
     worker.hear(D, 1, grant(2))
-    assert any(isinstance(command, doors.Copy) for command in worker.compute())
+    assert any(isinstance(command, doors.StartCopy) for command in worker.compute())
 
 
 def test_a_lost_peer_is_dialled_again_until_its_process_is_known_to_have_ended() -> None:

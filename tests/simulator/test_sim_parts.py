@@ -12,9 +12,8 @@ from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.doors import Copy, ReceiverMessage
-from pdserve.kvtransfer.sender import CopyStopped, Withdrawn
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage, StartCopy
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer, Withdrawn
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.worker.messages import Placed, RouterRef, Tokens
@@ -131,7 +130,7 @@ class Transfer:
         for page in src:
             self.runners[self.writer].page(page)[:] = bytes([page + 1]) * self.writer.memory.page_bytes
         generations = tuple(self.caches[self.target].pool.generation(page) for page in self.pages)
-        self.mover.copy(Copy(self.peer, KEY, src, self.pages), Grant(0, self.pages, generations, b"", 4.0))
+        self.mover.copy(StartCopy(self.peer, KEY, src, self.pages), Grant(0, self.pages, generations, b"", 4.0))
         self.world.run(0.0004)
         assert 0 < self.num_written < NUM_PAGES
 

@@ -16,7 +16,7 @@ from faultsim.engine import FakeRunner
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.ids import PageId
-from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.core import WorkerCore
@@ -134,7 +134,7 @@ class Joined:
             return False
         item = stream.popleft()
         match item:
-            case doors.Copy():
+            case doors.StartCopy():
                 self._copy(source, target, item)
             case doors.CheckDigests():
                 self._check(target, item)
@@ -147,7 +147,7 @@ class Joined:
             match command:
                 case doors.Connect(peer):
                     self._connect(worker, peer)
-                case doors.Copy(peer):
+                case doors.StartCopy(peer):
                     self.stream("copies", worker, peer.worker_id).append(command)
                 case doors.CheckDigests():
                     self.stream("digests", worker, worker).append(command)
@@ -184,14 +184,14 @@ class Joined:
             attached = doors.SenderAttached(self.nodes[worker].peer)
             self.stream("hand-offs", worker, peer.worker_id).append(attached)
 
-    def _copy(self, source: str, target: str, copy: doors.Copy) -> None:
+    def _copy(self, source: str, target: str, copy: doors.StartCopy) -> None:
         read, write = self.nodes[source].runner.read, self.nodes[target].runner.write
         contents = [read(page) for page in copy.src]
         for page, content in zip(copy.dst, contents, strict=True):
             write(page, content)
         digests = None if self.breaks_next_copy else tuple(map(self.digest_of, contents))
         self.breaks_next_copy = False
-        stopped = sender.CopyStopped(digests, "broken by the test")
+        stopped = doors.CopyStopped(digests, "broken by the test")
         self.handle(source, doors.ReceiverMessage(copy.peer, copy.key, stopped))
 
     def _check(self, worker: str, check: doors.CheckDigests) -> None:

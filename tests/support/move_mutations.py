@@ -11,8 +11,8 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.doors import Outcome, Result, Unsent
-from pdserve.kvtransfer.session import Quiesced
+from pdserve.kvtransfer.doors import NotAdmitted, Outcome, Result, Unsent
+from pdserve.kvtransfer.session import HandoffKey, Quiesced
 from pdserve.router.commands import CancelAttempt
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request
@@ -80,9 +80,11 @@ def begin_a_long_step_before_a_continuation_comes(
 
 
 @breaks(receiver, "_failures")
-def end_in_silence_when_the_source_gives_up(original: Original, event: receiver.Event) -> tuple[receiver.Failed, ...]:
+def end_in_silence_when_the_source_gives_up(
+    original: Original, key: HandoffKey, event: receiver.Event
+) -> tuple[NotAdmitted, ...]:
     """Leave a router to wait for a continuation that will not come."""
-    return () if isinstance(event, Quiesced) else original(event)
+    return () if isinstance(event, Quiesced) else original(key, event)
 
 
 # ---- the router

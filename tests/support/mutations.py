@@ -19,7 +19,7 @@ from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.doors import PeerGone
+from pdserve.kvtransfer.doors import CopyStopped, PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Pages, PagesLanded
 from pdserve.prefill_worker.early_grants import EarlyGrants
 from pdserve.prefill_worker.outgoing import Redialling
@@ -58,7 +58,7 @@ def release_the_source_while_copying(
 def commit_before_the_last_copy_has_landed() -> Iterator[object]:
     num_landed: dict[int, int] = {}
 
-    def stopped(original: Original, self: sender.Sender, copy: sender.CopyStopped) -> tuple[sender.Command, ...]:
+    def stopped(original: Original, self: sender.Sender, copy: CopyStopped) -> tuple[sender.Command, ...]:
         num_landed[id(self)] = num_landed.get(id(self), 0) + len(copy.digests or ())
         return original(self, copy)
 

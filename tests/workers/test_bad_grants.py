@@ -4,7 +4,7 @@ import pytest
 from lone_core import LoneCore, grant, job, key_of
 
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.doors import Copy
+from pdserve.kvtransfer.doors import StartCopy
 from pdserve.kvtransfer.session import Peer, Taken
 from pdserve.reports import Failure
 from pdserve.worker.messages import Command, Failed
@@ -41,8 +41,8 @@ def test_a_grant_of_too_few_pages_fails_its_hand_off_in_the_step_that_ends_the_p
     (failed,) = of(Failed, commands)
     assert isinstance(failed, Failed)
     assert (failed.key, failed.code) == (key_of(1), Failure.TRANSFER_FAILED)
-    (copy,) = of(Copy, commands)
-    assert isinstance(copy, Copy)
+    (copy,) = of(StartCopy, commands)
+    assert isinstance(copy, StartCopy)
     assert copy.key == key_of(2)
     pool = worker.scheduler.cache.pool
     assert pool.num_free == pool.num_pages - 3
@@ -52,8 +52,8 @@ def test_an_early_grant_of_another_peer_does_not_take_the_place_of_the_right_one
     worker.grant(1, 3)
     worker.grant(1, 1, peer=OTHER)
     worker.start(1)
-    (copy,) = of(Copy, worker.step())
-    assert isinstance(copy, Copy)
+    (copy,) = of(StartCopy, worker.step())
+    assert isinstance(copy, StartCopy)
     assert copy.peer == D
     assert len(copy.dst) == 3
 
@@ -62,4 +62,4 @@ def test_a_word_of_taking_what_was_never_sent_does_not_lose_an_early_grant(worke
     worker.grant(1, 3)
     worker.hear(D, 1, Taken())
     worker.start(1)
-    assert len(of(Copy, worker.step())) == 1
+    assert len(of(StartCopy, worker.step())) == 1

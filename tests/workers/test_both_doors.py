@@ -6,7 +6,7 @@ from lone_core import VOCAB, LoneCore, grant, job, key_of
 
 from faultsim.engine import EMPTY, chain, expected
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail, Taken
 from pdserve.reports import Failure, Stage
 from pdserve.sampling import SampledToken
@@ -74,7 +74,7 @@ def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
     assert keys_of(Tokens, arrived) == [ARRIVES], "with its first token, which the sender has reported too"
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
-    worker.hear(PEER, 1, sender.CopyStopped((1, 2, 3)))
+    worker.hear(PEER, 1, doors.CopyStopped((1, 2, 3)))
     worker.hear(PEER, 1, Taken())
     assert worker.core.idle
     assert worker.cache.pool.num_free == NUM_PAGES
@@ -114,7 +114,7 @@ def test_a_process_that_has_ended_closes_both_doors_to_it_and_is_forgotten_once(
     assert commands[-1] == doors.Forget(PEER)
     assert commands.count(doors.Forget(PEER)) == 1
     assert worker.core.load().pages_granted == 0
-    worker.hear(PEER, 1, sender.CopyStopped(None, "its process ended"))
+    worker.hear(PEER, 1, doors.CopyStopped(None, "its process ended"))
     assert worker.core.load().pages_held == 3, "of the request that stays"
 
 
@@ -123,13 +123,13 @@ def test_a_request_cancelled_in_mid_copy_is_over_at_once_and_its_pages_are_held_
 ) -> None:
     worker.leave()
     worker.grant()
-    assert any(isinstance(command, doors.Copy) for command in worker.step())
+    assert any(isinstance(command, doors.StartCopy) for command in worker.step())
     commands = worker.handle(Cancelled(LEAVES.request_id, LEAVES.attempt))
     assert doors.CancelCopies(PEER, LEAVES) in commands
     worker.handle(DrainAsked())
     assert worker.core.load().pages_held == 3
     assert not worker.core.drained
-    worker.hear(PEER, 1, sender.CopyStopped(None, "cancelled"))
+    worker.hear(PEER, 1, doors.CopyStopped(None, "cancelled"))
     assert worker.cache.pool.num_free == NUM_PAGES
     assert worker.core.drained
 

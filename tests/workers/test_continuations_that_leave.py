@@ -12,7 +12,7 @@ from two_workers import FAR_S, PAGE_SIZE, ROUTER, Workers, alone, new_job
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
-from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import HandoffKey, Withdrawn
 from pdserve.reports import Failure, Stage
 from pdserve.worker.messages import (
@@ -266,7 +266,7 @@ def test_a_copy_that_fails_leaves_it_where_it_is(in_doubt: bool) -> None:
     until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
     workers.streams["copies", "s", "t"].clear()
     peer = workers.nodes["t"].peer
-    workers.handle("s", doors.ReceiverMessage(peer, key, sender.CopyStopped(None, "reset", in_doubt)))
+    workers.handle("s", doors.ReceiverMessage(peer, key, doors.CopyStopped(None, "reset", in_doubt)))
     assert failures(workers, "s") == [(1, Failure.TRANSFER_FAILED)]
     workers.deliver_all()
     pool = workers.nodes["t"].scheduler.cache.pool
@@ -303,7 +303,7 @@ def test_a_last_page_that_fails_to_be_copied_is_written_beside() -> None:
         workers.step("s")
     assert workers.nodes["s"].runner.read(last) == content
     assert sequence.pages[(sequence.computed - 1) // PAGE_SIZE] != last or sequence.computed % PAGE_SIZE == 0
-    workers.handle("s", doors.ReceiverMessage(stuck.peer, key, sender.CopyStopped(None, "cancelled")))
+    workers.handle("s", doors.ReceiverMessage(stuck.peer, key, doors.CopyStopped(None, "cancelled")))
     workers.answers[job.request_id, 0].shadow = None
     workers.queue("t", Cancelled(job.request_id, key.attempt, (0,)))
     goes_on(workers, job)

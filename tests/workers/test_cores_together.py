@@ -11,7 +11,7 @@ from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE, Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefix_hash import PrefixHasher, short_hashes
@@ -139,7 +139,7 @@ def test_pages_that_late_bytes_may_reach_come_back_with_the_senders_process_alon
         pair.deliver_some()
         pair.step("p")
     copy = pair.stream("copies", "p", "d").popleft()
-    pair.handle("p", doors.ReceiverMessage(D, copy.key, sender.CopyStopped(None, "reset", in_doubt=True)))
+    pair.handle("p", doors.ReceiverMessage(D, copy.key, doors.CopyStopped(None, "reset", in_doubt=True)))
     (failed,) = pair.failed
     assert failed.code is Failure.TRANSFER_FAILED
     pair.cancel(lost)
@@ -205,7 +205,7 @@ def test_a_shared_prompt_is_neither_computed_nor_sent_twice() -> None:
 
     def count(worker: str, commands: list) -> None:
         nonlocal copied
-        copied += sum(len(c.src) for c in commands if isinstance(c, doors.Copy))
+        copied += sum(len(c.src) for c in commands if isinstance(c, doors.StartCopy))
         perform(worker, commands)
 
     pair.perform = count

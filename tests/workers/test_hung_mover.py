@@ -15,7 +15,7 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.backend import Indices
 from pdserve.kvtransfer.client import HandoffClient
-from pdserve.kvtransfer.doors import HEARTBEAT_S, Copy, OutgoingEvent
+from pdserve.kvtransfer.doors import HEARTBEAT_S, OutgoingEvent, StartCopy
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
@@ -102,7 +102,7 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
         assert any(mover.turn is None for _ in range(10_000_000)), "it soon has nothing to do; nobody is told when"
         beat()
         assert ended == []
-        outbox.perform([Copy(PEER, KEY, (PageId(0),), (PageId(1),))], None)
+        outbox.perform([StartCopy(PEER, KEY, (PageId(0),), (PageId(1),))], None)
         assert await asyncio.to_thread(backend.is_looking.wait, 10)
         beat()
         assert ended[0] == 70

@@ -4,8 +4,7 @@ import pytest
 from lone_core import PAGE_SIZE, LoneCore, grant, job, key_of
 
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.doors import HEARTBEAT_S, CancelCopies, ReceiverLost, ToReceiver
+from pdserve.kvtransfer.doors import HEARTBEAT_S, CancelCopies, CopyStopped, ReceiverLost, ToReceiver
 from pdserve.kvtransfer.session import Peer, Quiesced, Taken
 from pdserve.prefill_worker.outgoing import ANSWER_S, STUCK_S
 from pdserve.reports import Failure
@@ -35,7 +34,7 @@ class Worker(LoneCore):
     def commit(self, number: int) -> None:
         """Send a prompt, and its commit."""
         self.send(number, 4)
-        self.hear(FROZEN, number, sender.CopyStopped((7,) * 4))
+        self.hear(FROZEN, number, CopyStopped((7,) * 4))
 
 
 @pytest.fixture
@@ -65,9 +64,7 @@ def test_a_worker_with_pages_to_spare_goes_on_and_gets_them_back_when_the_copies
     worker.pass_time(2 * STUCK_S)
     assert worker.core.load().pages_quarantined == 8
     assert not worker.core.load().draining
-    assert not [
-        c for c in worker.hear(FROZEN, 1, sender.CopyStopped(None, "cancelled")) if not isinstance(c, ToReceiver)
-    ]
+    assert not [c for c in worker.hear(FROZEN, 1, CopyStopped(None, "cancelled")) if not isinstance(c, ToReceiver)]
     assert worker.core.load().pages_quarantined == 0
     assert worker.cache.pool.num_free == NUM_PAGES
 

@@ -12,7 +12,6 @@ from pdserve.kvtransfer.doors import (
     CheckDigests,
     Command,
     Connect,
-    Copy,
     DigestsChecked,
     Forget,
     IncomingEvent,
@@ -23,6 +22,7 @@ from pdserve.kvtransfer.doors import (
     SenderAttached,
     SenderLost,
     SenderMessage,
+    StartCopy,
     ToReceiver,
     ToSender,
 )
@@ -74,7 +74,7 @@ class Doors:
         match command:
             case Connect():
                 self._receivers.handle(command)
-            case Copy(key=key):
+            case StartCopy(key=key):
                 self.mover.copy(command, self._grants[key])
             case CancelCopies(peer, key):
                 self.mover.cancel(peer, key)

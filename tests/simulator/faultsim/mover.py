@@ -13,7 +13,7 @@ from zlib import crc32
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
 from faultsim.world import Process
-from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.copies import Copy, CopyQueue
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 
@@ -86,7 +86,7 @@ class Mover:
     def idle(self) -> bool:
         return not self._ops
 
-    def copy(self, command: doors.Copy, grant: Grant) -> None:
+    def copy(self, command: doors.StartCopy, grant: Grant) -> None:
         """Start a copy into pages of a grant; CopyStopped follows."""
         generation = dict(zip(grant.pages, grant.generations, strict=True))
         dst = tuple(Stamp(page, generation[page]) for page in command.dst)
@@ -107,7 +107,7 @@ class Mover:
         for copy in self._copies.pop(peer, ()):
             op = self._ops.pop(copy)
             op.over = True
-            self._report(doors.ReceiverMessage(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
+            self._report(doors.ReceiverMessage(op.peer, op.key, doors.CopyStopped(None, "its process ended")))
 
     def check(self) -> None:
         """Raise ViolationError where a page was released that a copy will read or write."""
@@ -126,7 +126,7 @@ class Mover:
             op = self._ops.pop(copy)
             op.over = True
             digests = None if copy.failure else tuple(op.digests)
-            stopped = sender.CopyStopped(digests, copy.failure, copy.in_doubt)
+            stopped = doors.CopyStopped(digests, copy.failure, copy.in_doubt)
             self._report(doors.ReceiverMessage(peer, op.key, stopped))
         if self._copies.get(peer) is not copies or peer in self._posted:
             return  # a report has led here, and on
