@@ -57,10 +57,6 @@ class Incoming:
     def states(self) -> list[receiver.State]:
         return [arrival.receiver.state for arrival in self._arrivals.values()]
 
-    def num_granted_to(self, peer: Peer) -> int:
-        """Return how many grants of a sender are open: it may write into their pages."""
-        return sum(a.receiver.state is receiver.State.GRANTED for a in self._arrivals_of(peer))
-
     def claims(self) -> Iterator[doors.Claim]:
         return (arrival.claim for arrival in self._arrivals.values())
 

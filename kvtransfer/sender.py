@@ -87,7 +87,7 @@ class Sender:
 
     @property
     def num_granted(self) -> int:
-        """Return how many of the leading pages the receiver has room for; 0 before it has granted any."""
+        """Return how many leading pages of the prompt the receiver has room for; 0 before it has granted any."""
         return 0 if self._grant is None else self._grant.first_page + len(self._grant.pages)
 
     @property

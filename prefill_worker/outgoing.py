@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pdserve.engine.pages import PagePool
 from pdserve.ids import PageId
 from pdserve.kvtransfer import doors, sender
-from pdserve.kvtransfer.doors import Connect, Result
+from pdserve.kvtransfer.doors import Connect, ReceiverMessage, Result, ToReceiver
 from pdserve.kvtransfer.sender import Sender, State
 from pdserve.kvtransfer.session import (
     MIN_LEASE_S,
@@ -23,19 +23,23 @@ from pdserve.kvtransfer.session import (
     Peer,
     Quiesced,
     Taken,
+    Withdrawn,
 )
-from pdserve.prefill_worker.early_grants import EarlyGrants
 
 REDIAL_S = 600.0
 MAX_ADDRESSES = 1024
+EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
+MAX_CLOSED = 4096
+STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
+ANSWER_S = 10.0  # for the answer to a commit, which a receiver may have refused
 
 
 class Redialling:
-    """Addresses of the peers met of late, and which of their streams are lost.
+    """Addresses of recent peers, and which of their streams are lost.
 
-    Pages that such a peer granted stay quarantined until this process answers it. Invariant: a peer is dialled again
-    for REDIAL_S at most after its stream was lost, however many tries fail, until its stream stands again or a router
-    names it again.
+    A peer whose stream is lost keeps the pages that it granted in quarantine until this process answers it. Invariant:
+    such a peer is dialled again for REDIAL_S at most, however many tries fail. A stream that stands, or a router that
+    names the peer again, ends that time.
     """
 
     def __init__(self) -> None:
@@ -80,8 +84,69 @@ class Redialling:
         self._due.pop(peer, None)
 
 
-STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
-ANSWER_S = 10.0  # for the answer to a commit, which a receiver may have refused
+class EarlyGrants:
+    """Grants that arrived before the placement of their hand-off, and what is remembered of closed hand-offs.
+
+    Invariant: a grant kept here is taken by its placement, or answered with Quiesced after EARLY_GRANT_S, and never
+    both. A hand-off that ended in doubt is not answered at all.
+    """
+
+    def __init__(self, max_early: int) -> None:
+        self._max_early = max_early
+        self._early: dict[tuple[Peer, HandoffKey], tuple[float, ReceiverMessage]] = {}
+        self._closed: OrderedDict[tuple[Peer, HandoffKey], None] = (
+            OrderedDict()
+        )  # the last ones, to answer late grants at once
+        self._in_doubt: dict[Peer, set[HandoffKey]] = {}  # into pages that late bytes may still reach
+
+    def is_closed(self, peer: Peer, key: HandoffKey) -> bool:
+        return (peer, key) in self._closed
+
+    def close(self, peer: Peer, key: HandoffKey, *, in_doubt: bool = False) -> None:
+        self._closed[peer, key] = None
+        if len(self._closed) > MAX_CLOSED:
+            self._closed.popitem(last=False)
+        if in_doubt:
+            self._in_doubt.setdefault(peer, set()).add(key)
+
+    def take(self, peer: Peer, key: HandoffKey) -> ReceiverMessage | None:
+        """Return the grant that overtook a placement, if one did; it is no longer kept."""
+        _, said = self._early.pop((peer, key), (0.0, None))
+        return said
+
+    def handle(self, said: ReceiverMessage, now_s: float) -> list[Result]:
+        """Answer what is said of a hand-off that is not open."""
+        name = (said.peer, said.key)
+        if isinstance(said.event, Grant) and name not in self._closed and len(self._early) < self._max_early:
+            self._early[name] = (now_s, said)
+            return []
+        if not isinstance(said.event, Grant | Withdrawn):
+            return []
+        self._early.pop(name, None)
+        if said.key in self._in_doubt.get(said.peer, ()):
+            return []  # to say that it is quiescent would be a guess
+        return [self._give_back(said, "unknown here")]
+
+    def expire(self, now_s: float) -> list[Result]:
+        """Give back early grants whose placement has not come."""
+        expired = [said for since_s, said in self._early.values() if now_s - since_s > EARLY_GRANT_S]
+        for said in expired:
+            del self._early[said.peer, said.key]
+        return [self._give_back(said, "never placed here") for said in expired]
+
+    def lose(self, peer: Peer) -> None:
+        """Drop the early grants of a peer whose stream has ended: it has withdrawn them."""
+        self._early = {name: early for name, early in self._early.items() if name[0] != peer}
+
+    def forget(self, peer: Peer) -> None:
+        """Drop what is kept for a peer whose process has ended."""
+        self.lose(peer)
+        self._in_doubt.pop(peer, None)
+
+    def _give_back(self, said: ReceiverMessage, reason: str) -> Result:
+        """Answer for a hand-off that is not here, and will not be from now on."""
+        self.close(said.peer, said.key)
+        return ToReceiver(said.peer, said.key, Quiesced(reason))
 
 
 @dataclass(slots=True, eq=False)
@@ -133,18 +198,10 @@ class Outgoing:
     def is_open(self, key: HandoffKey) -> bool:
         return key in self._handoffs
 
-    def num_granted(self, key: HandoffKey) -> int:
-        """Return how many leading pages of an open hand-off there is room for; 0 before any are granted."""
-        return self._handoffs[key].sender.num_granted
-
-    def is_abreast(self, key: HandoffKey) -> bool:
-        """Whether pages are granted to an open hand-off, and all that are announced have landed."""
-        return self._handoffs[key].sender.is_abreast
-
-    def has_committed(self, key: HandoffKey) -> bool:
-        """Whether the receiver may have taken a hand-off over."""
+    def half(self, key: HandoffKey) -> Sender | None:
+        """Return this process's half of an open hand-off, for reading."""
         handoff = self._handoffs.get(key)
-        return handoff is not None and handoff.sender.state is State.LANDED
+        return None if handoff is None else handoff.sender
 
     def is_closed(self, peer: Peer, key: HandoffKey) -> bool:
         return self._early.is_closed(peer, key)
@@ -177,7 +234,7 @@ class Outgoing:
     def handle(self, event: doors.OutgoingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
-            case doors.ReceiverMessage(peer, key, said):
+            case ReceiverMessage(peer, key, said):
                 handoff = self._handoffs.get(key)
                 if handoff is None or handoff.sender.peer != peer:
                     return self._early.handle(event, now_s)
@@ -233,9 +290,9 @@ class Outgoing:
             case Commit():
                 handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
                 measured = replace(command, handoff_bytes=handoff_bytes, handoff_s=now_s - handoff.sendable_s)
-                yield doors.ToReceiver(peer, key, measured)
+                yield ToReceiver(peer, key, measured)
             case PagesLanded() | Quiesced():
-                yield doors.ToReceiver(peer, key, command)
+                yield ToReceiver(peer, key, command)
             case sender.ReleasePages():
                 del self._handoffs[key]
                 self._pool.release(tuple(handoff.held))

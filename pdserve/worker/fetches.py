@@ -91,7 +91,8 @@ class Fetches:
         pages, share.pages = share.pages, ()
         if not isinstance(outcome, doors.Granted):
             del self._shares[key]
-        wanted = pages[: outgoing.num_granted(key)] if outgoing.is_open(key) else ()
+        sender = outgoing.half(key)
+        wanted = pages[: sender.num_granted] if sender is not None else ()
         results: list[Result] = []
         if wanted:
             results += outgoing.announce(key, wanted, now_s)
@@ -170,6 +171,6 @@ class Fetches:
         return Progress(task.router, task.key, Stage.FETCHED, now_s, cached_tokens=num_tokens, pages_reused=num_reused)
 
     def _start(self, task: Task, sequence: Sequence) -> None:
-        is_granted = self._outgoing.is_open(task.key) and self._outgoing.num_granted(task.key) > 0
-        leaves = task.target is not None and not is_granted
+        sender = self._outgoing.half(task.key)
+        leaves = task.target is not None and not (sender is not None and sender.num_granted)
         self._starting.add(task.key, sequence, leaves=leaves)

@@ -15,6 +15,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import Result
+from pdserve.kvtransfer.sender import Sender, State
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.reports import Failure
@@ -60,9 +61,10 @@ class Moves:
         if task is None or sequence is None:
             return results + self._refuse(asked.router, key, "nothing runs here that could move", now_s)
         present = [move for move in self._moves.values() if move.sequence is sequence]
+        halves = [self._outgoing.half(move.key) for move in present]
         if not len(task.job.token_ids) <= num_tokens <= len(sequence.tokens):
             why = f"{num_tokens} tokens are not what runs here"
-        elif any(self._outgoing.has_committed(move.key) for move in present):
+        elif any(half is not None and half.state is State.LANDED for half in halves):
             why = "it has left already"
         if why:
             return results + self._refuse(asked.router, key, why, now_s)
@@ -104,20 +106,21 @@ class Moves:
             return []
         num_full = sequence.computed // self._scheduler.cache.page_size
         results: list[Reported] = [*self._outgoing.announce(move.key, sequence.pages[:num_full], now_s)]
-        if self._outgoing.is_open(move.key) and (move.is_cut or self._is_due(move)):
+        sender = self._outgoing.half(move.key)
+        if sender is not None and (move.is_cut or self._is_due(move, sender)):
             move.is_cut = True
             if self._scheduler.hold(sequence):
                 results += self._finish(move, now_s)
         return results
 
-    def _is_due(self, move: _Move) -> bool:
+    def _is_due(self, move: _Move, sender: Sender) -> bool:
         """Whether a continuation is to be cut: little is left to copy, or there is no room for more tokens."""
-        sequence, num_granted = move.sequence, self._outgoing.num_granted(move.key)
+        sequence, num_granted = move.sequence, sender.num_granted
         if not num_granted or sequence.num_missing > 1 or len(sequence.tokens) <= move.num_tokens:
             return False
         room = num_granted * self._scheduler.cache.page_size
         is_full = self._scheduler.num_written(sequence) + _PLANNED_AHEAD > room
-        return is_full or self._outgoing.is_abreast(move.key)
+        return is_full or sender.is_abreast
 
     def _finish(self, move: _Move, now_s: float) -> list[Result]:
         """Announce all pages of a continuation that no step has, with the tokens that its target does not know."""

@@ -8,7 +8,7 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, Peer, Quiesced
-from pdserve.prefill_worker.early_grants import EARLY_GRANT_S
+from pdserve.prefill_worker.outgoing import EARLY_GRANT_S
 from pdserve.reports import Failure
 from pdserve.roles import Role
 from pdserve.worker.messages import Cancelled, Failed, Ticked

@@ -21,8 +21,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import CopyStopped, PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Pages, PagesLanded
-from pdserve.prefill_worker.early_grants import EarlyGrants
-from pdserve.prefill_worker.outgoing import Redialling
+from pdserve.prefill_worker.outgoing import EarlyGrants, Redialling
 from pdserve.router.commands import SequenceSpec
 from pdserve.router.core import RouterCore
 from pdserve.router.delivery import Delivery

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from faultsim.handoffs import ReceiverStreams, SenderStreams
 from faultsim.mover import Host, Mover, digest
 from faultsim.world import Process, ViolationError
+from pdserve.decode_worker.incoming import Incoming
 from pdserve.kvtransfer.doors import (
     CancelCopies,
     CheckDigests,
@@ -26,6 +27,7 @@ from pdserve.kvtransfer.doors import (
     ToReceiver,
     ToSender,
 )
+from pdserve.kvtransfer.receiver import State
 from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.worker.messages import Placed
 
@@ -100,7 +102,7 @@ class Doors:
             return  # it hears nobody, and cannot end a lease before it thaws
         for peer, received_s in self._received_s.items():
             silent_s = self._world.now - max(received_s, owner.thawed_s)
-            if silent_s > owner.lease_s + LAPSE_S and owner.core.incoming.num_granted_to(peer):
+            if silent_s > owner.lease_s + LAPSE_S and _has_granted(owner.core.incoming, peer):
                 text = f"{owner.name} keeps grants open to {peer}, silent for {silent_s:.2f} s"
                 raise ViolationError("I4", text)
 
@@ -146,3 +148,9 @@ class Doors:
         pairs = enumerate(zip(found, command.digests, strict=True))
         mismatch = next((place for place, (mine, theirs) in pairs if mine != theirs), None)
         self._owner.offer(DigestsChecked(command.key, mismatch))
+
+
+def _has_granted(incoming: Incoming, peer: Peer) -> bool:
+    """Return whether a sender may write into pages here."""
+    arrivals = [arrival for arrival in incoming._arrivals.values() if arrival.expected.peer == peer]
+    return any(arrival.receiver.state is State.GRANTED for arrival in arrivals)
