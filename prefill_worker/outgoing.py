@@ -94,9 +94,8 @@ class EarlyGrants:
     def __init__(self, max_early: int) -> None:
         self._max_early = max_early
         self._early: dict[tuple[Peer, HandoffKey], tuple[float, ReceiverMessage]] = {}
-        self._closed: OrderedDict[tuple[Peer, HandoffKey], None] = (
-            OrderedDict()
-        )  # the last ones, to answer late grants at once
+        # The hand-offs that were closed last: late grants of them are answered at once.
+        self._closed: OrderedDict[tuple[Peer, HandoffKey], None] = OrderedDict()
         self._in_doubt: dict[Peer, set[HandoffKey]] = {}  # into pages that late bytes may still reach
 
     def is_closed(self, peer: Peer, key: HandoffKey) -> bool:

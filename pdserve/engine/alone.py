@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
@@ -46,6 +46,6 @@ class LoneEngine:
         job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, indices)
         self._scheduler.add(EngineSequence(job, indices, list(prompt), order=0))
         while (plan := self._scheduler.plan()) is not None:
-            for outcome in self._scheduler.commit(plan, run(self._runner, plan)):
+            for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
                 if isinstance(outcome, Sampled):
                     yield outcome

@@ -33,37 +33,20 @@ from pdserve.sampling import PromptLogprobs, SampledToken
 
 
 class EngineRunner(Protocol):
-    """What computes an engine's steps, on whichever device. Call it from one thread at a time.
-
-    Steps end in the order they were started. What `start` or `finish` raises ends that step, and no other.
-    """
+    """What computes an engine's steps, on whichever device. Call it from one thread at a time."""
 
     kv: Tensor  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
 
-    @property
-    def max_in_flight(self) -> int:
-        """Return how many steps may be started and not finished."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step: copy pages, compute all chunks, sample. InvariantError if the plan cannot be run.
+
+        What it raises ends this step, and no other.
+        """
         ...
-
-    def start(self, plan: StepPlan) -> None:
-        """Begin a step: copy pages, compute all chunks, sample. InvariantError if the plan cannot be run."""
-        ...
-
-    def finish(self) -> StepResult:
-        """Wait for the oldest step that was started."""
-        ...
-
-
-def run(runner: EngineRunner, plan: StepPlan) -> StepResult:
-    """Compute one step while no other is in flight."""
-    runner.start(plan)
-    return runner.finish()
 
 
 class Runner:
-    """One model on the CPU. A step is computed when it is finished."""
-
-    max_in_flight = 1
+    """One model on the CPU."""
 
     def __init__(self, model: Model, num_pages: int, page_size: int, eos_token_ids: Seq[int] | None = None) -> None:
         """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
@@ -77,18 +60,9 @@ class Runner:
         self._sampler = Sampler(self._eos_token_ids)
         self._beside = ThreadPoolExecutor(1, "masks", _unbind)  # its thread starts with the first mask
         self._scorer = Scorer(model.logits, config.vocab_size)
-        self._plan: StepPlan | None = None
-
-    def start(self, plan: StepPlan) -> None:
-        if self._plan is not None:
-            raise InvariantError("started a step while another is not finished")
-        self._plan = plan
 
     @torch.inference_mode()
-    def finish(self) -> StepResult:
-        plan, self._plan = self._plan, None
-        if plan is None:
-            raise InvariantError("no step was started")
+    def run(self, plan: StepPlan) -> StepResult:
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         tokens: tuple[tuple[SampledToken, ...], ...] = ()

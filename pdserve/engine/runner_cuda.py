@@ -21,7 +21,7 @@ from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.graphs import Replays, graph_sizes, size_for
 from pdserve.engine.masks import token_masks
-from pdserve.engine.runner import by_chunk, copy_pages, run, zeroed
+from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import SCORING_BYTES, Scorer, Scores, with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler, each_variant
 from pdserve.engine.step import Chunk, StepPlan, StepResult
@@ -74,7 +74,7 @@ class _Sampled:
 class CudaRunner:
     """One model on one GPU, or on a CPU where Triton interprets."""
 
-    max_in_flight = 2
+    max_in_flight = 2  # steps that are started and not finished; they end in the order in which they were started
 
     def __init__(
         self,
@@ -105,6 +105,11 @@ class CudaRunner:
         self._scorer = Scorer(model.logits, config.vocab_size)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step while no other is in flight."""
+        self.start(plan)
+        return self.finish()
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> None:
@@ -142,7 +147,7 @@ class CudaRunner:
             run(self, StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))
         for size in reversed(self._sizes):
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
-            run(self, StepPlan(chunks))
+            self.run(StepPlan(chunks))
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None, Mapping[int, Scores], Mapping[int, str]]:
         """Launch a batch.

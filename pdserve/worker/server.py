@@ -14,7 +14,6 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Connections, Credentials
-from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
 from pdserve.grammar.compiler import Compiler
@@ -112,7 +111,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         if seat is not None and not isinstance(loaded := library(), Missing):
             await thread.call(seat.use, loaded)
         _describe(engine, config.device, register)
-        steps = Isolating(paced(partial(run, engine.runner), config.test_step_s))
+        steps = Isolating(paced(engine.runner.run, config.test_step_s))
 
         def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
             return thread.call(steps.run, plan)

@@ -15,7 +15,7 @@ from listed_answers import Listed
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.masks import NO_MASKS, allowed, packed, token_masks
-from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
@@ -104,7 +104,7 @@ class Bench:
 
     def run(self) -> None:
         while (plan := self.scheduler.plan()) is not None:
-            for outcome in self.scheduler.commit(plan, run(self.runner, plan)):
+            for outcome in self.scheduler.commit(plan, self.runner.run(plan)):
                 number = int.from_bytes(outcome.sequence.job.request_id)
                 if isinstance(outcome, Sampled):
                     self.answers.setdefault((number, outcome.index), []).append(outcome.token.token_id)

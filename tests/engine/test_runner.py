@@ -9,7 +9,7 @@ from greedy_runs import greedy_texts, spec
 
 from pdserve.checkpoint.quantization import ChosenQuantization, in_form
 from pdserve.engine.programs import is_compiled
-from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -65,7 +65,7 @@ def test_a_page_is_one_contiguous_run(runner: Runner) -> None:
 
 def test_only_the_slots_of_the_chunk_are_written(runner: Runner) -> None:
     runner.kv.fill_(9.0)
-    run(runner, StepPlan((Chunk(PROMPT[:10], 3, PAGES, ()),)))
+    runner.run(StepPlan((Chunk(PROMPT[:10], 3, PAGES, ()),)))
     untouched = torch.ones(60, PAGE_SIZE, dtype=torch.bool)
     for position in range(3, 13):
         untouched[PAGES[position // PAGE_SIZE], position % PAGE_SIZE] = False
@@ -78,26 +78,26 @@ def test_results_stand_in_the_order_of_the_plan(runner: Runner) -> None:
     one = (spec(),)
     longer, shorter = Chunk(PROMPT, 0, PAGES, one * 2), Chunk([5], 0, (PageId(9),), one)
     silent = Chunk(PROMPT[:5], 0, (PageId(11),), ())
-    alone = [run(runner, StepPlan((chunk,))).tokens[0] for chunk in (longer, silent, shorter)]
-    assert list(run(runner, StepPlan((longer, silent, shorter))).tokens) == alone
+    alone = [runner.run(StepPlan((chunk,))).tokens[0] for chunk in (longer, silent, shorter)]
+    assert list(runner.run(StepPlan((longer, silent, shorter))).tokens) == alone
     assert [len(tokens) for tokens in alone] == [2, 0, 1]
     assert alone[0][0] == alone[0][1] != alone[2][0]
 
 
 def test_a_copied_page_serves_like_the_original(runner: Runner) -> None:
-    run(runner, StepPlan((prompt_chunk(),)))
+    runner.run(StepPlan((prompt_chunk(),)))
     copy = PageId(30)
     original = Chunk([8], 20, PAGES, (spec(),))
-    expected = run(runner, StepPlan((original,))).tokens
+    expected = runner.run(StepPlan((original,))).tokens
     runner.kv[30].fill_(1.0)
     copied = Chunk([8], 20, (PAGES[0], PAGES[1], copy), (spec(),))
-    assert run(runner, StepPlan((copied,), copies=((PAGES[2], copy),))).tokens == expected
+    assert runner.run(StepPlan((copied,), copies=((PAGES[2], copy),))).tokens == expected
     assert torch.equal(runner.kv[30], runner.kv[7])
 
 
 def test_a_plan_of_copies_alone_copies(runner: Runner) -> None:
     runner.kv[3].fill_(3.0)
-    assert run(runner, StepPlan((), copies=((PageId(3), PageId(4)), (PageId(4), PageId(5))))).tokens == ()
+    assert runner.run(StepPlan((), copies=((PageId(3), PageId(4)), (PageId(4), PageId(5))))).tokens == ()
     assert (runner.kv[4] == 3.0).all()
     assert not runner.kv[5].any()  # all pages are read before any is written
 
@@ -105,7 +105,7 @@ def test_a_plan_of_copies_alone_copies(runner: Runner) -> None:
 @pytest.mark.parametrize("copies", [((PageId(0), PageId(60)),), ((PageId(-1), PageId(0)),)])
 def test_copies_outside_the_pool_are_our_own_fault(runner: Runner, copies: tuple[tuple[PageId, PageId], ...]) -> None:
     with pytest.raises(InvariantError):
-        run(runner, StepPlan((), copies=copies))
+        runner.run(StepPlan((), copies=copies))
 
 
 def test_stale_slots_of_a_page_are_never_seen(runner: Runner) -> None:
@@ -123,8 +123,8 @@ def test_company_does_not_change_a_seeded_draw(runner: Runner) -> None:
         pages = tuple(PageId(6 * index + i) for i in range(-(-length // PAGE_SIZE)))
         tokens = [rng.randrange(VOCAB) for _ in range(length)]
         chunks.append(Chunk(tokens, 0, pages, (spec((), params, seed=index),)))
-    together = run(runner, StepPlan(tuple(chunks))).tokens
-    assert together == tuple(run(runner, StepPlan((chunk,))).tokens[0] for chunk in chunks)
+    together = runner.run(StepPlan(tuple(chunks))).tokens
+    assert together == tuple(runner.run(StepPlan((chunk,))).tokens[0] for chunk in chunks)
 
 
 def test_eos_comes_from_the_caller_where_given(model: Model) -> None:
@@ -132,7 +132,7 @@ def test_eos_comes_from_the_caller_where_given(model: Model) -> None:
     for eos, expected in (((), PROMPT), (everything_but_7, [7])):
         runner = Runner(model, 10, PAGE_SIZE, eos)
         held_back = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=True)
-        ((token,),) = run(runner, StepPlan((prompt_chunk(held_back),))).tokens
+        ((token,),) = runner.run(StepPlan((prompt_chunk(held_back),))).tokens
         assert (token.token_id == 7) == (expected == [7])
 
 
@@ -157,10 +157,10 @@ def test_a_decode_step_is_one_program_with_the_bits_of_its_operations(
         )
         steps.append(StepPlan(tuple(chunks)))
     runner = Runner(model, 100, PAGE_SIZE)
-    together = [run(runner, step).tokens for step in steps]
+    together = [runner.run(step).tokens for step in steps]
     monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
     one_by_one = Runner(model, 100, PAGE_SIZE)
-    assert together == [run(one_by_one, step).tokens for step in steps]
+    assert together == [one_by_one.run(step).tokens for step in steps]
     assert torch.equal(runner.kv, one_by_one.kv)
 
 
@@ -168,7 +168,7 @@ def forced_logprob(model: Model) -> float:
     """Return the log probability of a token after the prompt."""
     asked = spec((), SamplingParams(temperature=0.0, logprobs=0))
     bias = SamplingParams(temperature=0.0, logprobs=0, logit_bias=((42, 100.0),))
-    result = run(Runner(model, 10, PAGE_SIZE), StepPlan((prompt_chunk(asked, spec((), bias)),)))
+    result = Runner(model, 10, PAGE_SIZE).run(StepPlan((prompt_chunk(asked, spec((), bias)),)))
     (_, forced) = result.tokens[0]
     assert forced.token_id == 42
     assert forced.logprobs is not None

@@ -17,11 +17,11 @@ from gpu_rows_bench import COPY_BYTES, copy_time_us
 from gpu_table import Row
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner import EngineRunner, Runner
+from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, StepLimits, pages_that_fit, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.ids import Attempt, RequestId
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
@@ -43,7 +43,22 @@ class Driven:
         return sum(map(len, self.texts.values()))
 
 
-def drive(runner: EngineRunner, scheduler: Scheduler, sequences: Iterable[Sequence], depth: int) -> Driven:
+class OneByOne:
+    """A runner as `drive` uses one: each step is computed when it is finished."""
+
+    max_in_flight = 1
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def start(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def finish(self) -> StepResult:
+        return self._runner.run(self._plan)
+
+
+def drive(runner: CudaRunner | OneByOne, scheduler: Scheduler, sequences: Iterable[Sequence], depth: int) -> Driven:
     """Compute all tokens of some sequences, with up to `depth` steps in flight."""
     for sequence in sequences:
         scheduler.add(sequence)
@@ -130,11 +145,11 @@ def different_texts(family: str, device: torch.device, prompt_lens: Seq[int], nu
         kernels.capture()
     plain = Runner(_small_model(config, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
 
-    def texts(runner: EngineRunner) -> dict[int, list[int]]:
+    def texts(runner: CudaRunner | OneByOne) -> dict[int, list[int]]:
         scheduler = _scheduler(CHECK_LIMITS, CHECK_PAGES, CHECK_PAGE_SIZE)
         return drive(runner, scheduler, _mixed_sequences(prompt_lens, num_tokens), runner.max_in_flight).texts
 
-    ours, theirs = texts(kernels), texts(plain)
+    ours, theirs = texts(kernels), texts(OneByOne(plain))
     return [order for order in range(len(prompt_lens)) if ours[order] != theirs[order]]
 
 

@@ -16,7 +16,7 @@ from pdserve.engine import sampler
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Scored, Sequence
 from pdserve.engine.step import Chunk, StepPlan
@@ -103,7 +103,7 @@ def test_prompts_are_scored_as_by_transformers_whatever_is_cached(
         job = Job(RequestId(bytes([number] * 16)), Attempt(0), tokens, len(tokens), SamplingParams(max_tokens=2), (0,))
         scheduler.add(Sequence(job, (0,), list(tokens), number, prompt_logprobs=None if number == 1 else 3))
         while (plan := scheduler.plan()) is not None:
-            for outcome in scheduler.commit(plan, run(runner, plan)):
+            for outcome in scheduler.commit(plan, runner.run(plan)):
                 if isinstance(outcome, Scored):
                     assert outcome.position == 1 + len(scores.setdefault(number, []))
                     scores[number] += outcome.logprobs.entries()

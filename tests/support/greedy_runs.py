@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
 
-from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.ids import PageId
 from pdserve.sampling import SamplingParams
@@ -43,7 +43,7 @@ def greedy_texts(runner: Runner, prompts: Seq[Seq[int]], num_tokens: int, chunk_
     assert sum(len(text.pages) for text in texts) <= num_pages
     while running := [text for text in texts if len(text.answer) < num_tokens]:
         chunks = tuple(text.chunk(page_size, chunk_tokens) for text in running)
-        result = run(runner, StepPlan(chunks))
+        result = runner.run(StepPlan(chunks))
         for text, chunk, drawn in zip(running, chunks, result.tokens, strict=True):
             text.computed = chunk.start + len(chunk.token_ids)
             text.answer += [token.token_id for token in drawn]

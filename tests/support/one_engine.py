@@ -8,7 +8,7 @@ import torch
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
@@ -40,7 +40,7 @@ class OneEngine:
         self._scheduler.add(EngineSequence(job, indices, list(prompt), order=0))
         tokens: dict[int, list[SampledToken]] = {index: [] for index in indices}
         while (plan := self._scheduler.plan()) is not None:
-            for outcome in self._scheduler.commit(plan, run(self._runner, plan)):
+            for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
                 if isinstance(outcome, Sampled):
                     tokens[outcome.index].append(outcome.token)
         return tokens

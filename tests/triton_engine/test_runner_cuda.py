@@ -12,7 +12,7 @@ from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.graphs import graph_sizes
-from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, StepLimits, step_inputs
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.errors import InvariantError
@@ -133,7 +133,7 @@ def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(
 ) -> None:
     torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
     torch_runner.kv.fill_(left_behind)
-    run(torch_runner, FILLING)
+    torch_runner.run(FILLING)
     kv = torch_runner.kv.clone()
     expected = logits_with_torch(model, torch_runner.kv, StepPlan(chunks))
     ours = logits_with_triton(model, kv, StepPlan(chunks), room=0)
@@ -145,7 +145,7 @@ def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(
 @torch.inference_mode()
 def test_padding_changes_neither_pages_nor_logits(model: Model) -> None:
     torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
-    run(torch_runner, FILLING)
+    torch_runner.run(FILLING)
     plan = StepPlan((after(0, 1), after(1, 1), after(2, 1)))
     before, exact, padded = (torch_runner.kv.clone() for _ in range(3))
     expected = logits_with_triton(model, exact, plan, room=0)
@@ -180,7 +180,7 @@ def test_samples_come_with_their_chunks_whatever_a_step_asks_for(runner: CudaRun
             Chunk([9], 0, (PageId(3),), (spec(),)),
         )
     )
-    ours, expected = (run(each, plan).tokens for each in (runner, Runner(model, NUM_PAGES, PAGE_SIZE)))
+    ours, expected = (each.run(plan).tokens for each in (runner, Runner(model, NUM_PAGES, PAGE_SIZE)))
     assert [[token.token_id for token in drawn] for drawn in ours] == [
         [t.token_id for t in drawn] for drawn in expected
     ]
@@ -189,7 +189,7 @@ def test_samples_come_with_their_chunks_whatever_a_step_asks_for(runner: CudaRun
         assert token.logprobs is not None
         assert wanted.logprobs is not None
         assert token.logprobs.chosen == pytest.approx(wanted.logprobs.chosen, abs=1e-4)
-    assert run(runner, StepPlan((plan.chunks[1],))).tokens == ((),)
+    assert runner.run(StepPlan((plan.chunks[1],))).tokens == ((),)
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
@@ -198,7 +198,7 @@ def test_what_a_runner_is_not_set_up_for_is_our_own_fault(runner: CudaRunner) ->
     too_many = Chunk(tokens_of(LIMITS.max_model_len), 0, pages_of(0, LIMITS.max_model_len), ())
     for chunks in ((too_long,), (too_many, too_many)):
         with pytest.raises(InvariantError):
-            run(runner, StepPlan(chunks))
+            runner.run(StepPlan(chunks))
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
@@ -214,7 +214,7 @@ def test_a_step_may_be_started_while_one_of_other_sequences_runs(runner: CudaRun
     results += [runner.finish(), runner.finish()]
     overlapped = [result.tokens[0][0] for result in results]
     alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
-    assert overlapped == [run(alone, plan).tokens[0][0] for plan in plans]
+    assert overlapped == [alone.run(plan).tokens[0][0] for plan in plans]
     assert len({token.logprobs for token in overlapped}) == 3
 
 
@@ -245,8 +245,8 @@ def test_a_step_may_need_tokens_that_are_not_known_yet(runner: CudaRunner, model
     runner.start(chunks(None, (0, 1, 2)))
     drawn, ahead = ([tokens[0] for tokens in runner.finish().tokens] for _ in range(2))
     alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
-    ids = [tokens[0].token_id for tokens in run(alone, first).tokens]
-    known = [tokens[0] for tokens in run(alone, chunks(ids, (None,) * 3)).tokens]
+    ids = [tokens[0].token_id for tokens in alone.run(first).tokens]
+    known = [tokens[0] for tokens in alone.run(chunks(ids, (None,) * 3)).tokens]
     assert [token.token_id for token in drawn] == ids
     assert len(set(ids)) == 3
     assert ahead == known  # with their log probabilities: those tell which token a context ends in
@@ -254,6 +254,6 @@ def test_a_step_may_need_tokens_that_are_not_known_yet(runner: CudaRunner, model
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_needing_a_token_of_a_step_that_sampled_nothing_is_our_own_fault(runner: CudaRunner) -> None:
-    run(runner, StepPlan((Chunk([7], 0, (PageId(1),), ()),)))
+    runner.run(StepPlan((Chunk([7], 0, (PageId(1),), ()),)))
     with pytest.raises(InvariantError, match="sampled nothing"):
         runner.start(StepPlan((Chunk((0,), 1, (PageId(1),), (spec(),), previous=0),)))

@@ -6,8 +6,7 @@ import torch
 from joined_cores import PAGE_SIZE, VOCAB
 from two_workers import Workers, alone, new_job
 
-from pdserve.engine.runner import Runner, run
-from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.runner import Runner
 from pdserve.ids import PageId
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
@@ -31,9 +30,6 @@ PROMPT = [17, 200, 3, 511, 42, 8, 77]
 
 class Engine(Runner):
     """A model's pages as bytes."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        return run(self, plan)
 
     def read(self, page: PageId) -> bytes:
         return self.kv[page].numpy().tobytes()
