@@ -159,7 +159,7 @@ class CudaRunner:
             self._sampled = None
             return _NOTHING, None, scores, {}
         masks = token_masks(batch.samples, self._pool.vocab_size, self._eos_token_ids)  # while the device computes
-        sampled = self._sampler.sample(logits, self._sampler.prepare(batch.samples, masks))
+        sampled = self._sampler.sample(logits, batch.samples, masks)
         self._sampled = _Sampled(sampled, batch.first_samples)
         token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
         token_ids.copy_(sampled, non_blocking=True)

@@ -5,7 +5,6 @@ Parameters are laid out and sent while the device still computes the logits.
 
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import chain, product
 
 import numpy as np
@@ -22,16 +21,6 @@ from pdserve.kernels.staging import Staging
 from pdserve.sampling import SamplingParams
 
 Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The kernel's parameters for a step's rows, on the device."""
-
-    params: Params
-    penalties: Penalties | None
-    bias: Bias | None
-    mask: Mask | None
 
 
 def each_variant() -> Iterator[SampleSpec]:
@@ -53,8 +42,11 @@ class KernelSampler:
         self._vocab_size = vocab_size
         self._staging = Staging(device)
 
-    def prepare(self, specs: Seq[SampleSpec], masks: TokenMasks = NO_MASKS) -> Prepared:
-        """Send the parameters of at least one row; does not wait for the device."""
+    def sample(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks = NO_MASKS) -> Tensor:
+        """Sample one token per row of logits [len(specs) >= 1, vocab_size]: int64 [len(specs)] on the device.
+
+        Does not wait for the device.
+        """
         params = [spec.params for spec in specs]
         keys, temperature, top_k, top_p, min_p = self._staging.send(
             rng.keys([spec.seed for spec in specs], [spec.index for spec in specs]).view(np.int32).reshape(-1),
@@ -64,11 +56,8 @@ class KernelSampler:
             _floats([p.min_p for p in params]),
         )
         on_device = Params(keys.view(-1, 2), temperature, top_k, top_p, min_p)
-        return Prepared(on_device, self._penalties(specs), self._bias(specs), self._mask(specs, masks))
-
-    def sample(self, logits: Tensor, prepared: Prepared) -> Tensor:
-        """Sample one token per row of logits [num_rows, vocab_size]: int64 [num_rows] on the device."""
-        return sample(logits, prepared.params, penalties=prepared.penalties, bias=prepared.bias, mask=prepared.mask)
+        penalties, bias, mask = self._penalties(specs), self._bias(specs), self._mask(specs, masks)
+        return sample(logits, on_device, penalties=penalties, bias=bias, mask=mask)
 
     def _penalties(self, specs: Seq[SampleSpec]) -> Penalties | None:
         if not any(spec.params.has_penalties for spec in specs):
@@ -88,14 +77,12 @@ class KernelSampler:
 
     def _bias(self, specs: Seq[SampleSpec]) -> Bias | None:
         """Return what is added to single logits; a token that may not be sampled gets minus infinity."""
-        rows = [self._biases(spec) for spec in specs]
+        eos, never = self._eos_token_ids, float("-inf")
+        rows = [dict(spec.params.logit_bias) | dict.fromkeys(forbidden(spec, eos), never) for spec in specs]
         if not any(rows):
             return None
         values = _floats(list(chain.from_iterable(row.values() for row in rows)))
         return Bias(*self._staging.send(_flat([list(row) for row in rows]), values, _offsets(rows)))
-
-    def _biases(self, spec: SampleSpec) -> dict[int, float]:
-        return dict(spec.params.logit_bias) | dict.fromkeys(forbidden(spec, self._eos_token_ids), float("-inf"))
 
     def _mask(self, specs: Seq[SampleSpec], masks: TokenMasks) -> Mask | None:
         """Return which tokens may be sampled, for the rows that have a grammar or name them."""

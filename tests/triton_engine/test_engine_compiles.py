@@ -48,7 +48,7 @@ def launch(attention, batch, size):
     x = ops.rms_norm(empty(size, config.hidden_size), empty(config.hidden_size))
     ops.swiglu(x, ops.held_gate_up(gate, up))
     sampler = KernelSampler((1,), config.vocab_size, META)
-    sampler.sample(empty(len(batch.samples), config.vocab_size), sampler.prepare(batch.samples))
+    sampler.sample(empty(len(batch.samples), config.vocab_size), batch.samples)
 
 kv = empty(NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
 attention = TritonAttention(config, kv, Rope(config, META), 2048, graph_sizes(256))

@@ -33,7 +33,7 @@ def spec_of(
 
 def drawn_by_kernel(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
     sampler = KernelSampler(EOS, VOCAB, torch.device("cpu"))
-    return sampler.sample(logits, sampler.prepare(specs)).tolist()
+    return sampler.sample(logits, specs).tolist()
 
 
 def drawn_on_the_cpu(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
@@ -99,7 +99,7 @@ def test_an_end_past_the_vocabulary_forbids_nothing_in_other_rows(eos: int) -> N
     logits[:, eos % VOCAB] = 5.0
     sampler = KernelSampler((eos,), VOCAB, torch.device("cpu"))
     drawn_on_the_cpu = [token.token_id for token in Sampler((eos,)).sample(logits, specs)]
-    assert sampler.sample(logits, sampler.prepare(specs)).tolist() == drawn_on_the_cpu == [eos % VOCAB] * 3
+    assert sampler.sample(logits, specs).tolist() == drawn_on_the_cpu == [eos % VOCAB] * 3
 
 
 @pytest.mark.parametrize("temperature", [9e-6, 1e-38, 1e-45])
@@ -120,7 +120,7 @@ def test_rows_with_a_grammar_draw_the_cpu_samplers_tokens() -> None:
     specs.append(spec_of(7, SamplingParams(allowed_token_ids=(5, 6))))
     logits, masks = logits_of(len(specs)), token_masks(specs, VOCAB, EOS)
     sampler = KernelSampler(EOS, VOCAB, torch.device("cpu"))
-    drawn = sampler.sample(logits, sampler.prepare(specs, masks)).tolist()
+    drawn = sampler.sample(logits, specs, masks).tolist()
     assert drawn == [token.token_id for token in Sampler(EOS).sample(logits, specs, masks)]
     assert all(token % 37 == 2 for token in drawn[:-1:2])
 
