@@ -35,8 +35,8 @@ Call = grpc.aio.StreamStreamCall[Request, Response]
 class _Stream:
     """None in the queue: write nothing more."""
 
+    task: asyncio.Task[None]
     outbound: asyncio.Queue[Request | None] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
 
 
 class HandoffClient:
@@ -71,7 +71,7 @@ class HandoffClient:
         """Write what is queued, then end every stream and dial no more."""
         self._is_closing = True
         self.handle(dialling.Left())
-        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
+        tasks = [stream.task for stream in self._streams.values()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
             for task in late:
@@ -85,15 +85,17 @@ class HandoffClient:
     def _perform(self, command: dialling.Command) -> None:
         match command:
             case Dial(dial, peer, _, timeout_s):
-                stream = self._streams[dial] = _Stream()
-                stream.task = self._tasks.create_task(self._serve(command, stream), name=f"handoff {peer.worker_id}")
+                task = self._tasks.create_task(self._serve(command), name=f"handoff {peer.worker_id}")
+                self._streams[dial] = _Stream(task)
                 asyncio.get_running_loop().call_later(timeout_s, self.handle, dialling.TimedOut(dial))
             case dialling.Send(dial, key, message):
                 self._write(dial, wire.from_sender(key, message))
             case dialling.Finish(dial):
                 self._write(dial, None)
             case dialling.Close(dial, refusal):
-                self._close(dial, refusal)
+                if refusal is not None:
+                    self._refused[refusal] += 1
+                self._streams.pop(dial).task.cancel()
             case ReceiverLost(peer, reason):
                 logger.log(logging.INFO if self._is_closing else logging.WARNING, "%s: %s", peer.worker_id, reason)
                 self._sink.put(command)
@@ -112,22 +114,15 @@ class HandoffClient:
             return
         stream.outbound.put_nowait(message)
 
-    def _close(self, dial: DialId, refusal: Refusal | None) -> None:
-        stream = self._streams.pop(dial)
-        if refusal is not None:
-            self._refused[refusal] += 1
-        if stream.task is not None:
-            stream.task.cancel()
-
-    async def _serve(self, dial: Dial, stream: _Stream) -> None:
+    async def _serve(self, dial: Dial) -> None:
         """Serve a stream to its end, and say why it has ended."""
-        reason = "it ended the stream"
+        outbound, reason = self._streams[dial.dial].outbound, "it ended the stream"
         try:
             async with self._credentials.channel(dial.address, Part.WORKER) as channel:
                 proof = await identify(channel, self._credentials.secret, ATTACH)
                 call: Call = HandoffServiceStub(channel).Attach(metadata=proof)
                 try:
-                    await self._read(dial, stream, call)
+                    await self._read(dial, call, outbound)
                 finally:
                     call.cancel()
         except ProtocolError as error:
@@ -137,10 +132,10 @@ class HandoffClient:
             reason = f"{error.code().name}: {error.details()}"
         self.handle(dialling.Ended(dial.dial, reason))
 
-    async def _read(self, dial: Dial, stream: _Stream, call: Call) -> None:
+    async def _read(self, dial: Dial, call: Call, outbound: asyncio.Queue[Request | None]) -> None:
         ack = await self._greet(call, dial.peer)
         await self._receive(dialling.Answered(dial.dial, ack))
-        writer = self._tasks.create_task(_write(stream, call), name=f"handoff {dial.peer.worker_id} writer")
+        writer = self._tasks.create_task(_write(outbound, call), name=f"handoff {dial.peer.worker_id} writer")
         try:
             while isinstance(message := await call.read(), Response):
                 try:
@@ -175,9 +170,9 @@ class HandoffClient:
         return wire.ack_from_proto(first)
 
 
-async def _write(stream: _Stream, call: Call) -> None:
+async def _write(outbound: asyncio.Queue[Request | None], call: Call) -> None:
     while True:
-        message = await stream.outbound.get()
+        message = await outbound.get()
         try:
             if message is None:
                 await call.done_writing()

@@ -40,21 +40,20 @@ class Probes:
             return
         self._met[peer] = self._tasks.create_task(self._measure(peer), name=f"probe {peer.worker_id}")
         if len(self._met) > MAX_MET:
-            self._forget(next(iter(self._met)))
+            self.forget(next(iter(self._met)))
 
     def forget(self, peer: Peer) -> None:
-        """Drop what is known of a peer: its process has ended."""
-        if peer in self._met:
-            self._forget(peer)
+        """Drop what is known of a peer, if it was met."""
+        task = self._met.pop(peer, None)
+        if task is None:
+            return
+        task.cancel()
+        if all(other.worker_id != peer.worker_id for other in self._met):
+            self._report(peer.worker_id, None)
 
     def close(self) -> None:
         for task in self._met.values():
             task.cancel()
-
-    def _forget(self, peer: Peer) -> None:
-        self._met.pop(peer).cancel()
-        if all(other.worker_id != peer.worker_id for other in self._met):
-            self._report(peer.worker_id, None)
 
     async def _measure(self, peer: Peer) -> None:
         try:

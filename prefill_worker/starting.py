@@ -17,7 +17,6 @@ from pdserve.kvtransfer.session import HandoffKey
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    key: HandoffKey
     sequence: Sequence
     is_granted: bool
 
@@ -40,18 +39,18 @@ class Starting:
     def waiting_tokens(self) -> int:
         return sum(len(each.sequence.tokens) for each in self._waiting)
 
-    def add(self, key: HandoffKey, sequence: Sequence, *, leaves: bool) -> None:
+    def add(self, sequence: Sequence, *, leaves: bool) -> None:
         """Let a prompt start when it may. `leaves`: it goes to another worker, which has granted no pages yet."""
         if leaves:
-            self._room.ahead[key] = 0
-        self._waiting.append(_Waiting(key, sequence, is_granted=not leaves))
+            self._room.ahead[sequence.job.key] = 0
+        self._waiting.append(_Waiting(sequence, is_granted=not leaves))
         self._waiting.sort(key=lambda each: each.sequence.urgency)
         self._may_start = True
 
     def granted(self, key: HandoffKey) -> None:
         """Note that pages are set aside where a prompt goes."""
         for each in self._waiting:
-            if each.key == key:
+            if each.sequence.job.key == key:
                 each.is_granted = True
         if key in self._room.ahead:
             self._room.ahead[key] = 0
@@ -59,7 +58,7 @@ class Starting:
 
     def remove(self, key: HandoffKey) -> None:
         """Note that a prompt holds no pages any more, and wants none."""
-        self._waiting = [each for each in self._waiting if each.key != key]
+        self._waiting = [each for each in self._waiting if each.sequence.job.key != key]
         self._room.ahead.pop(key, None)
         self._may_start = True
 
@@ -76,7 +75,7 @@ class Starting:
                 room = 0  # the next ones do not overtake it
                 continue
             if num_pages:
-                self._room.ahead[each.key] = num_pages
+                self._room.ahead[each.sequence.job.key] = num_pages
                 room -= num_pages
             self._scheduler.add(each.sequence)
         self._waiting, self._may_start = waiting, False

@@ -59,10 +59,6 @@ class Scheduler:
         return sum([len(s.indices) for s in self.running])
 
     @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
     def waiting_tokens(self) -> int:
         """Return how many prompt tokens wait to be computed."""
         missing = (s.num_missing for s in (*self.waiting, *self.running))

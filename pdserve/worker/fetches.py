@@ -29,7 +29,6 @@ MAX_SHARES = 256  # under way at once; prompts for which more are asked for are 
 class _Fetch:
     task: Task
     sequence: Sequence
-    prefix: Prefix
     due_s: float
     pages: Pages = ()  # that have arrived, and those that were here: held
     has_started: bool = False  # the prompt waits for its turn, or has had it
@@ -114,7 +113,7 @@ class Fetches:
         fetch = self._fetches[outcome.key]
         match outcome:
             case doors.Admitted(_, pages, num_reused):
-                self._scheduler.cache.publish(fetch.prefix, pages, range(num_reused, len(pages)))
+                self._scheduler.cache.publish(fetch.sequence.prefix, pages, range(num_reused, len(pages)))
                 fetch.pages, fetch.has_started = pages, True
                 return self._end(fetch, now_s, len(pages) - num_reused, num_reused)
             case doors.NotAdmitted():
@@ -156,7 +155,7 @@ class Fetches:
         results = self._incoming.expect_now(expected)
         if not results:
             return [nothing]
-        self._fetches[key] = _Fetch(task, sequence, sequence.prefix, fetch.deadline_s)
+        self._fetches[key] = _Fetch(task, sequence, fetch.deadline_s)
         return [*results]
 
     def _end(self, fetch: _Fetch, now_s: float, num_came: int = 0, num_reused: int = 0) -> list[Reported]:
@@ -173,4 +172,4 @@ class Fetches:
     def _start(self, task: Task, sequence: Sequence) -> None:
         sender = self._outgoing.half(task.key)
         leaves = task.target is not None and not (sender is not None and sender.num_granted)
-        self._starting.add(task.key, sequence, leaves=leaves)
+        self._starting.add(sequence, leaves=leaves)

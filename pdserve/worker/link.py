@@ -41,8 +41,8 @@ Call = grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]
 class _Stream:
     """None in the queue: write nothing more."""
 
+    task: asyncio.Task[None]
     queue: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
     wants_kv_events: bool = False
 
 
@@ -82,16 +82,15 @@ class Links:
     def wanting_kv_events(self) -> tuple[RouterRef, ...]:
         return tuple(router for router in self.attached if self._streams[router].wants_kv_events)
 
-    def update(self, register: link.Register) -> None:
-        """Say anew who this worker is, to routers attached now and later."""
-        self._register = register
+    def update(self) -> None:
+        """Say anew who this worker is: the registration that was given to this object has changed."""
         self.broadcast(self._registration())
 
     def take_role(self, role: "link.Role.ValueType", epoch: int, step_tokens: int) -> None:
-        """Say anew who this worker is, which has taken a role, to routers attached now and later."""
+        """Say anew who this worker is, which has taken a role."""
         self._register.role, self._register.role_epoch = role, epoch
         self._register.max_num_batched_tokens = step_tokens
-        self.update(self._register)
+        self.update()
 
     def broadcast(self, message: link.AttachRequest) -> None:
         for router in self.attached:
@@ -124,8 +123,8 @@ class Links:
         for command in self._attaching.handle(event):
             match command:
                 case Dial(router, address, timeout_s):
-                    stream = self._streams[router] = _Stream()
-                    stream.task = self._tasks.create_task(self._serve(command, stream), name=f"link {address}")
+                    task = self._tasks.create_task(self._serve(command), name=f"link {address}")
+                    self._streams[router] = _Stream(task)
                     asyncio.get_running_loop().call_later(timeout_s, self._time_out, command)
                 case attaching.Redial(address, delay_s):
                     self._lookups.again()
@@ -135,9 +134,7 @@ class Links:
                 case attaching.Finish(router):
                     self.send(router, None)
                 case attaching.Close(router):
-                    task = self._streams.pop(router).task
-                    if task is not None:
-                        task.cancel()
+                    self._streams.pop(router).task.cancel()
                 case attaching.EndProcess(reason):
                     self._on_dismissed(reason)
                 case RouterLost():
@@ -157,12 +154,13 @@ class Links:
             self._warn(dial.address, f"no welcome within {dial.timeout_s:g} s")
         self._handle(attaching.TimedOut(dial.router))
 
-    async def _serve(self, dial: Dial, stream: _Stream) -> None:
+    async def _serve(self, dial: Dial) -> None:
+        stream = self._streams[dial.router]
         reason, is_dismissal = "it ended the stream", False
         try:
             await self._attach(dial, stream)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            if stream.task is not None and stream.task.cancelling():
+            if stream.task.cancelling():
                 raise asyncio.CancelledError from error  # gRPC has put the call's end in its place
             reason = type(error).__name__
             if isinstance(error, grpc.aio.AioRpcError):

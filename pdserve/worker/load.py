@@ -122,7 +122,7 @@ class Meter:
             pages_quarantined=pool.num_quarantined + num_stuck,
             pages_cached=cache.num_cached,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + self._starting.num_waiting + self._incoming.num_ungranted,
+            num_waiting=len(scheduler.waiting) + self._starting.num_waiting + self._incoming.num_ungranted,
             waiting_tokens=scheduler.waiting_tokens + self._starting.waiting_tokens,
             kv_tokens=scheduler.kv_tokens,
             num_preemptions=scheduler.num_preemptions,

@@ -116,12 +116,10 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
             return thread.call(steps.run, plan)
 
-        def drain() -> None:
-            inbox.put(DrainAsked(is_final=True))
-
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
 
+        drain = partial(inbox.put, DrainAsked(is_final=True))
         with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s + own.closing_s):
             async with (
                 publishing(config, register) as publisher,
@@ -133,7 +131,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 register.load_progress = 1.0
                 register.handoff_address = worker.handoff_address
                 worker.outbox.beat(worker.core.load(), 0)  # before anybody counts on its pages
-                links.update(register)
+                links.update()
                 health.start(lambda: bool(links.attached) and not worker.core.load().draining)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
                 loop = WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s)
@@ -205,7 +203,7 @@ def _progress(links: Links, register: link.Register) -> Callable[[float], None]:
 
     def report(share: float) -> None:
         register.load_progress = min(share, 0.99)
-        links.update(register)
+        links.update()
 
     def note(share: float) -> None:
         nonlocal reported

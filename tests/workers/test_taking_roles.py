@@ -133,9 +133,9 @@ def test_a_mixed_worker_that_becomes_a_prefill_worker_starts_what_waited_for_the
     for each in jobs:
         worker.core.handle(Placed(ROUTER, each, 1e9, target=other, target_address="o"), 0.0)
     worker.core.handle(Cancelled(jobs[0].request_id, jobs[0].attempt), 0.0)
-    assert worker.scheduler.num_waiting == 1, "beside the second, the third would take the room to grant the longest"
+    assert len(worker.scheduler.waiting) == 1, "beside the second, the third would take the room to grant the longest"
     worker.core.handle(RoleGiven(Role.PREFILL, 1), 0.0)
-    assert worker.scheduler.num_waiting == 2
+    assert len(worker.scheduler.waiting) == 2
 
 
 @pytest.mark.parametrize("role", list(Role))
