@@ -99,24 +99,26 @@ class Receiver:
                 return self._committed(event)
             case ((State.GRANTED | State.LANDING | State.QUARANTINED), DigestsChecked(_, mismatch)):
                 return self._checked(mismatch)
-            case State.RESERVED, (GaveUp(reason) | SenderLost(_, reason) | LeaseLapsed(reason)):
-                return (*_failures(self.key, event), Withdrawn(reason), *self._free())
-            case State.RESERVED, (Quiesced() | PeerGone()):
-                return (*_failures(self.key, event), *self._free())
-            case State.GRANTED, (GaveUp(reason) | SenderLost(_, reason) | LeaseLapsed(reason)):
-                return (*_failures(self.key, event), *self._quarantine(reason))
-            case State.GRANTED, (Quiesced() | PeerGone()):
-                return (*_failures(self.key, event), *self._free())
+            case ((State.RESERVED | State.GRANTED), GaveUp(reason)):
+                return self._give_up(reason)  # the router knows: it has ended the request
+            case ((State.RESERVED | State.GRANTED), SenderLost(_, reason)):
+                return (NotAdmitted(self.key, Failure.PEER_LOST, reason), *self._give_up(reason))
+            case ((State.RESERVED | State.GRANTED), LeaseLapsed(reason)):
+                return (NotAdmitted(self.key, Failure.LEASE_LAPSED, reason), *self._give_up(reason))
+            case ((State.RESERVED | State.GRANTED), Quiesced(reason)):
+                return (NotAdmitted(self.key, Failure.SENDER_GAVE_UP, reason), *self._free())
+            case ((State.RESERVED | State.GRANTED), PeerGone()):
+                return (NotAdmitted(self.key, Failure.PEER_LOST, "the sender's process ended"), *self._free())
             case State.QUARANTINED, (Quiesced() | PeerGone()):
                 return self._free()
             case State.QUARANTINED, SenderAttached():
                 return (Withdrawn("given up while the stream was down"),)
             case State.LANDING, GaveUp(reason):
                 return (Withdrawn(reason), *self._free())  # a commit is proof: nothing is under way
-            case _, (SenderAttached() | Quiesced() | SenderLost() | LeaseLapsed() | PeerGone()):
+            case _, (
+                SenderAttached() | Quiesced() | SenderLost() | LeaseLapsed() | PeerGone() | DigestsChecked() | GaveUp()
+            ):
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
-            case _, (DigestsChecked() | GaveUp()):
-                return ()  # late news of a hand-off that is over
             case ((State.QUARANTINED | State.FREE), (PagesLanded() | Commit())):
                 return ()  # crossed our giving up; the sender's answer to that is the proof we wait for
             case _:
@@ -168,6 +170,10 @@ class Receiver:
         self.state = State.COMMITTED
         return (Admit(capsule, num_pages), Taken())
 
+    def _give_up(self, reason: str) -> tuple[Command, ...]:
+        """Free pages that the sender does not know; quarantine those that it may still write to."""
+        return (Withdrawn(reason), *self._free()) if self.state is State.RESERVED else self._quarantine(reason)
+
     def _quarantine(self, reason: str) -> tuple[Command, ...]:
         self.state = State.QUARANTINED
         return (Withdrawn(reason), QuarantinePages())
@@ -175,18 +181,3 @@ class Receiver:
     def _free(self) -> tuple[Command, ...]:
         self.state = State.FREE
         return (FreePages(self._num_checked),)
-
-
-def _failures(key: HandoffKey, event: Event) -> tuple[NotAdmitted, ...]:
-    """Return what to report of an event that ends a hand-off. The router knows of requests that it ended itself."""
-    match event:
-        case SenderLost(_, reason):
-            return (NotAdmitted(key, Failure.PEER_LOST, reason),)
-        case LeaseLapsed(reason):
-            return (NotAdmitted(key, Failure.LEASE_LAPSED, reason),)
-        case PeerGone():
-            return (NotAdmitted(key, Failure.PEER_LOST, "the sender's process ended"),)
-        case Quiesced(reason):
-            return (NotAdmitted(key, Failure.SENDER_GAVE_UP, reason),)
-        case _:
-            return ()

@@ -107,7 +107,10 @@ class Sender:
                     self.state = State.OFFERED
                 return self._progress()
             case ((State.COMPUTING | State.OFFERED), Grant()):
-                return self._granted(event)
+                self._grant = event
+                self._sent = event.first_page
+                self.state = State.SENDING
+                return self._progress()
             case ((State.SENDING | State.DRAINING), CopyStopped()):
                 return self._copy_stopped(event)
             case State.LANDED, Taken():
@@ -132,12 +135,6 @@ class Sender:
                 return ()  # late news of a hand-off that is over
             case _:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
-
-    def _granted(self, grant: Grant) -> tuple[Command, ...]:
-        self._grant = grant
-        self._sent = grant.first_page
-        self.state = State.SENDING
-        return self._progress()
 
     def _progress(self) -> tuple[Command, ...]:
         """Copy the final pages; commit when all of them have landed."""

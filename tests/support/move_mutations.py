@@ -12,7 +12,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import NotAdmitted, Outcome, Result, Unsent
-from pdserve.kvtransfer.session import HandoffKey, Quiesced
+from pdserve.kvtransfer.session import Quiesced
 from pdserve.router.commands import CancelAttempt
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request
@@ -79,12 +79,14 @@ def begin_a_long_step_before_a_continuation_comes(
     return original(self)
 
 
-@breaks(receiver, "_failures")
+@breaks(receiver.Receiver, "handle")
 def end_in_silence_when_the_source_gives_up(
-    original: Original, key: HandoffKey, event: receiver.Event
-) -> tuple[NotAdmitted, ...]:
+    original: Original, self: receiver.Receiver, event: receiver.Event
+) -> tuple[receiver.Command, ...]:
     """Leave a router to wait for a continuation that will not come."""
-    return () if isinstance(event, Quiesced) else original(key, event)
+    commands = original(self, event)
+    is_silent = isinstance(event, Quiesced)
+    return tuple(command for command in commands if not (is_silent and isinstance(command, NotAdmitted)))
 
 
 # ---- the router
