@@ -30,7 +30,7 @@ class Incoming:
         self._granting = granting
         self._leases = Leases(lease_s)
         self._vocab_size = vocab_size
-        self._ungranted: list[Expected] = []  # wait for pages, most urgent first
+        self._ungranted: dict[HandoffKey, Expected] = {}  # wait for pages, most urgent first
         self._arrivals: dict[HandoffKey, Arrival] = {}
         self._moves: dict[HandoffKey, Arrival] = {}  # of these, continuations that move here
         self._has_come = False  # one of these, since a step was planned
@@ -51,7 +51,7 @@ class Incoming:
 
     @property
     def pages_wanted(self) -> int:
-        return sum(self._cache.num_pages(expected.num_tokens) for expected in self._ungranted)
+        return sum(self._cache.num_pages(expected.num_tokens) for expected in self._ungranted.values())
 
     @property
     def states(self) -> list[receiver.State]:
@@ -64,7 +64,7 @@ class Incoming:
         return key in self._arrivals
 
     def is_ungranted(self, key: HandoffKey) -> bool:
-        return any(expected.key == key for expected in self._ungranted)
+        return key in self._ungranted
 
     @property
     def is_stuck(self) -> bool:
@@ -73,8 +73,8 @@ class Incoming:
 
     def expect(self, expected: Expected) -> None:
         """Set pages aside for a hand-off as soon as there are some."""
-        self._ungranted.append(expected)
-        self._ungranted.sort(key=lambda each: each.urgency)
+        waiting = [*self._ungranted.values(), expected]
+        self._ungranted = {each.key: each for each in sorted(waiting, key=lambda each: each.urgency)}
 
     def awaits_move(self, since_s: float = -inf) -> bool:
         """Whether a continuation may come at any moment whose pages were offered after `since_s`."""
@@ -92,10 +92,11 @@ class Incoming:
         """Reserve pages for hand-offs in their order, while there is room beside what runs."""
         results = self._offer_moves(now_s)
         while self._ungranted:
-            granted = self._grant(self._ungranted[0])
+            key, expected = next(iter(self._ungranted.items()))
+            granted = self._grant(expected)
             if not granted:
                 break
-            self._ungranted.pop(0)
+            del self._ungranted[key]
             results += granted
         return results
 
@@ -129,7 +130,7 @@ class Incoming:
 
     def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
-        self._ungranted = [expected for expected in self._ungranted if expected.key != key]
+        self._ungranted.pop(key, None)
         arrival = self._arrivals.get(key)
         return [] if arrival is None else self._advance(arrival, doors.GaveUp(reason))
 
@@ -152,11 +153,10 @@ class Incoming:
                 return self._advance_all(peer, event)
             case doors.PeerGone(peer):
                 self._leases.end(peer)
-                lost = [expected.key for expected in self._ungranted if expected.peer == peer]
-                self._ungranted = [expected for expected in self._ungranted if expected.peer != peer]
+                lost = [key for key, expected in self._ungranted.items() if expected.peer == peer]
                 reason = "the sender's process ended"
-                failed: list[Result] = [doors.NotAdmitted(key, Failure.PEER_LOST, reason) for key in lost]
-                return failed + self._advance_all(peer, event)
+                failed = [self._drop(key, Failure.PEER_LOST, reason) for key in lost]
+                return [*failed, *self._advance_all(peer, event)]
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
         """Give up grants to senders whose leases have lapsed. Time in which this process was frozen does not count."""
@@ -169,7 +169,10 @@ class Incoming:
     def _take(self, peer: Peer, key: HandoffKey, said: FromSender) -> list[Result]:
         arrival = self._arrivals.get(key)
         if arrival is None:
-            return self._forgo(peer, key, said) if isinstance(said, Quiesced) else []
+            expected = self._ungranted.get(key)
+            if expected is None or expected.peer != peer or not isinstance(said, Quiesced):
+                return []  # late news of a hand-off that is over
+            return [self._drop(key, Failure.SENDER_GAVE_UP, said.reason)]
         expected = arrival.expected
         if expected.peer != peer:
             raise ProtocolError(f"{peer} speaks for a hand-off of {expected.peer}", Refusal.INCARNATION)
@@ -184,12 +187,10 @@ class Incoming:
             return results  # it crossed our giving up
         return [doors.Landed(key, said.handoff_bytes, said.handoff_s), *results]
 
-    def _forgo(self, peer: Peer, key: HandoffKey, said: Quiesced) -> list[Result]:
-        """Set no pages aside for a hand-off that its sender gives up; late news if it is over."""
-        if not any(expected.key == key and expected.peer == peer for expected in self._ungranted):
-            return []
-        self._ungranted = [expected for expected in self._ungranted if expected.key != key]
-        return [doors.NotAdmitted(key, Failure.SENDER_GAVE_UP, said.reason)]
+    def _drop(self, key: HandoffKey, failure: Failure, reason: str) -> Result:
+        """Set no pages aside for a hand-off that its sender has given up."""
+        del self._ungranted[key]
+        return doors.NotAdmitted(key, failure, reason)
 
     def _attach(self, peer: Peer) -> list[Result]:
         """Offer a sender that can be reached its pages, but for those of continuations that move: they have a turn."""
