@@ -20,7 +20,7 @@ from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.programs import DecodePrograms, is_compiled
-from pdserve.engine.sampler import Sampler, Scorer
+from pdserve.engine.sampler import Sampler, score
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -59,7 +59,6 @@ class Runner:
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
         self._beside = ThreadPoolExecutor(1, "masks", _unbind)  # its thread starts with the first mask
-        self._scorer = Scorer(model.logits, config.vocab_size)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -97,7 +96,7 @@ class Runner:
         hidden, prompts = self._model.hidden(self._planned(batch), self._attention, None), {}
         for each in batch.scored:
             targets = torch.tensor(each.targets.token_ids)
-            prompts[each.place] = self._scorer.score(hidden[each.rows], targets, each.targets.num_top).packed()
+            prompts[each.place] = score(self._model, hidden[each.rows], targets, each.targets.num_top).packed()
         sampled = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
         return self._model.logits(sampled) if len(sampled) else sampled, prompts
 

@@ -22,7 +22,7 @@ from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.graphs import Replays, graph_sizes, size_for
 from pdserve.engine.masks import token_masks
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
-from pdserve.engine.sampler import SCORING_BYTES, Scorer, Scores, with_logprobs
+from pdserve.engine.sampler import SCORING_BYTES, Scores, score, with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler, each_variant
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
@@ -102,7 +102,6 @@ class CudaRunner:
         self._replays = Replays(device)
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, device)
-        self._scorer = Scorer(model.logits, config.vocab_size)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
 
@@ -185,7 +184,7 @@ class CudaRunner:
         scores = {}
         for each in batch.scored:
             (targets,) = self._staging.send(np.array(each.targets.token_ids))
-            scores[each.place] = self._scorer.score(hidden[each.rows], targets.long(), each.targets.num_top).to_host()
+            scores[each.place] = score(self._model, hidden[each.rows], targets.long(), each.targets.num_top).to_host()
         sampled = hidden.index_select(0, self._rows(batch))
         return self._model.logits(sampled) if len(sampled) else sampled, scores
 

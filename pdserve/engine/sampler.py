@@ -7,7 +7,6 @@ the model's own logits. `tests/support/reference_kernels.py` defines one row's t
 """
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from pdserve.kernels import rng
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kernels.cpu.sample import Filters, RowSampler
+from pdserve.model.llama import Model
 from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 
 SLICE_BYTES = 32 << 20  # of one slice's logits, in float32
@@ -45,27 +45,23 @@ class Scores:
         return PromptLogprobs(*(part.numpy().tobytes() for part in (self.chosen, self.top_ids, self.top)))
 
 
-class Scorer:
-    """Scores prompt tokens for one model."""
+def score(model: Model, hidden: Tensor, targets: Tensor, num_top: int) -> Scores:
+    """Return the log probability of each row's target, int64 [num_rows >= 1], and the likeliest tokens.
 
-    def __init__(self, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-        """logits_of: hidden states [num_rows, hidden_size] to logits."""
-        self._logits_of = logits_of
-        self._vocab_size = vocab_size
+    hidden: [num_rows, hidden_size].
+    """
+    vocab_size = model.config.vocab_size
+    num_rows, num_top = max(1, SLICE_BYTES // (4 * vocab_size)), min(num_top, vocab_size)
+    parts = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
+    scores = [_score(model.logits(rows).float(), of_rows, num_top) for rows, of_rows in parts]
+    return Scores(*(torch.cat([getattr(part, name) for part in scores]) for name in Scores.__slots__))
 
-    def score(self, hidden: Tensor, targets: Tensor, num_top: int) -> Scores:
-        """Return the log probability of each row's target, int64 [num_rows >= 1], and the likeliest tokens."""
-        num_rows, num_top = max(1, SLICE_BYTES // (4 * self._vocab_size)), min(num_top, self._vocab_size)
-        parts = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
-        scores = [self._score(rows, of_rows, num_top) for rows, of_rows in parts]
-        return Scores(*(torch.cat([getattr(part, name) for part in scores]) for name in Scores.__slots__))
 
-    def _score(self, hidden: Tensor, targets: Tensor, num_top: int) -> Scores:
-        logits = self._logits_of(hidden).float()
-        total = logits.logsumexp(-1, keepdim=True)
-        top = logits.topk(num_top)
-        chosen = logits.gather(1, targets[:, None]) - total
-        return Scores(chosen[:, 0], top.indices.to(torch.int32), top.values - total)
+def _score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
+    total = logits.logsumexp(-1, keepdim=True)
+    top = logits.topk(num_top)
+    chosen = logits.gather(1, targets[:, None]) - total
+    return Scores(chosen[:, 0], top.indices.to(torch.int32), top.values - total)
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -22,8 +22,18 @@ AUDIT_EVERY_S = 10.0  # between two looks for leaked pages
 
 
 def leaked_pages(pool: PagePool, claims: Iterable[Claim]) -> tuple[PageId, ...]:
-    """Return pages with fewer claims than references in the pool; InvariantError where one has more claims."""
+    """Return pages with fewer claims than references in the pool; InvariantError where one has more claims.
+
+    Pages are looked at one by one only where their totals differ: a comparison of totals is cheap.
+    """
     claims = tuple(claims)
+    claimed_pages = (
+        sum(len(claim.held) for claim in claims),
+        sum(len(claim.granted) for claim in claims),
+        sum(len(claim.quarantined) for claim in claims),
+    )
+    if claimed_pages == (pool.num_holds, pool.num_granted, pool.num_quarantined):
+        return ()
     held = Counter(page for claim in claims for page in claim.held)
     granted = {page for claim in claims for page in claim.granted}
     quarantined = {page for claim in claims for page in claim.quarantined}
@@ -38,23 +48,11 @@ def leaked_pages(pool: PagePool, claims: Iterable[Claim]) -> tuple[PageId, ...]:
     return tuple(leaked)
 
 
-def adds_up(pool: PagePool, claims: Iterable[Claim]) -> bool:
-    """Return whether the totals of claimed pages are those of the pool: cheap, however many pages there are."""
-    claims = tuple(claims)
-    claimed = (
-        sum(len(claim.held) for claim in claims),
-        sum(len(claim.granted) for claim in claims),
-        sum(len(claim.quarantined) for claim in claims),
-    )
-    return claimed == (pool.num_holds, pool.num_granted, pool.num_quarantined)
-
-
 class Auditor:
     """Looks for leaked pages every AUDIT_EVERY_S, and at each look while the worker is idle.
 
     Invariant: each page that is not free is claimed by a task or a hand-off. A page that is not claimed is leaked. A
-    page with more claims than references could be given out while it is used, so the process stops. Pages are looked
-    at one by one only where their totals differ.
+    page with more claims than references could be given out while it is used, so the process stops.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -66,8 +64,7 @@ class Auditor:
         """Count the leaked pages anew, if that is due."""
         if idle or now_s >= self._due_s:
             self._due_s = now_s + AUDIT_EVERY_S
-            claims = tuple(claims)
-            self.num_leaked = 0 if adds_up(self._pool, claims) else len(leaked_pages(self._pool, claims))
+            self.num_leaked = len(leaked_pages(self._pool, claims))
 
 
 class Taken:

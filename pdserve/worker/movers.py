@@ -12,7 +12,7 @@ from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.region import Region, num_probe_rows
+from pdserve.kvtransfer.region import Digests, Region, num_probe_rows
 from pdserve.kvtransfer.session import Pages, Peer
 from pdserve.worker.boot import KERNEL_DEVICES, Engine
 
@@ -54,26 +54,24 @@ def device_region(view: Tensor) -> Region:
     page_bytes = view.shape[1]
     probe = torch.zeros((num_probe_rows(page_bytes), page_bytes), dtype=torch.uint8, device=view.device)
     gpu = view.get_device() if view.device.type == "cuda" else None
-    digests = _KernelDigests(view)
+    digests = _kernel_digests(view)
     digests((PageId(0),))  # compiled before anybody waits for it
     return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu)
 
 
-class _KernelDigests:
-    """Computes splitmix64 digests of pages where they lie. On a stream of its own: it waits for no step."""
+def _kernel_digests(view: Tensor) -> Digests:
+    """Return what computes splitmix64 digests of pages where they lie. On a stream of its own: it waits for no step."""
+    from pdserve.kernels.pageio import page_digests  # noqa: PLC0415 - a CPU worker has no need of Triton
 
-    def __init__(self, view: Tensor) -> None:
-        from pdserve.kernels.pageio import page_digests  # noqa: PLC0415 - a CPU worker has no need of Triton
+    stream = torch.cuda.Stream(view.device) if view.device.type == "cuda" else None
 
-        self._page_digests = page_digests
-        self._view = view
-        self._stream = torch.cuda.Stream(view.device) if view.device.type == "cuda" else None
-
-    def __call__(self, pages: Pages) -> tuple[int, ...]:
-        with torch.cuda.stream(self._stream):
-            ids = torch.tensor(pages, dtype=torch.int64, device=self._view.device)
-            found = self._page_digests(self._view, ids).tolist()
+    def digests(pages: Pages) -> tuple[int, ...]:
+        with torch.cuda.stream(stream):
+            ids = torch.tensor(pages, dtype=torch.int64, device=view.device)
+            found = page_digests(view, ids).tolist()
         return tuple(digest & _UNSIGNED for digest in found)
+
+    return digests
 
 
 def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes, listen: tuple[str, str]) -> Backend:

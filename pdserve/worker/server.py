@@ -52,7 +52,7 @@ from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples
 from pdserve.worker.seats import Seat
 from pdserve.worker.spans import TaskSpans
-from pdserve.worker.threads import EngineThread
+from pdserve.worker.threads import engine_thread
 
 logger = logging.getLogger(__name__)
 
@@ -98,29 +98,29 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
     peer = Peer(WorkerId(config.worker_id), incarnation)
     register = _registration(config, incarnation)
-    inbox, clock = Inbox(), MonotonicClock()
-    async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
+    inbox, clock, loop = Inbox(), MonotonicClock(), asyncio.get_running_loop()
+    async with answering(config) as health, engine_thread() as thread, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
         end = partial(end_process, DISMISSED_EXIT_STATUS)
         links = Links(config.routers, credentials, register, listener, end, own.address)
         linking = group.create_task(links.run(), name="links")
-        checkpoint = await thread.call(open_model, config)
+        checkpoint = await loop.run_in_executor(thread, open_model, config)
         listener.open_grammars(_grammars(checkpoint, inbox))
         progress = _progress(links, register)
-        engine = await thread.call(build_engine, config, checkpoint, credentials.secret, progress)
+        engine = await loop.run_in_executor(thread, build_engine, config, checkpoint, credentials.secret, progress)
         if seat is not None and not isinstance(loaded := library(), Missing):
-            await thread.call(seat.use, loaded)
+            await loop.run_in_executor(thread, seat.use, loaded)
         _describe(engine, config.device, register)
         steps = Isolating(paced(engine.runner.run, config.test_step_s))
 
         def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
-            return thread.call(steps.run, plan)
+            return loop.run_in_executor(thread, steps.run, plan)
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
 
         drain = partial(inbox.put, DrainAsked(is_final=True))
-        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s + own.closing_s):
+        with drain_on_signals(loop, drain, config.drain_timeout_s + own.closing_s):
             async with (
                 publishing(config, register) as publisher,
                 assemble(config, engine, peer, credentials, listener, reporter(publisher)) as worker,
@@ -134,8 +134,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 links.update()
                 health.start(lambda: bool(links.attached) and not worker.core.load().draining)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
-                loop = WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s)
-                await loop.run()
+                await WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s).run()
                 links.finish()
                 await linking
                 listener.close()

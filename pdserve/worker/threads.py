@@ -2,17 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import ParamSpec, TypeVar
 
 from pdserve.worker.seats import Seat, take_seat
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 SPIN_COUNT = "20000"  # fractions of a millisecond
 PLACING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"}  # by which users bind threads themselves
@@ -44,27 +39,16 @@ def thread_defaults(
     os.sched_setaffinity(0, cores)  # OpenMP has bound this thread, which computes nothing, and all that it will start
 
 
-class EngineThread:
-    """The one thread of a process that torch computes in, from loading the weights to the last step.
+@asynccontextmanager
+async def engine_thread() -> AsyncIterator[ThreadPoolExecutor]:
+    """Start the one thread of a process that torch computes in, from loading the weights to the last step.
 
     OpenMP keeps a team of threads for every thread that ever computed. Of a second team, all would count as more than
-    the machine has cores for, and none would spin any more: a decode step would take a third longer.
+    the machine has cores for, and none would spin any more: a decode step would take a third longer. At the end of the
+    block, what was submitted is waited for.
     """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "engine")
-
-    async def __aenter__(self) -> "EngineThread":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait for what was called."""
-        await asyncio.to_thread(self._pool.shutdown)
-
-    def call(
-        self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
-    ) -> asyncio.Future[Result]:
-        """Call a function in the thread, after those that were called before."""
-        return asyncio.wrap_future(self._pool.submit(function, *args, **kwargs))
+    executor = ThreadPoolExecutor(1, "engine")
+    try:
+        yield executor
+    finally:
+        await asyncio.to_thread(executor.shutdown)

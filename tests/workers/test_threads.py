@@ -1,7 +1,8 @@
+import asyncio
 import os
 import threading
 
-from pdserve.worker.threads import SPIN_COUNT, EngineThread, thread_defaults
+from pdserve.worker.threads import SPIN_COUNT, engine_thread, thread_defaults
 
 
 def test_the_users_thread_settings_come_before_ours() -> None:
@@ -31,8 +32,8 @@ def test_a_thread_that_loading_bound_is_free_again() -> None:
 
 
 async def test_everything_called_runs_in_one_thread_in_order() -> None:
-    async with EngineThread() as thread:
-        names = [thread.call(threading.get_ident) for _ in range(3)]
+    async with engine_thread() as thread:
+        names = [asyncio.wrap_future(thread.submit(threading.get_ident)) for _ in range(3)]
         idents = [await name for name in names]
     assert len(set(idents)) == 1
     assert idents[0] != threading.get_ident()

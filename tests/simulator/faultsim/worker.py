@@ -34,7 +34,7 @@ from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.failing import FailedSteps, Isolating
 from pdserve.worker.inbox import MAX_INBOX
-from pdserve.worker.load import adds_up, leaked_pages
+from pdserve.worker.load import leaked_pages
 from pdserve.worker.loop import MAX_IN_FLIGHT
 from pdserve.worker.messages import (
     Command,
@@ -132,8 +132,7 @@ class WorkerProcess(Host):
         """Raise ViolationError unless the pool adds up and every table is within its bound."""
         try:
             self.scheduler.cache.check()
-            pool, claims = self.scheduler.cache.pool, tuple(self.core.claims())
-            leaked = () if adds_up(pool, claims) else leaked_pages(pool, claims)
+            leaked = leaked_pages(self.scheduler.cache.pool, self.core.claims())
         except InvariantError as error:
             raise ViolationError("I2", f"{self.name}: {error}") from error
         if leaked:
