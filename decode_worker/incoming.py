@@ -1,9 +1,10 @@
 """The incoming door of a worker: KV that arrives. Decides; does no I/O.
 
-Invariant: pages that a sender was offered leave this door's hands only as the receiver's half of the hand-off says.
+Invariant: pages that were granted to a sender become free, or a sequence's, only when the receiver's half of the
+hand-off says so.
 
-A continuation that moves runs on at its sender until its pages are offered, and for most of the time that they are
-copied. They are offered between long steps, so that it does not wait here for the end of one.
+A continuation that moves here is decoded at its sender until pages are granted to it, and while most of them are
+copied. They are not granted during a long step: the continuation would wait here for the end of that step.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
-# From the offer of its pages to its coming a move takes less, but for many pages or a slow pair. Not tuned.
+# From its grant to its arrival a move takes less, unless it has many pages or the pair is slow. Not tuned.
 CUT_OVER_S = 0.5
 _MAY_COME = (receiver.State.GRANTED, receiver.State.LANDING)
 
@@ -77,15 +78,15 @@ class Incoming:
         self._ungranted = {each.key: each for each in sorted(waiting, key=lambda each: each.urgency)}
 
     def awaits_move(self, since_s: float = -inf) -> bool:
-        """Whether a continuation may come at any moment whose pages were offered after `since_s`."""
+        """Whether a continuation may arrive at any moment, of those that were granted pages after `since_s`."""
         return any(move.receiver.state in _MAY_COME and move.offered_s > since_s for move in self._moves.values())
 
     def wants_brief_step(self, now_s: float) -> bool:
-        """Whether the next step is to be short: a continuation may come in it, or has come."""
+        """Whether the next step is to be short: a continuation may arrive during it, or has just arrived."""
         return self._has_come or self.awaits_move(now_s - CUT_OVER_S)
 
     def note_step(self) -> None:
-        """Note that a step was planned, which has what has come."""
+        """Note that a step was planned: it includes the continuations that have arrived."""
         self._has_come = False
 
     def grant_waiting(self, now_s: float) -> list[Result]:
@@ -117,7 +118,7 @@ class Incoming:
         return [doors.Reserved(expected.key, len(arrival.reused)), *offered]
 
     def _offer_moves(self, now_s: float) -> list[Result]:
-        """Let continuations come that have pages here, unless a long step is under way."""
+        """Grant continuations that move here the pages set aside for them, unless a long step is under way."""
         if not self._moves or any(step.num_prompt_tokens > self._cache.page_size for step in self._scheduler.steps):
             return []
         waiting = [move for move in self._moves.values() if move.receiver.state is receiver.State.RESERVED]
@@ -193,7 +194,7 @@ class Incoming:
         return doors.NotAdmitted(key, failure, reason)
 
     def _attach(self, peer: Peer) -> list[Result]:
-        """Offer a sender that can be reached its pages, but for those of continuations that move: they have a turn."""
+        """Send a sender that can be reached its grants, except those of moves: `_offer_moves` sends these."""
         unoffered = receiver.State.RESERVED
         arrivals = [a for a in self._arrivals_of(peer) if not a.expected.is_move or a.receiver.state is not unoffered]
         return [result for arrival in arrivals for result in self._advance(arrival, doors.SenderAttached(peer))]

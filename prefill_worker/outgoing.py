@@ -183,12 +183,12 @@ class Outgoing:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the copies of all open hand-offs do not stop: their peers may be frozen, and nothing else is left."""
+        """Whether all open hand-offs are stuck: their copies do not stop, and their peers may be frozen."""
         return all(handoff.is_stuck for handoff in self._handoffs.values())
 
     @property
     def num_stuck_pages(self) -> int:
-        """Return how many pages copies may read that do not stop."""
+        """Return how many pages stuck copies may still read."""
         return len({page for handoff in self._handoffs.values() if handoff.is_stuck for page in handoff.held})
 
     def claims(self) -> Iterator[doors.Claim]:

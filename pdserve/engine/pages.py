@@ -50,9 +50,6 @@ class PagePool:
     def num_held(self) -> int:
         return self.num_pages - self.num_free - self.num_granted - self.num_quarantined
 
-    def generation(self, page: PageId) -> Generation:
-        return Generation(self._generation[page])
-
     def generations(self, pages: Iterable[PageId]) -> tuple[Generation, ...]:
         generation = self._generation
         return cast("tuple[Generation, ...]", tuple([generation[page] for page in pages]))

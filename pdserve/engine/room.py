@@ -1,12 +1,12 @@
-"""Which pages stay free of what waits for other workers. Pure.
+"""How many pages may wait for other workers, so that the longest prompt always finds room. Pure.
 
-Invariant: on a worker that may have prompts to hand off, these leave pages for the longest prompt: prompts that hold
-pages here before they are granted any where they go, pages granted to hand-offs that arrive, cached ones that these
-hold, and quarantined ones.
+These pages wait for other workers: those of prompts that have been granted none at their targets, those granted to
+hand-offs that arrive, cached ones held for such hand-offs, and quarantined ones. Invariant: on a worker that may have
+prompts to hand off, they leave enough pages for the longest prompt.
 
-Thus a prompt that has been granted pages starts, whatever arrives; its pages leave, so that what it was granted lands.
-A mixed worker keeps pages for one more: prompts that wait for grants leave room to grant the longest. Else two mixed
-workers whose prompts wait for each other's grants would wait for ever.
+So a prompt that has been granted pages at its target can always start, whatever arrives here, and its own pages are
+free once it has left. A mixed worker leaves room for two: prompts that wait for grants also leave pages to grant the
+longest one. Otherwise two mixed workers whose prompts wait for each other's grants would wait for ever.
 """
 
 from pdserve.engine.kvcache import KvCache

@@ -96,9 +96,9 @@ class Draining:
         return True
 
     def in_vain(self, num_lost: int, *, is_still: bool) -> str:
-        """Return why what waits for pages here does so in vain, or nothing: nothing has run for many looks in a row.
+        """Return why requests wait in vain for pages, or an empty text: nothing has run for many looks in a row.
 
-        Where `num_lost` pages are quarantined this drains too, for only another process has them.
+        If `num_lost` pages are quarantined, this worker drains too: only its next process has those pages.
         """
         self._num_still = self._num_still + 1 if is_still else 0
         if self._num_still < (NUM_LOOKS if self.is_on else NUM_STILL_LOOKS):
@@ -125,9 +125,9 @@ class Roles:
         self._take(role)
 
     def num_kept(self, num_awaited: int) -> int:
-        """Return how many pages prompts to hand off leave to grants, beside the room for the longest prompt.
+        """Return how many pages prompts to hand off leave for grants, beside the room for the longest prompt.
 
-        `num_awaited`: pages that hand-offs wait for, which arrive here.
+        `num_awaited`: pages that hand-offs that are to arrive wait for.
         """
         return max(0, self._room.longest - self._room.num_granted) if self.role is Role.MIXED else num_awaited
 

@@ -64,9 +64,10 @@ class WorkerCore:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether all sequences go on by one token a step, whatever the tokens before it are.
+        """Whether the next step may be planned while one runs: all sequences decode, and no token depends on the last.
 
-        A step of prompts is long: it should have what comes until it begins. What moves here has a step to wait less.
+        A step of prompts is long, so it is planned late: it takes all that has come by then. A continuation that moves
+        here would wait for both steps.
         """
         waiting, running = self._scheduler.waiting, self._scheduler.running
         is_sure = not any(s.needs_output or s.num_missing > 1 for s in running)
@@ -98,7 +99,7 @@ class WorkerCore:
         return commands + self._use_room(now_s)
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute. What moves here waits for no long one."""
+        """Return the next step, or None if there is nothing to compute. It is short while a continuation may arrive."""
         plan = self._scheduler.plan(is_brief=self.incoming.wants_brief_step(now_s))
         if plan is not None:
             self.incoming.note_step()
@@ -217,7 +218,7 @@ class WorkerCore:
         self._meter.taken.add(task.router, task.job, computes=task.source is None)
 
     def _use_room(self, now_s: float) -> list[Command]:
-        """Let moves go on, take a role, let prompts start and grant hand-offs pages, as far as there is room."""
+        """Continue moves and fetches, take a given role, start prompts and grant pages, as far as there is room."""
         moved = self._take(self._moves.go_on(now_s) + self._fetches.go_on(now_s), now_s)
         taken = self._roles.settle()
         if self._starting.num_waiting:
@@ -263,7 +264,7 @@ class WorkerCore:
         return commands
 
     def _hand_off(self, task: Task, now_s: float) -> list[Command]:
-        """Leave a prompt whose first tokens are known to its target, if any continuation goes on."""
+        """Hand a prompt, whose first tokens are known, to its target if any continuation goes on."""
         if not task.tails:
             return self._give_up([task], "finished with its first token", now_s)
         (sequence,) = task.sequences

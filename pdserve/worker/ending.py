@@ -1,6 +1,6 @@
-"""How a worker ends that must write into nobody's pages any more: at once.
+"""Ends a worker's process at once, so that it writes into no other worker's pages any more.
 
-Without cleaning up: a thread that hangs cannot be ended, copies cannot be recalled, and only the end of the process
+Nothing is cleaned up: a thread that hangs cannot be ended, copies cannot be recalled, and only the end of the process
 stops them.
 """
 

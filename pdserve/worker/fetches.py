@@ -1,4 +1,4 @@
-"""Pages of prompts that other workers hold: sent to who computes a prompt, and fetched by it. Decides; does no I/O.
+"""Cached pages of prompts: shared with the workers that compute the prompts, and fetched by them. Decides; does no I/O.
 
 Invariant: a prompt starts once, whatever becomes of its fetch, and no later than its fetch is due. Every page that a
 fetch holds is given back when its prompt has started, when the task has ended, or when the fetch is due.
@@ -56,7 +56,7 @@ class Fetches:
 
     @property
     def due_s(self) -> float:
-        """When `go_on` has something to do, whatever else happens."""
+        """When `go_on` is to be called at the latest."""
         due_s = [*(each.due_s for each in self._fetches.values()), *(each.deadline_s for each in self._shares.values())]
         return min(due_s, default=inf)
 
@@ -142,7 +142,10 @@ class Fetches:
         return results
 
     def _fetch(self, task: Task, sequence: Sequence, fetch: Fetch, now_s: float) -> list[Reported]:
-        """Set pages aside for what is to come, if there is room now, and more comes than is here; else report that."""
+        """Set pages aside for a fetch if there is room now, and if more pages come than are cached here.
+
+        Otherwise report that nothing is fetched.
+        """
         cache, job, key = self._scheduler.cache, task.job, task.key
         num_pages = min(fetch.num_tokens, len(job.token_ids) - 1) // cache.page_size
         here = cache.reuse(sequence.prefix, num_pages)

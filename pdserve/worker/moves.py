@@ -1,8 +1,9 @@
 """Running continuations on their way to other workers. Decides; does no I/O.
 
 Invariant: a continuation is decoded here only while its commit has not left, or after the receiver has withdrawn. A
-page is announced once no step will write to it any more. A router that waits for a move is reported its failure, unless
-its continuation has ended here: the target may never learn of it, and would keep its pages set aside.
+page is announced once no step will write to it any more. The failure of a move is reported to the router that asked for
+it, since the target may never learn of it and would keep its pages set aside. It is not reported where the continuation
+has ended here.
 
 Full pages are announced while the continuation decodes on (pre-copy, as in Llumnix, Sun et al. 2024). It is cut when
 all of them have landed: it is held, and its last page follows with the commit.

@@ -43,9 +43,9 @@ class ThreadWatchdog:
         self._still_s = 0.0
 
     def look(self, turn: int | None, now_s: float) -> bool:
-        """Return whether the thread goes on; asked at each beat. `turn` is another one each time; None: it rests.
+        """Return whether the thread goes on; called at each beat. `turn` changes while it works; None: it rests.
 
-        Of a longer time in which nobody asked, for the process was frozen, a beat counts: the thread was, too.
+        If nobody asked for longer than two beats, this process was frozen, and so was the thread: two beats count.
         """
         awake_s = min(now_s - self._looked_s, 2 * HEARTBEAT_S)
         self._looked_s = now_s

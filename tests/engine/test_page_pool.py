@@ -21,7 +21,7 @@ def test_a_page_counts_a_generation_each_time_it_is_given_out() -> None:
     for expected in (1, 2, 3):
         pages = pool.take(1)
         assert pages is not None
-        assert pool.generation(pages[0]) == expected
+        assert pool.generations(pages) == (expected,)
         pool.release(pages)
 
 

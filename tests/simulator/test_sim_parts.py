@@ -129,7 +129,7 @@ class Transfer:
         self.pages = self.caches[self.target].grant(NUM_PAGES) or ()
         for page in src:
             self.runners[self.writer].page(page)[:] = bytes([page + 1]) * self.writer.memory.page_bytes
-        generations = tuple(self.caches[self.target].pool.generation(page) for page in self.pages)
+        generations = self.caches[self.target].pool.generations(self.pages)
         self.mover.copy(StartCopy(self.peer, KEY, src, self.pages), Grant(0, self.pages, generations, b"", 4.0))
         self.world.run(0.0004)
         assert 0 < self.num_written < NUM_PAGES

@@ -35,7 +35,7 @@ class Worker(LoneCore):
 
     def state(self) -> tuple[object, ...]:
         pool = self.cache.pool
-        return self.core.load(), tuple(pool.generation(PageId(page)) for page in range(16))
+        return self.core.load(), pool.generations(map(PageId, range(16)))
 
 
 FORGED: dict[Refusal, Callable[[Commit], Commit]] = {

@@ -117,7 +117,7 @@ def _state(worker: WorkerProcess) -> tuple[object, ...]:
     """Return what a refused message may not change."""
     load = worker.core.load()
     pool = worker.scheduler.cache.pool
-    return load, tuple(pool.generation(PageId(page)) for page in range(pool.num_pages))
+    return load, pool.generations(map(PageId, range(pool.num_pages)))
 
 
 def _is_harmless(command: object) -> bool:

@@ -33,7 +33,7 @@ class Memory:
         cache.take_changes()  # from now on they are noted
 
     def stamp(self, page: PageId) -> Stamp:
-        return Stamp(page, self._cache.pool.generation(page))
+        return Stamp(page, *self._cache.pool.generations((page,)))
 
     def read(self, stamp: Stamp, key: HandoffKey) -> bytes:
         """Return a page's bytes for a copy; its content must have been kept for that."""
@@ -51,15 +51,17 @@ class Memory:
     def check_source(self, stamp: Stamp, key: HandoffKey) -> None:
         """Raise ViolationError unless the page is still held as it was."""
         pool = self._cache.pool
-        if pool.holders(stamp.page) == 0 or pool.generation(stamp.page) != stamp.generation:
+        if pool.holders(stamp.page) == 0 or self.stamp(stamp.page) != stamp:
             text = f"{self._name} released {stamp} under a copy for attempt {key.attempt}"
             raise ViolationError("I5", text, key.request_id)
 
     def check_target(self, stamp: Stamp, key: HandoffKey) -> None:
         """Raise ViolationError unless the page is still granted, or quarantined, as it was."""
         pool, page = self._cache.pool, stamp.page
-        if pool.generation(page) != stamp.generation or pool.holders(page) or pool.is_free(page):
-            owner = f"generation {pool.generation(page)}, {pool.holders(page)} holders, free: {pool.is_free(page)}"
+        if self.stamp(page) != stamp or pool.holders(page) or pool.is_free(page):
+            owner = (
+                f"generation {self.stamp(page).generation}, {pool.holders(page)} holders, free: {pool.is_free(page)}"
+            )
             text = f"a write of attempt {key.attempt} may reach {stamp} of {self._name}, which is {owner}"
             raise ViolationError("I5", text, key.request_id)
 
