@@ -9,7 +9,6 @@ for the next need not come to the host in between.
 import time
 from collections import deque
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +23,7 @@ from pdserve.engine.masks import token_masks
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import SCORING_BYTES, Scores, score, with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler, each_variant
+from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -39,15 +39,6 @@ WORKSPACE_BYTES = 256 << 20  # of libraries, and of attention's partial results
 SAMPLING_BYTES = 8  # per logit: a count and a changed logit, where a row has penalties
 GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
 _NUM_INPUTS = 3  # token ids, positions, slots
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """The largest step a runner is set up for."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +67,8 @@ class CudaRunner:
 
     max_in_flight = 2  # steps that are started and not finished; they end in the order in which they were started
 
-    def __init__(
-        self,
-        model: Model,
-        num_pages: int,
-        page_size: int,
-        limits: StepLimits,
-        eos_token_ids: Seq[int] | None = None,
-    ) -> None:
-        """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given.
+    def __init__(self, model: Model, num_pages: int, page_size: int, limits: Limits) -> None:
+        """Set up `num_pages` pages of `page_size` tokens, zeroed. `limits`: of the steps that it will be given.
 
         ValueError names what of the model or the pages the kernels do not serve.
         """
@@ -100,7 +84,7 @@ class CudaRunner:
         self._inputs = Staging(device, _NUM_INPUTS * aligned(self._max_tokens))
         self._staging = Staging(device)
         self._replays = Replays(device)
-        self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self._eos_token_ids = sorted(limits.eos_token_ids)
         self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, device)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()

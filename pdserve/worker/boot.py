@@ -173,16 +173,14 @@ def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
 
 
 def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) -> EngineRunner:
-    eos_token_ids = sorted(limits.eos_token_ids)
     if config.device not in KERNEL_DEVICES:
-        return Runner(model, num_pages, config.page_size, eos_token_ids)
+        return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids))
     if config.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
-    from pdserve.engine.runner_cuda import CudaRunner, StepLimits  # noqa: PLC0415 - a CPU worker has no need of Triton
+    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415 - a CPU worker has no need of Triton
 
-    step_limits = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
     try:
-        runner = CudaRunner(model, num_pages, config.page_size, step_limits, eos_token_ids)
+        runner = CudaRunner(model, num_pages, config.page_size, limits)
     except ValueError as error:
         raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
     runner.capture()

@@ -18,7 +18,7 @@ from gpu_table import Row
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, StepLimits, pages_that_fit, step_bytes
+from pdserve.engine.runner_cuda import CudaRunner, pages_that_fit, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import StepPlan, StepResult
@@ -86,9 +86,8 @@ def _sequence(order: int, prompt: tuple[int, ...], params: SamplingParams) -> Se
     return Sequence(job, (0,), list(prompt), order)
 
 
-def _scheduler(limits: StepLimits, num_pages: int, page_size: int) -> Scheduler:
-    engine = Limits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, frozenset())
-    return Scheduler(KvCache(num_pages, page_size, None), engine)
+def _scheduler(limits: Limits, num_pages: int, page_size: int) -> Scheduler:
+    return Scheduler(KvCache(num_pages, page_size, None), limits)
 
 
 # ---- the check
@@ -97,7 +96,7 @@ VOCAB = 300
 CHECK_PAGE_SIZE, CHECK_PAGES = 16, 80
 PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
-CHECK_LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=256)
+CHECK_LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=256, eos_token_ids=frozenset())
 WEIGHT_SCALE = 4.0  # makes random models say more than one thing
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -171,7 +170,7 @@ NUM_SEQS = 256
 SHORTEST, LONGEST = 100, 1024
 LARGEST_PROMPT_ID = 10_000
 PAGE_SIZE = 64
-STEP_LIMITS = StepLimits(max_num_seqs=NUM_SEQS, max_num_batched_tokens=16_384, max_model_len=2 * LONGEST)
+STEP_LIMITS = Limits(NUM_SEQS, max_num_batched_tokens=16_384, max_model_len=2 * LONGEST, eos_token_ids=frozenset())
 UTILIZATION = 0.9
 QWEN3_0_6B: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],

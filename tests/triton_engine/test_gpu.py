@@ -11,7 +11,7 @@ import torch
 from gpu_engine import PROMPT_LENS, QWEN3_0_6B, Work, different_texts, drive, nano_vllm_work
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner_cuda import WORKSPACE_BYTES, CudaRunner, StepLimits, pages_that_fit, step_bytes
+from pdserve.engine.runner_cuda import WORKSPACE_BYTES, CudaRunner, pages_that_fit, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
@@ -64,8 +64,9 @@ def test_driving_computes_every_token_of_the_work(depth: int) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1}
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "eos_token_id": 1}
     config = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **heads, **sizes})
-    runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, StepLimits(2, 16, 32))
-    scheduler = Scheduler(KvCache(12, 16, None), Limits(2, 16, 32, frozenset()))
+    limits = Limits(2, 16, 32, frozenset())
+    runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, limits)
+    scheduler = Scheduler(KvCache(12, 16, None), limits)
     work = Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1))
     timed = drive(runner, scheduler, work.sequences(0.6), depth)
     assert timed.num_tokens == 6

@@ -13,7 +13,8 @@ from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.graphs import graph_sizes
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, StepLimits, step_inputs
+from pdserve.engine.runner_cuda import CudaRunner, step_inputs
+from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -26,7 +27,7 @@ from pdserve.sampling import SamplingParams
 PAGE_SIZE = 16
 NUM_PAGES = 60
 VOCAB = 300
-LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=256, max_model_len=256)
+LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=256, max_model_len=256, eos_token_ids=frozenset({5}))
 LOGPROBS = SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
 SHAPE = {
     "vocab_size": VOCAB,

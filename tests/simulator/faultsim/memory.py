@@ -59,9 +59,7 @@ class Memory:
         """Raise ViolationError unless the page is still granted, or quarantined, as it was."""
         pool, page = self._cache.pool, stamp.page
         if self.stamp(page) != stamp or pool.holders(page) or pool.is_free(page):
-            owner = (
-                f"generation {self.stamp(page).generation}, {pool.holders(page)} holders, free: {pool.is_free(page)}"
-            )
+            owner = f"{self.stamp(page)}, {pool.holders(page)} holders, free: {pool.is_free(page)}"
             text = f"a write of attempt {key.attempt} may reach {stamp} of {self._name}, which is {owner}"
             raise ViolationError("I5", text, key.request_id)
 
