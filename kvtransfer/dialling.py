@@ -1,7 +1,8 @@
 """The streams of one process to the processes that it dials, from the first need to their end. Decides; does no I/O.
 
-Invariant: each process that is dialled has one stream at most. A stream that is dialled either attaches within
-CONNECT_TIMEOUT_S, its mover aside, or is closed; each one ends with exactly one ReceiverLost.
+Invariant: each process that is dialled has one stream at most. A stream is closed unless it is answered within
+CONNECT_TIMEOUT_S; the time that the mover takes to attach does not count. Each stream ends with exactly one
+ReceiverLost.
 """
 
 from collections import deque

@@ -135,7 +135,7 @@ class Receiver:
             return True
 
     def _has_room(self) -> bool:
-        """Return whether there is room for another writer. When full, close the oldest one without a proof for it."""
+        """Return whether there is room for another writer. If full, close the oldest one that has not proved itself."""
         if len(self._writers) < MAX_WRITERS:
             return True
         stranger = next((writer for writer in self._writers if writer.peer is None), None)

@@ -144,7 +144,7 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Lim
 
 
 def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device) -> int | None:
-    """Return how many pages the configuration names, or None: what a GPU has room for; ConfigError for none."""
+    """Return how many pages the configuration asks for; None: as many as a GPU has room for. ConfigError if it is 0."""
     if config.num_pages is not None:
         return config.num_pages
     if device.type == "cuda" and "kv_cache_memory_bytes" not in config.model_fields_set:

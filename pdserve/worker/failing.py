@@ -1,4 +1,4 @@
-"""Steps that fail: finds which sequences made one fail, or that the device did, and counts those that brought nothing.
+"""Steps that fail: finds which sequences are to blame, or that the device is broken, and counts such steps in a row.
 
 Invariant: a sequence is failed only if its chunk fails by itself while the device still computes another one. If that
 fails too, no request is to blame: DeviceError.

@@ -206,7 +206,7 @@ class Links:
             await self._sink.offer(event)
 
     def _warn(self, address: str, problem: str) -> None:
-        """Log what is wrong with a router, once as a warning however often it is dialled."""
+        """Log what is wrong with a router: as a warning the first time, and at level DEBUG while it stays the same."""
         if len(self._warned) >= MAX_WARNED:
             self._warned.clear()
         level = logging.DEBUG if self._warned.get(address) == problem else logging.WARNING

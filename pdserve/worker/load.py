@@ -84,11 +84,11 @@ class Taken:
             sums[2] += work
 
     def forget(self, router: RouterRef) -> None:
-        """Keep what a router that is gone has sent in the total alone, which never falls."""
+        """Drop the counts of a router that is gone. What it has sent stays in the total, which never falls."""
         self._by_router.pop(router, None)
 
     def parts(self, present: Iterable[tuple[RouterRef, LoadPart]]) -> Parts:
-        """Return what is present and what was taken in, by router."""
+        """Return the present load, and what was taken in since the start, by router."""
         total, sums = [0] * 5, {router: [0] * 5 for router in self._by_router}
         for router, part in present:
             for known in (total, sums.setdefault(router, [0] * 5)):

@@ -139,7 +139,7 @@ class Reporter:
             self._links.send(router, message)
 
     def beat(self, load: Load, num_steps: int) -> None:
-        """Tell every router how full this worker is; and the operator, loudly, what should not be."""
+        """Report the load to every router, and log as errors what should not be."""
         if load.pages_leaked > self._pages_leaked:
             logger.error("%d pages are leaked: they belong to nothing that goes on", load.pages_leaked)
         if load.drain_reason != self._drain_reason:

@@ -1,8 +1,9 @@
 """Lets all workers of one machine hold a model's weights once: each maps the same file.
 
 Whoever comes first writes its tensors into the file as they lie in memory. A worker maps a file only if it has the very
-bytes that this worker has read and packed itself: another file costs memory, and changes no token. Files have the name
-of their machine: a folder may lie on a network's disk, and what another machine gives up there cannot be read any more.
+bytes that this worker has read and packed itself: another file costs memory, and changes no token. File names contain
+the machine's name, since the folder may lie on a network disk: a mapped file that another machine deletes there can no
+longer be read.
 """
 
 import ctypes

@@ -43,9 +43,9 @@ def thread_defaults(
 async def engine_thread() -> AsyncIterator[ThreadPoolExecutor]:
     """Start the one thread of a process that torch computes in, from loading the weights to the last step.
 
-    OpenMP keeps a team of threads for every thread that ever computed. Of a second team, all would count as more than
-    the machine has cores for, and none would spin any more: a decode step would take a third longer. At the end of the
-    block, what was submitted is waited for.
+    OpenMP keeps a team of threads for every thread that ever computed. With a second team it would count more threads
+    than cores, and none would spin any more: a decode step would take a third longer. At the end of the block, what was
+    submitted is waited for.
     """
     executor = ThreadPoolExecutor(1, "engine")
     try:
