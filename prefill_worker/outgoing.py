@@ -51,13 +51,10 @@ class Redialling:
         """Return how to reach a peer that a router has named: it lives, as far as the router knows."""
         self._addresses[peer] = address
         self._addresses.move_to_end(peer)
-        self._stop(peer)
+        self.stop(peer)
         if len(self._addresses) > MAX_ADDRESSES:
             self.forget(next(iter(self._addresses)))
         return Connect(peer, address)
-
-    def attached(self, peer: Peer) -> None:
-        self._stop(peer)
 
     def lose(self, peer: Peer, now_s: float) -> None:
         """Note that a stream has ended, or could not be had."""
@@ -67,7 +64,7 @@ class Redialling:
 
     def forget(self, peer: Peer) -> None:
         self._addresses.pop(peer, None)
-        self._stop(peer)
+        self.stop(peer)
 
     def dial(self, now_s: float) -> list[Result]:
         due, self._due = self._due, {}
@@ -79,7 +76,8 @@ class Redialling:
                 self.forget(peer)
         return commands
 
-    def _stop(self, peer: Peer) -> None:
+    def stop(self, peer: Peer) -> None:
+        """Dial a peer no more until its stream is lost again: it stands, or the process of the peer has ended."""
         self._lost_s.pop(peer, None)
         self._due.pop(peer, None)
 
@@ -239,7 +237,7 @@ class Outgoing:
                     return self._early.handle(event, now_s)
                 return self._advance(handoff, said, now_s)
             case doors.ReceiverAttached(peer):
-                self._redialling.attached(peer)
+                self._redialling.stop(peer)
                 return [doors.Probe(peer)]
             case doors.ReceiverLost(peer):
                 self._redialling.lose(peer, now_s)

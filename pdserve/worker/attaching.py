@@ -154,7 +154,7 @@ class Attaching:
                 return self._lose(router, stream)
 
     def _dial(self, address: str) -> tuple[Command, ...]:
-        if self._is_leaving or not self._is_wanted(address):
+        if self._is_leaving or not any(address in addresses for addresses in self._found.values()):
             self._backoff_s.pop(address, None)
             return ()
         self._last_ref += 1
@@ -171,9 +171,6 @@ class Attaching:
         backoff_s = self._backoff_s[stream.address]
         self._backoff_s[stream.address] = min(2 * backoff_s, MAX_BACKOFF_S)
         return (*lost, Redial(stream.address, backoff_s * self._jitter()))
-
-    def _is_wanted(self, address: str) -> bool:
-        return any(address in addresses for addresses in self._found.values())
 
     def _leave(self) -> tuple[Command, ...]:
         self._is_leaving = True
