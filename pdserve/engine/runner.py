@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.compiled import CompiledAttention, DecodePrograms, is_compiled
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
-from pdserve.engine.programs import DecodePrograms, is_compiled
 from pdserve.engine.sampler import Sampler, score
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
