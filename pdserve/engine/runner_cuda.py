@@ -127,7 +127,7 @@ class CudaRunner:
     def capture(self) -> None:
         """Compile kernels and capture decode steps now rather than when they first come. Overwrites slots of page 0."""
         for spec in each_variant():  # of the sampler; two tokens are a prompt to attention
-            run(self, StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))
+            self.run(StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))
         for size in reversed(self._sizes):
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
             self.run(StepPlan(chunks))

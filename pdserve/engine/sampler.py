@@ -21,7 +21,7 @@ from pdserve.kernels import rng
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kernels.cpu.sample import Filters, RowSampler
-from pdserve.model.llama import Model
+from pdserve.model.family import Model
 from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 
 SLICE_BYTES = 32 << 20  # of one slice's logits, in float32
