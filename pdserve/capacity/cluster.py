@@ -89,7 +89,7 @@ class SimCluster:
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
         self._workers: dict[LinkId, SimWorker] = {}
-        self._wires = Wires(self.clock, profile.link, builder.page_bytes)
+        self._wires = Wires(self.clock, profile.link, builder.page_bytes, self._workers)
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
@@ -266,7 +266,6 @@ class SimCluster:
         if self._moves:
             worker.step_singly()
         self._workers[link] = worker
-        self._wires.add(worker)
         for router in self._routers.values():
             self._post(router, registration)
         return worker

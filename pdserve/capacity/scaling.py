@@ -14,7 +14,7 @@ from pdserve.autoscaler.decisions import Action, Decision
 from pdserve.autoscaler.observation import Capacity, Observation
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
-from pdserve.capacity.fleet import ElasticCluster, Fleet, Sizes
+from pdserve.capacity.fleet import Fleet, Sizes
 from pdserve.capacity.shape import Shape
 from pdserve.demand import Demand
 from pdserve.measure.outcomes import Objective, Outcome
@@ -103,8 +103,7 @@ class Scaling:
         self._decide = decide
         self._every_s = every_s
         self._told = told
-        self._cluster = ElasticCluster(scene.profile, scene.shape, "goodput", scene.workload, scene.objective)
-        self._fleet = Fleet(self._cluster, scene.startup_s)
+        self._fleet = Fleet(scene.profile, scene.shape, scene.workload, scene.objective, scene.startup_s)
         self._orders: list[Noted] = []
         self._seen = Demand()
         self._refused: Counter[str] = Counter()
@@ -112,16 +111,16 @@ class Scaling:
 
     def run(self, name: str) -> Scaled:
         """Serve the whole workload, each request to its end."""
-        clock = self._cluster.clock
+        clock = self._fleet.clock
         for slow in self._scene.slow:
-            clock.at(slow.from_s, self._cluster.slow_down, slow.factor)
-            clock.at(slow.until_s, self._cluster.slow_down, 1.0)
+            clock.at(slow.from_s, self._fleet.slow_down, slow.factor)
+            clock.at(slow.until_s, self._fleet.slow_down, 1.0)
         clock.at(self._every_s, self._look)
-        run = self._cluster.run()
+        run = self._fleet.run()
         return Scaled(name, run.outcomes, tuple(self._fleet.history), tuple(self._orders), self._scene.span_s)
 
     def _look(self) -> None:
-        clock = self._cluster.clock
+        clock = self._fleet.clock
         for decision in self._decide(self._observe()):
             if decision.action is not None:
                 self._carry_out(decision, decision.action)
@@ -129,7 +128,7 @@ class Scaling:
             clock.at(clock.now_s() + self._every_s, self._look)
 
     def _carry_out(self, decision: Decision, action: Action) -> None:
-        now_s, error = self._cluster.clock.now_s(), ""
+        now_s, error = self._fleet.clock.now_s(), ""
         if not decision.advisory:
             try:
                 self._fleet.carry_out(action)
@@ -142,7 +141,7 @@ class Scaling:
         self._orders.append(Noted(now_s, decision, error))
 
     def _observe(self) -> Observation:
-        router, builder, now_s = self._cluster.router, self._cluster.builder, self._cluster.clock.now_s()
+        router, builder, now_s = self._fleet.router, self._fleet.builder, self._fleet.clock.now_s()
         counted = router.placements.demand.counted()
         refused = Counter({cause.value: count for cause, count in router.placements.refused_because.items()})
         shape = self._scene.shape

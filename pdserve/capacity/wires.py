@@ -1,6 +1,6 @@
 """What goes between workers and routers under virtual time: messages at once, pages as fast as links carry them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pdserve.capacity.leaping import OTHER
 from pdserve.capacity.worker import Reported, SimWorker
@@ -122,18 +122,15 @@ def close(outcome: Outcome, end: Finished | Refused, now_s: float) -> None:
 class Wires:
     """The links between all workers. Each worker sends one copy at a time, and receives one."""
 
-    def __init__(self, clock: VirtualClock, link: LinkFields, page_bytes: int) -> None:
+    def __init__(
+        self, clock: VirtualClock, link: LinkFields, page_bytes: int, workers: Mapping[LinkId, SimWorker]
+    ) -> None:
+        """`workers`: those of the cluster at any moment. A worker's incarnation is the number of its link."""
         self._clock = clock
         self._link = link
         self._page_bytes = page_bytes
-        self._workers: dict[Peer, SimWorker] = {}
+        self._workers = workers
         self._connected: set[tuple[Peer, Peer]] = set()
-
-    def add(self, worker: SimWorker) -> None:
-        self._workers[worker.peer] = worker
-
-    def remove(self, worker: SimWorker) -> None:
-        del self._workers[worker.peer]
 
     def carry(self, worker: SimWorker, command: object) -> None:
         """Carry out what a worker's doors ask for."""
@@ -155,11 +152,12 @@ class Wires:
 
     def _offer(self, peer: Peer, event: Event) -> None:
         """Send a worker something, unless it has left: its end is reported by its routers."""
-        if peer in self._workers:
-            self._workers[peer].offer(event)
+        worker = self._workers.get(LinkId(peer.incarnation))
+        if worker is not None:
+            worker.offer(event)
 
     def _copy(self, worker: SimWorker, copy: doors.StartCopy) -> None:
-        target, link = self._workers.get(copy.peer), self._link
+        target, link = self._workers.get(LinkId(copy.peer.incarnation)), self._link
         if target is None:
             return
         start_s = max(self._clock.now_s(), worker.sends_until_s, target.receives_until_s)

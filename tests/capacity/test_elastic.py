@@ -2,23 +2,23 @@
 
 import pytest
 
-from pdserve.capacity.fleet import ElasticCluster
+from pdserve.capacity.fleet import Fleet
 from pdserve.capacity.shape import Run, Shape
 from pdserve.errors import CommandError
 from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.roles import Role
+from pdserve.roles import POOLS, Role
 
 PROFILE = read_profile(shipped_profile())
 WORKLOAD = random_lengths(300, 400, 150, 5).at_rate(10)
 
 
-def cluster(prefill: int, decode: int) -> ElasticCluster:
-    return ElasticCluster(PROFILE, Shape(prefill, decode, local_prefill=False), "goodput", WORKLOAD, ANY)
+def cluster(prefill: int, decode: int) -> Fleet:
+    return Fleet(PROFILE, Shape(prefill, decode, local_prefill=False), WORKLOAD, ANY, dict.fromkeys(POOLS, 0.0))
 
 
-def served(simulated: ElasticCluster) -> Run:
+def served(simulated: Fleet) -> Run:
     """Serve the workload; every answer has to be whole, and none is placed twice: it moves, or ends where it is."""
     run = simulated.run()
     assert simulated.router.placements.num_replaced == 0
@@ -26,13 +26,13 @@ def served(simulated: ElasticCluster) -> Run:
     return run
 
 
-def names(simulated: ElasticCluster) -> list[str]:
+def names(simulated: Fleet) -> list[str]:
     return sorted(worker.peer.worker_id for worker in simulated.workers)
 
 
 def test_a_worker_that_comes_late_takes_its_share() -> None:
     simulated = cluster(1, 1)
-    simulated.clock.at(10.0, simulated.join, "late", Role.DECODE)
+    simulated.clock.at(10.0, simulated.add, "late", Role.DECODE)
     served(simulated)
     steps = {worker.peer.worker_id: worker.num_steps for worker in simulated.workers}
     assert steps["late"] > 0.3 * steps["d0"]
@@ -51,7 +51,7 @@ def test_a_drained_worker_leaves_at_once_because_its_answers_move() -> None:
 def test_a_worker_that_drains_alone_finishes_what_it_decodes() -> None:
     simulated = cluster(1, 1)
     simulated.clock.at(10.0, simulated.drain, "d0")
-    simulated.clock.at(14.0, simulated.join, "next", Role.DECODE)
+    simulated.clock.at(14.0, simulated.add, "next", Role.DECODE)
     served(simulated)
     assert names(simulated) == ["next", "p0"]
 
