@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -15,6 +15,8 @@ from pdserve.roles import Role
 if TYPE_CHECKING:
     from pdserve.launch.admin import AdminClient
     from pdserve.proto.v1 import admin_pb2 as admin
+
+Result = TypeVar("Result")
 
 
 def new_key(
@@ -76,14 +78,10 @@ def role(
     One router is asked; all of them follow what the worker reports. A worker that is started again has the role that
     it was configured with.
     """
+    from pdserve.wire import ROLE_NUMBERS
 
-    async def work(client: "AdminClient") -> None:
-        from pdserve.wire import ROLE_NUMBERS
-
-        epoch = await client.set_role(WorkerId(worker), ROLE_NUMBERS[wanted], force=force)
-        typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
-
-    _operate(work, cluster)
+    epoch = _operate(cluster, lambda router: router.set_role(WorkerId(worker), ROLE_NUMBERS[wanted], force=force))
+    typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
 
 
 @grouped_flags
@@ -108,7 +106,7 @@ def drain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
                 typer.echo(f"{worker}: {left}")
             shown = left
 
-    _operate(work, cluster)
+    _operate(cluster, work)
 
 
 @grouped_flags
@@ -117,27 +115,19 @@ def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
 
     A drain that a signal began, or the worker itself for lack of pages, goes on.
     """
-
-    async def work(client: "AdminClient") -> None:
-        await client.drain(WorkerId(worker), cancel=True)
-        typer.echo(f"{worker} takes requests")
-
-    _operate(work, cluster)
+    _operate(cluster, lambda router: router.drain(WorkerId(worker), cancel=True))
+    typer.echo(f"{worker} takes requests")
 
 
-def _operate(work: "Callable[[AdminClient], Awaitable[None]]", cluster: Operated) -> None:
-    import grpc
+def _operate(cluster: Operated, work: "Callable[[AdminClient], Awaitable[Result]]") -> Result:
+    from pdserve.cli.stream import naming
 
-    from pdserve.cli.stream import failure
-
-    async def run() -> None:
+    async def run() -> Result:
         router = cluster.client()
-        try:
-            await work(router)
-        except grpc.aio.AioRpcError as error:
-            raise failure(router.address, error) from error
+        with naming(router.address):
+            return await work(router)
 
-    asyncio.run(run())
+    return asyncio.run(run())
 
 
 def _process(status: "admin.ClusterStatus", worker: str) -> "admin.WorkerStatus | None":

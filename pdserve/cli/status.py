@@ -2,12 +2,11 @@
 
 import json
 
-import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
-from pdserve.cli.stream import failure, plain
+from pdserve.cli.stream import naming, plain
 from pdserve.launch.admin import AdminClient
 from pdserve.measure.client import Access, connect
 from pdserve.measure.tables import Column, Sheet, output
@@ -32,13 +31,13 @@ COLUMNS = (
 
 async def show_status(client: AdminClient, *, watch: bool, as_json: bool) -> None:
     """Print the state once, or each change of it until interrupted."""
-    try:
+    with naming(client.address):
         if watch:
             await _follow(client, as_json=as_json)
+        elif as_json:
+            typer.echo(json.dumps(plain(await client.status()), indent=2))
         else:
-            _print(await client.status(), as_json=as_json)
-    except grpc.aio.AioRpcError as error:
-        raise failure(client.address, error) from error
+            output().print(render(await client.status()))
 
 
 async def _follow(client: AdminClient, *, as_json: bool) -> None:
@@ -49,13 +48,6 @@ async def _follow(client: AdminClient, *, as_json: bool) -> None:
     with Live(auto_refresh=False) as live:
         async for status in client.watch():
             live.update(render(status), refresh=True)
-
-
-def _print(status: admin.ClusterStatus, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(plain(status), indent=2))
-    else:
-        output().print(render(status))
 
 
 def render(status: admin.ClusterStatus) -> Sheet:
@@ -106,14 +98,12 @@ def _state(worker: admin.WorkerStatus) -> str:
 async def show_public_status(endpoint: str, access: Access | None, *, as_json: bool) -> None:
     """Print what a router shows everybody: whether it serves, and its models. CommandError where nobody answers."""
     async with connect(endpoint, access) as channel:
-        try:
+        with naming(endpoint):
             asked = health_pb2.HealthCheckRequest(service=SERVICE)
             check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # its stubs lack it
             health = await check(asked, timeout=CALL_TIMEOUT_S)
             stub = InferenceServiceStub(channel)
             models = (await stub.ListModels(inference.ListModelsRequest(), timeout=CALL_TIMEOUT_S)).models
-        except grpc.aio.AioRpcError as error:
-            raise failure(endpoint, error) from error
     serving = health.status == health_pb2.HealthCheckResponse.SERVING
     if as_json:
         shown = {"endpoint": endpoint, "serving": serving, "models": [plain(model) for model in models]}

@@ -1,6 +1,7 @@
 """Make requests of text, send them to a router and pass on what it streams."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -44,21 +45,24 @@ async def ask(
     num_sequences = request.sampling.n if request.sampling.HasField("n") else 1
     answer = Answer([""] * num_sequences, [[] for _ in range(num_sequences)], ["none"] * num_sequences)
     async with connect(endpoint, access) as channel:
-        try:
+        with naming(endpoint):
             async for reply in InferenceServiceStub(channel).Generate(request):
                 answer.take(reply)
                 for delta in reply.deltas:
                     if delta.text:
                         on_text(delta.index, delta.text)
-        except grpc.aio.AioRpcError as error:
-            raise failure(endpoint, error) from error
     if not answer.request_id:
         raise CommandError(f"{endpoint}: the answer ended before it began")
     return answer
 
 
-def failure(endpoint: str, error: grpc.aio.AioRpcError) -> CommandError:
-    return CommandError(f"{endpoint}: {error.code().name}: {error.details()}")
+@contextmanager
+def naming(endpoint: str) -> Iterator[None]:
+    """Turn a gRPC error of the block into a CommandError that names the endpoint."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise CommandError(f"{endpoint}: {error.code().name}: {error.details()}") from error
 
 
 def plain(message: Message) -> dict[str, object]:
