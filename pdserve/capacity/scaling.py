@@ -191,8 +191,8 @@ def result(run: Scaled, policy: Policy, objective: Objective) -> dict[str, objec
         ),
         "cost": sum(hours * pools[role].cost_per_replica_hour for role, hours in run.replica_hours.items()),
         "orders": orders,
-        "ttft_s": percentiles(outcome.ttft_s for outcome in served if outcome.ttft_s is not None),
-        "tpot_s": percentiles(outcome.tpot_s for outcome in served if outcome.tpot_s is not None),
+        "ttft_s": percentiles(outcome.ttft_s for outcome in served),
+        "tpot_s": percentiles(outcome.tpot_s for outcome in served),
         "num_requests": len(run.outcomes),
         "attainment_over_time": attained_over_time(run, objective),
         "sizes": [

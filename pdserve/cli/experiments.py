@@ -168,10 +168,10 @@ def cancel(
 
     Shows how long each pool held anything of them, as the router's status says.
     """
-    from pdserve.measure.cancel import CancelPlan, measure_cancels
+    from pdserve.measure.cancel import measure_cancels
 
     spec = own.spec("cancel", max_num_batched_tokens=64)
-    found = run(measure_cancels(spec, CancelPlan(count, input_len, output_len, seed)))
+    found = run(measure_cancels(spec, count, input_len, output_len, seed))
     show(json_file, found)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import request_of
-from pdserve.measure.live import LiveCluster, StatusBoard, all_free, is_busy, started
+from pdserve.measure.live import StatusBoard, all_free, is_busy, started
 from pdserve.measure.outcomes import ANY
 from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.measure.workload import Arrival
@@ -25,14 +26,6 @@ PATIENCE_S = 30.0
 LONGEST_PAUSE_S = 0.3  # of random pauses between the status that shows the wanted moment, and the cancel
 
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
-
-
-@dataclass(frozen=True, slots=True)
-class CancelPlan:
-    count: int
-    prompt_tokens: int  # of a request that is cancelled while its prompt is computed
-    output_tokens: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +49,24 @@ def _decodes(status: admin.ClusterStatus) -> bool:
 MOMENTS: dict[str, Callable[[admin.ClusterStatus], bool]] = {"mid-prefill": _has(Role.PREFILL), "mid-decode": _decodes}
 
 
-async def measure_cancels(spec: ClusterSpec, plan: CancelPlan) -> list[Freed]:
-    """Start a cluster, and cancel requests while they are computed and while they decode."""
-    rng, freed_s = random.Random(f"cancel {plan.seed}"), dict[tuple[str, str], list[float]]()
+async def measure_cancels(
+    spec: ClusterSpec, count: int, prompt_tokens: int, output_tokens: int, seed: int
+) -> list[Freed]:
+    """Start a cluster, and cancel requests while they are computed and while they decode, `count` of each.
+
+    `prompt_tokens`: of a request that is cancelled while its prompt is computed. Prompts of the others are shorter.
+    """
+    rng, freed_s = random.Random(f"cancel {seed}"), dict[tuple[str, str], list[float]]()
+    lengths = {"mid-prefill": prompt_tokens, "mid-decode": prompt_tokens // 8}
     async with started(spec, lambda _: None) as (_, live, board):
-        for _ in range(plan.count):
-            for moment in MOMENTS:
-                call = live.client.stub.Generate(_request(live, plan, moment, rng))
+        for _ in range(count):
+            for moment, length in lengths.items():
+                ids = [rng.randrange(live.vocab_size) for _ in range(length)]
+                call = live.client.stub.Generate(request_of(Arrival(0.0, length, output_tokens), ids, "", ANY))
                 for pool, seconds in (await _cancel(call, moment, board, rng)).items():
                     freed_s.setdefault((moment, pool), []).append(seconds)
     found = [(f"{moment}, {pool}", len(values), percentiles(values)) for (moment, pool), values in freed_s.items()]
     return [Freed(name, count, shares) for name, count, shares in found if shares is not None]
-
-
-def _request(live: LiveCluster, plan: CancelPlan, moment: str, rng: random.Random) -> inference.GenerateRequest:
-    length = plan.prompt_tokens if moment == "mid-prefill" else plan.prompt_tokens // 8
-    ids = [rng.randrange(live.vocab_size) for _ in range(length)]
-    return request_of(Arrival(0.0, length, plan.output_tokens), ids, "", ANY)
 
 
 async def _cancel(call: _Call, moment: str, board: StatusBoard, rng: random.Random) -> dict[str, float]:
@@ -102,8 +96,6 @@ async def _cancel(call: _Call, moment: str, board: StatusBoard, rng: random.Rand
 
 
 async def _read(call: _Call) -> None:
-    try:
+    with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):  # cancelled, as it was meant to be
         async for _ in call:
             pass
-    except (grpc.aio.AioRpcError, asyncio.CancelledError):
-        return  # cancelled, as it was meant to be

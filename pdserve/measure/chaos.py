@@ -6,6 +6,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -89,12 +90,9 @@ class FaultInjector:
 
     @staticmethod
     def _signal(victim: ProcessState, number: signal.Signals) -> None:
-        if victim.pid is None:
-            return
-        try:
-            os.kill(victim.pid, number)
-        except ProcessLookupError:
-            return  # it ended by itself
+        if victim.pid is not None:
+            with suppress(ProcessLookupError):  # it ended by itself
+                os.kill(victim.pid, number)
 
 
 REQUEST_DEADLINE_S = 120.0
@@ -172,7 +170,7 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
         return Verdict(
             tally=tally(trial.name, outcomes),
             faults=tuple(injector.faults),
-            noticed_s=percentiles(fault.noticed_s for fault in injector.faults if fault.noticed_s is not None),
+            noticed_s=percentiles(fault.noticed_s for fault in injector.faults),
             free_after_s=free_after_s,
             left_over=left_over,
             num_replaced=board.last.num_replaced,

@@ -91,10 +91,8 @@ async def _send(
     client: Client, requests: Sequence[KnownRequest], count: int, on_end: Callable[[Outcome], None]
 ) -> list[Outcome]:
     """Send the requests in turn, all at once; no two share a cached prompt."""
-    messages = [requests[number % len(requests)].message(REQUEST_DEADLINE_S) for number in range(count)]
-    for message in messages:
-        message.tenant = new_tenant()
-    return await client.run([(0.0, message) for message in messages], on_end)
+    asked = [requests[number % len(requests)] for number in range(count)]
+    return await client.run([(0.0, each.message(REQUEST_DEADLINE_S, new_tenant())) for each in asked], on_end)
 
 
 async def _until_begun(board: StatusBoard, requests: Sequence[KnownRequest], count: int, begun: float) -> int:

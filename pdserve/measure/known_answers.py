@@ -43,10 +43,12 @@ class KnownRequest:
     params: SamplingParams
     answer: Answer
 
-    def message(self, deadline_s: float) -> inference.GenerateRequest:
-        sampling = params_to_proto(self.params)
+    def message(self, deadline_s: float, tenant: str = "") -> inference.GenerateRequest:
         return inference.GenerateRequest(
-            token_ids=inference.TokenIds(ids=self.prompt), sampling=sampling, deadline_ms=round(deadline_s * 1e3)
+            token_ids=inference.TokenIds(ids=self.prompt),
+            sampling=params_to_proto(self.params),
+            deadline_ms=round(deadline_s * 1e3),
+            tenant=tenant,
         )
 
 

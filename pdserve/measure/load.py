@@ -133,5 +133,5 @@ def _outside_s(outcome: Outcome) -> float | None:
 
 
 def _p50_ms(outcomes: Iterable[Outcome], time_of: Callable[[Outcome], float | None]) -> float | None:
-    seen = percentiles(seconds for each in outcomes if each.is_good and (seconds := time_of(each)) is not None)
+    seen = percentiles(time_of(each) for each in outcomes if each.is_good)
     return None if seen is None else 1e3 * seen.p50

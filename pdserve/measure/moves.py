@@ -141,8 +141,8 @@ async def _load(
     rng, tenant, began_s = random.Random("moves"), new_tenant(), client.clock.now_s()
 
     async def send(number: int) -> Outcome:
-        message = requests[number % len(requests)].message(REQUEST_DEADLINE_S)
-        message.tenant = f"{tenant}-{number // len(requests)}"
+        round_, place = divmod(number, len(requests))
+        message = requests[place].message(REQUEST_DEADLINE_S, f"{tenant}-{round_}")
         outcome = await client.send(message, began_s)
         outcome.number = number
         on_end(outcome)

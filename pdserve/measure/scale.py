@@ -123,8 +123,7 @@ async def measure_scale(
 
 
 def _timed(at_s: float, request: KnownRequest, plan: ScalePlan) -> Timed:
-    message = request.message(REQUEST_DEADLINE_S)
-    message.tenant = new_tenant()  # nothing of it is cached
+    message = request.message(REQUEST_DEADLINE_S, new_tenant())  # nothing of it is cached
     wanted = plan.objective
     message.slo.CopyFrom(inference.Slo(ttft_ms=1e3 * wanted.ttft_s, tpot_ms=1e3 * wanted.tpot_s))
     return at_s, message

@@ -20,9 +20,9 @@ class Percentiles:
     max: float
 
 
-def percentiles(values: Iterable[float]) -> Percentiles | None:
-    """Return the usual percentiles, interpolated linearly between values; None of no values."""
-    known = np.fromiter(values, dtype=np.float64)
+def percentiles(values: Iterable[float | None]) -> Percentiles | None:
+    """Return the usual percentiles of the values that are not None, interpolated linearly; None of no values."""
+    known = np.fromiter((value for value in values if value is not None), dtype=np.float64)
     return Percentiles(*np.percentile(known, (50, 90, 99, 100)).tolist()) if len(known) else None
 
 
@@ -82,8 +82,8 @@ def summarize(name: str, outcomes: Sequence[Outcome], objective: Objective, dura
         failures=dict(Counter("WRONG" if o.status == OK else o.status for o in outcomes if not o.is_good)),
         input_tokens_per_s=sum(o.prompt_tokens for o in good) / seconds,
         output_tokens_per_s=sum(o.num_tokens for o in outcomes) / seconds,
-        ttft_s=_measured(o.ttft_s for o in outcomes),
-        tpot_s=_measured(o.tpot_s for o in outcomes),
+        ttft_s=percentiles(o.ttft_s for o in outcomes),
+        tpot_s=percentiles(o.tpot_s for o in outcomes),
         itl_s=percentiles(gap_s for o in outcomes for gap_s in o.itls_s),
         ttft_error=errors_of((o.predicted_ttft_s, o.ttft_s) for o in good),
         tpot_error=errors_of((o.predicted_tpot_s, o.tpot_s) for o in good),
@@ -102,11 +102,7 @@ def errors_of(pairs: Iterable[tuple[float | None, float | None]]) -> Errors | No
     return None if errors is None else Errors(len(ratios), errors.p50, errors.p90, median(ratios))
 
 
-def _measured(values: Iterable[float | None]) -> Percentiles | None:
-    return percentiles(value for value in values if value is not None)
-
-
 def _parts(outcomes: Sequence[Outcome]) -> dict[str, Percentiles]:
     times = [part_times(outcome.stages_s) for outcome in outcomes]
-    found = {name: percentiles(each[name] for each in times if name in each) for name in PARTS}
+    found = {name: percentiles(each.get(name) for each in times) for name in PARTS}
     return {name: values for name, values in found.items() if values is not None}
