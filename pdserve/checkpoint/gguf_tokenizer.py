@@ -17,6 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from pdserve.errors import ConfigError
 from pdserve.model.hf_fields import Fields
 from pdserve.text.detokenize import WORD_START
+from pdserve.text.words import CONTRACTIONS, GPT2_WORDS, LETTERS, LLAMA3_WORDS, QWEN2_WORDS, SPACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +29,28 @@ class Split:
     add_bos: bool = False  # where the file does not say
 
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CAPITALIZED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
 )
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def _either(*patterns: str) -> tuple[str]:
     return ("|".join(patterns),)
 
 
-_GPT2 = Split((_GPT2_WORDS,))
-_DIGITS_FIRST = Split((r"\p{N}", _GPT2_WORDS))
-_DEFAULT = Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_FALCON = Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, r"[0-9][0-9][0-9]"))
-_THREE_DIGITS = Split(_either(_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _SYMBOLS, _SPACES))
+_GPT2 = Split((GPT2_WORDS,))
+_DIGITS_FIRST = Split((r"\p{N}", GPT2_WORDS))
+_DEFAULT = Split((r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_FALCON = Split((r"[\p{P}\$\+<=>\^~\|`]+", GPT2_WORDS, r"[0-9][0-9][0-9]"))
+_THREE_DIGITS = Split((LLAMA3_WORDS,))
 _LLAMA3 = replace(_THREE_DIGITS, ignore_merges=True, add_bos=True)
-_QWEN2 = Split(_either(_CONTRACTIONS, _LETTERS, r"\p{N}", _SYMBOLS, _SPACES))
-_SEED = Split(_either(_CONTRACTIONS, _LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES))
-_TEKKEN = Split(_either(*_CAPITALIZED, r"\p{N}", _PATHS, _SPACES), ignore_merges=True, add_bos=True)
-_GPT4O = Split(_either(*(f"{word}{_CONTRACTIONS}?" for word in _CAPITALIZED), r"\p{N}{1,3}", _PATHS, _SPACES))
+_QWEN2 = Split((QWEN2_WORDS,))
+_SEED = Split(_either(CONTRACTIONS, LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", SPACES))
+_TEKKEN = Split(_either(*_CAPITALIZED, r"\p{N}", _PATHS, SPACES), ignore_merges=True, add_bos=True)
+_GPT4O = Split(_either(*(f"{word}{CONTRACTIONS}?" for word in _CAPITALIZED), r"\p{N}{1,3}", _PATHS, SPACES))
 _DEEPSEEK_CODER = Split(
     (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+", r"\p{N}")
 )
@@ -63,7 +59,7 @@ _DEEPSEEK_V3 = Split(
         r"\p{N}{1,3}",
         r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
         r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
     )
 )
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.checkpoint.gguf_config import ROPE_FACTORS, architecture_of
@@ -55,8 +54,7 @@ def read_weights(
         if tensor.name == ROPE_FACTORS:
             continue
         name = hf_name(tensor.name)
-        read = _read_groups if keep_coded and tensor.kind not in FLOAT_KINDS else _dequantize
-        values = read(raw, tensor)
+        values = _read(raw, tensor, keep_coded=keep_coded and tensor.kind not in FLOAT_KINDS)
         num_heads = interleaved_heads.get(tensor.name.split(".")[-2])
         yield name, values if num_heads is None else values[_halves_apart(tensor.shape[0], num_heads)]
 
@@ -72,33 +70,21 @@ def hf_name(name: str) -> str:
             raise ConfigError(f"{name}: there is no place for such a tensor")
 
 
-def _dequantize(raw: "Bytes", tensor: GgufTensor) -> "Array":
+def _read(raw: "Bytes", tensor: GgufTensor, *, keep_coded: bool) -> "Array | Groups":
     import gguf  # noqa: PLC0415, slow to import
     import numpy as np  # noqa: PLC0415
 
-    with _naming(tensor):
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        values = gguf.dequantize(_coded(raw, tensor, gguf.quant_shape_to_byte_shape(tensor.shape, kind)), kind)
-    return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
-
-
-def _read_groups(raw: "Bytes", tensor: GgufTensor) -> "Groups":
-    import gguf  # noqa: PLC0415, slow to import
-
     from pdserve.checkpoint.gguf_groups import read_groups  # noqa: PLC0415 - routers open checkpoints without numpy
 
-    with _naming(tensor):
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        return read_groups(_coded(raw, tensor, gguf.quant_shape_to_byte_shape(tensor.shape, kind)), kind)
-
-
-@contextmanager
-def _naming(tensor: GgufTensor) -> Iterator[None]:
-    """Name the tensor whose coding is not known."""
     try:
-        yield
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        coded = _coded(raw, tensor, gguf.quant_shape_to_byte_shape(tensor.shape, kind))
+        if keep_coded:
+            return read_groups(coded, kind)
+        values = gguf.dequantize(coded, kind)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{tensor.name}: type {tensor.kind} cannot be decoded: {error}") from error
+    return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 
 def _coded(raw: "Bytes", tensor: GgufTensor, byte_shape: tuple[int, ...]) -> "Bytes":

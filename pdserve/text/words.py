@@ -17,10 +17,15 @@ MAX_CHARS = 64  # of a word that is remembered
 MAX_TEXT = 16_384  # characters that are cut: 0.4 ms with Python's lock, which encoding a whole text does not hold
 _WORD = re.compile(r" ?[!-~]+(?= [A-Za-z])|.+?[!-~](?= [A-Za-z])|.+", re.DOTALL)  # the first is the quickest
 _SPACE_INSIDE = re.compile("[!-~] ")
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_PATTERNS = (_GPT2, rf"{_LETTERS}|\p{{N}}{{1,3}}|{_REST}", rf"{_LETTERS}|\p{{N}}|{_REST}")
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS, QWEN2_WORDS = (
+    "|".join((CONTRACTIONS, LETTERS, digits, SYMBOLS, SPACES)) for digits in (r"\p{N}{1,3}", r"\p{N}")
+)
+_PATTERNS = (GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS)
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False}
 _DIGITS = {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False}
 
