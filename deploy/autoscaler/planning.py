@@ -15,7 +15,7 @@ from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.pacing import Wanted
 from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.sizing import Sized, Sizer
+from pdserve.autoscaler.sizing import Sized, Sizer, devices_of
 from pdserve.autoscaler.traffic import Fading, Traffic, mean
 from pdserve.autoscaler.urgent import Misses
 from pdserve.demand import Demand
@@ -73,8 +73,7 @@ class Planner:
             counts.add(demand, seen.seconds)
         kept = self._present.kept(seen.seconds)
         for pool in POOLS:
-            lost = sum(seen.refused.get(cause, 0) for cause in urgent.CAUSES[pool])
-            self._refused[pool] = self._refused[pool] * kept + lost
+            self._refused[pool] = self._refused[pool] * kept + urgent.num_refused(seen, pool)
             serving = len(urgent.ready(seen.replicas, pool)) * demand.num_requests
             self._serving[pool] = self._serving[pool] * kept + serving
         self._misses.count(demand, seen)
@@ -148,8 +147,7 @@ class Planner:
         too_many = [self._misses.are_too_many(pool, self.policy.objectives.attainment) for pool in POOLS]
         missed = POOLS if any(too_many) else ()
         kept = {pool: max(best[pool], sizes[pool]) if pool in missed else best[pool] for pool in POOLS}
-        held = sum(bounds[pool].devices * size for pool, size in kept.items())
-        return missed if held <= self.policy.budget.max_devices else ()
+        return missed if devices_of(bounds, kept) <= self.policy.budget.max_devices else ()
 
     def _is_idle(self, seen: Observation) -> bool:
         """Return whether no request has come of late, and none is left."""
@@ -215,9 +213,9 @@ def settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mappin
     """Return the split of a spent budget that there is, unless another one serves clearly more."""
     if Binds.BUDGET not in best.binds.values():
         return best
-    free = sum(bounds[pool].devices * (best.replicas[pool] - sizes[pool]) for pool in POOLS)
     is_allowed = all(bounds[pool].least <= sizes[pool] <= bounds[pool].most for pool in POOLS)
-    if free != 0 or not is_allowed or sizer.joint(sizes) < best.attainment - _WORTH:
+    is_spent = devices_of(bounds, sizes) == devices_of(bounds, best.replicas)
+    if not is_spent or not is_allowed or sizer.joint(sizes) < best.attainment - _WORTH:
         return best
     attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
     return Sized(dict(sizes), attainments, best.binds)

@@ -183,7 +183,7 @@ class Sizer:
         that the most requests are served.
         """
         prefill, decode = bounds[Role.PREFILL], bounds[Role.DECODE]
-        found: tuple[int, int] | None = None
+        found: Mapping[Role, int] | None = None
         least_decode = self._least(Role.DECODE, self._goal, decode)
         first = self._least(Role.PREFILL, self._goal, prefill) or prefill.most
         for size in range(first, prefill.most + 1):
@@ -192,14 +192,15 @@ class Sizer:
                 if least_decode is None or self.attainment(Role.PREFILL, size) > 1 - 1e-4:
                     break
                 continue
-            if found is None or _devices(bounds, size, rest) < _devices(bounds, *found):
-                found = size, rest
+            sizes = {Role.PREFILL: size, Role.DECODE: rest}
+            if found is None or devices_of(bounds, sizes) < devices_of(bounds, found):
+                found = sizes
             if rest == least_decode:
                 break
-        sizes = self._filled(found or self._beyond(bounds), bounds, budget.min_devices)
-        if _devices(bounds, *sizes) > budget.max_devices:
+        filled = self._filled(found or self._beyond(bounds), bounds, budget.min_devices)
+        if devices_of(bounds, filled) > budget.max_devices:
             return self._sized(self._split(bounds, budget.max_devices), bounds, Binds.BUDGET)
-        return self._sized(sizes, bounds, Binds.MAX)
+        return self._sized(filled, bounds, Binds.MAX)
 
     def _least(self, pool: Role, goal: float, bounds: Bounds) -> int | None:
         """Return the least size of a pool that attains a share."""
@@ -216,38 +217,33 @@ class Sizer:
                 low = middle + 1
         return high
 
-    def _beyond(self, bounds: Mapping[Role, Bounds]) -> tuple[int, int]:
+    def _beyond(self, bounds: Mapping[Role, Bounds]) -> Mapping[Role, int]:
         """Return sizes for more than the limits allow: what each pool would need with an equal share of the losses."""
         goal = sqrt(self._goal)
-        prefill, decode = (self._least(pool, goal, bounds[pool]) or bounds[pool].most for pool in POOLS)
-        return prefill, decode
+        return {pool: self._least(pool, goal, bounds[pool]) or bounds[pool].most for pool in POOLS}
 
-    def _filled(self, sizes: tuple[int, int], bounds: Mapping[Role, Bounds], min_devices: int) -> tuple[int, int]:
-        """Return sizes with as many replicas more as hold the least number of devices, where most is lost."""
-        filled = {Role.PREFILL: sizes[0], Role.DECODE: sizes[1]}
-        while _devices(bounds, *filled.values()) < min_devices:
+    def _filled(self, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds], min_devices: int) -> Mapping[Role, int]:
+        """Return sizes that hold the least number of devices: replicas are added to the pool that loses more."""
+        filled = dict(sizes)
+        while devices_of(bounds, filled) < min_devices:
             room = [pool for pool, size in filled.items() if size < bounds[pool].most]
             if not room:
                 break
             filled[min(room, key=lambda pool: self.attainment(pool, filled[pool]))] += 1
-        return filled[Role.PREFILL], filled[Role.DECODE]
+        return filled
 
-    def _split(self, bounds: Mapping[Role, Bounds], max_devices: int) -> tuple[int, int]:
+    def _split(self, bounds: Mapping[Role, Bounds], max_devices: int) -> Mapping[Role, int]:
+        """Return the sizes that serve the most requests, of those that spend the budget."""
         prefill, decode = bounds[Role.PREFILL], bounds[Role.DECODE]
         most = min(prefill.most, (max_devices - decode.least * decode.devices) // prefill.devices)
         sizes = range(prefill.least, max(prefill.least, most) + 1, max(1, (most - prefill.least) // _MAX_SPLITS))
+        splits = (
+            {Role.PREFILL: size, Role.DECODE: decode.within((max_devices - size * prefill.devices) // decode.devices)}
+            for size in sizes
+        )
+        return max(splits, key=self.joint)
 
-        def served(size: int) -> float:
-            return self.joint({Role.PREFILL: size, Role.DECODE: _rest(size)})
-
-        def _rest(size: int) -> int:
-            return max(decode.least, min(decode.most, (max_devices - size * prefill.devices) // decode.devices))
-
-        best = max(sizes, key=served)
-        return best, _rest(best)
-
-    def _sized(self, sizes: tuple[int, int], bounds: Mapping[Role, Bounds], limit: Binds) -> Sized:
-        replicas = dict(zip(POOLS, sizes, strict=True))
+    def _sized(self, replicas: Mapping[Role, int], bounds: Mapping[Role, Bounds], limit: Binds) -> Sized:
         is_met = self.joint(replicas) >= self._goal
         natural = {Role.PREFILL: Binds.PREFILL_QUEUE, Role.DECODE: self.decode.binds}
         binds = {}
@@ -258,5 +254,6 @@ class Sizer:
         return Sized(replicas, {pool: self.attainment(pool, size) for pool, size in replicas.items()}, binds)
 
 
-def _devices(bounds: Mapping[Role, Bounds], prefill: int, decode: int) -> int:
-    return prefill * bounds[Role.PREFILL].devices + decode * bounds[Role.DECODE].devices
+def devices_of(bounds: Mapping[Role, Bounds], sizes: Mapping[Role, int]) -> int:
+    """Return the devices that pools of these sizes hold."""
+    return sum(bounds[pool].devices * size for pool, size in sizes.items())

@@ -30,6 +30,11 @@ def ready(replicas: Sequence[Replica], pool: Role) -> list[Replica]:
     return [replica for replica in replicas if replica.role.is_in(pool) and replica.state is State.READY]
 
 
+def num_refused(seen: Observation, pool: Role) -> int:
+    """Return how many requests were refused since the last observation for want of a pool."""
+    return sum(seen.refused.get(cause, 0) for cause in CAUSES[pool])
+
+
 def for_backlog(backlog_s: float, offered: float, startup_s: float, ttft_s: float) -> int:
     """Return how many prefill replicas keep the queue within the objective until another could have started.
 
@@ -109,10 +114,9 @@ class Misses:
         judged = max(demand.num_judged, refused) if self._expected else 0
         within = {Role.PREFILL: demand.num_within_ttft, Role.DECODE: demand.num_within_tpot}
         self._judged = self._judged * kept + judged
-        for pool, causes in CAUSES.items():
-            lost = sum(seen.refused.get(cause, 0) for cause in causes)
+        for pool in CAUSES:
             late = max(0, demand.num_judged - within[pool] - refused)
-            self._seen[pool] = self._seen[pool] * kept + min(judged, late + lost)
+            self._seen[pool] = self._seen[pool] * kept + min(judged, late + num_refused(seen, pool))
             self._predicted[pool] = self._predicted[pool] * kept + judged * (1 - self._expected.get(pool, 1.0))
 
     def are_too_many(self, pool: Role, attainment: float) -> bool:

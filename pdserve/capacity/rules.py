@@ -35,7 +35,7 @@ from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain
 from pdserve.autoscaler.observation import Capacity, Observation, Replica
 from pdserve.autoscaler.pools import Bounds
-from pdserve.autoscaler.urgent import CAUSES
+from pdserve.autoscaler.urgent import num_refused
 from pdserve.demand import Demand
 from pdserve.measure.outcomes import Objective
 from pdserve.perfmodel.curve import Step, StepCosts
@@ -66,11 +66,6 @@ def pool_of(observation: Observation, role: Role, *states: State) -> list[Replic
     """Return the replicas of a pool in one of these states; without any named, those that do not drain."""
     listed = states or (State.STARTING, State.READY)
     return [replica for replica in observation.replicas if replica.role is role and replica.state in listed]
-
-
-def num_refused(observation: Observation, role: Role) -> int:
-    """Return how many requests were refused since the last look because of a pool."""
-    return sum(observation.refused.get(cause, 0) for cause in CAUSES[role])
 
 
 class Orders:
