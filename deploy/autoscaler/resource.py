@@ -6,7 +6,6 @@ policy's is.
 
 import asyncio
 import json
-import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,12 +20,12 @@ from pdserve.errors import ConfigError
 from pdserve.files import write_atomically
 from pdserve.kubernetes.client import ApiError, Client
 from pdserve.kubernetes.objects import Metadata, Object
-
-logger = logging.getLogger(__name__)
+from pdserve.kubernetes.watcher import Troubles
 
 LOOK_S = 5.0
 CALL_S = 10.0
 VALID = "Valid"
+TROUBLE = "the policy's resource"  # what a logged error is about
 
 
 class _Resource(Object, frozen=True):
@@ -43,6 +42,7 @@ class PolicyResource:
         self.file = folder / f"{name}.json"
         self._client = client
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{name}"
+        self._troubles = Troubles()
         self._generation = 0
         self._shown: dict[str, Any] = {}
         self._since: dict[str, str] = {}  # when the condition became what it is, by its status
@@ -78,28 +78,19 @@ class PolicyResource:
             task.cancel()
 
     async def _follow(self, loop: Loop, leads: Callable[[], bool]) -> None:
-        warning = ""
         while True:
-            try:
+            with self._troubles.logged(TROUBLE):
                 await self._fetch()
                 if leads():
                     await self.show(loop.file.problem, loop.decisions, loop.last_orders)
                 else:
                     self._shown = {}  # another one may write the status
-                warning = ""
-            except (ApiError, TimeoutError) as error:
-                text = str(error) or "no answer"
-                if text != warning:
-                    logger.warning("the policy's resource: %s", text)
-                warning = text
             await asyncio.sleep(LOOK_S)
 
     async def refuse(self, problem: str) -> None:
         """Show that the policy is refused, as far as the API takes it."""
-        try:
+        with self._troubles.logged(TROUBLE):
             await self.show(problem)
-        except (ApiError, TimeoutError) as error:
-            logger.warning("the policy's resource: %s", error or "no answer")
 
     async def show(self, problem: str, decisions: tuple[Decision, ...] = (), last_orders: str = "") -> None:
         """Write the status, where it is another one. `problem`: with the policy; empty where it is valid.

@@ -101,6 +101,29 @@ MAX_REPORTS = 64  # that a router which is found later gets too
 Routers = Callable[[], Awaitable[Sequence[AdminClient]]]  # all there are at the moment
 
 
+class Troubles:
+    """Logs errors that last once each."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}  # what was logged last, by what failed
+
+    @contextmanager
+    def logged(self, what: str) -> Iterator[None]:
+        """Log an error of the block, unless it is the same as the last time, and go on."""
+        try:
+            yield
+        except (OSError, ApiError, grpc.aio.AioRpcError) as error:
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            cause = details or "no answer"
+            if self._known.get(what) != cause:
+                logger.warning("%s: %s", what, cause)
+            if len(self._known) >= MAX_WARNED:
+                self._known.clear()
+            self._known[what] = cause
+        else:
+            self._known.pop(what, None)
+
+
 class PodWatcher:
     """Watches the pods of a namespace."""
 
@@ -113,7 +136,7 @@ class PodWatcher:
         self._reports: deque[Ended] = deque(maxlen=MAX_REPORTS)
         self._news = asyncio.Event()
         self._delivered: dict[str, int] = {}  # reports that a router has, by its address
-        self._warned: dict[str, str] = {}  # what was logged last, by what failed
+        self._troubles = Troubles()
         self.num_reported = 0  # processes, since the start
 
     def samples(self) -> Iterator[Sample]:
@@ -149,7 +172,7 @@ class PodWatcher:
         """Read each router's status every LOOK_S, and deliver reports; at once where there are new ones."""
         while True:
             self._news.clear()
-            with self._logged("routers' names"):
+            with self._troubles.logged("routers' names"):
                 routers = await self._routers()
                 self._delivered = {each.address: self._delivered.get(each.address, 0) for each in routers}
                 async with asyncio.TaskGroup() as tasks:
@@ -161,7 +184,7 @@ class PodWatcher:
 
     async def _meet(self, router: AdminClient) -> None:
         """Note a router's processes, and deliver the reports that it does not have."""
-        with self._logged(f"router {router.address}"):
+        with self._troubles.logged(f"router {router.address}"):
             try:
                 async with asyncio.timeout(CALL_S):
                     status = await router.status()
@@ -185,7 +208,7 @@ class PodWatcher:
     async def _ask_nodes(self) -> None:
         while True:
             for name in self._ends.nodes:
-                with self._logged(f"node {name}"):
+                with self._troubles.logged(f"node {name}"):
                     async with asyncio.timeout(CALL_S):
                         gone = await self._node(name)
                         if gone:
@@ -211,22 +234,6 @@ class PodWatcher:
             if error.status != 404:
                 raise
         return self._ends.asked(name, renewed, is_ready=is_ready, at_s=self._clock.now_s())
-
-    @contextmanager
-    def _logged(self, what: str) -> Iterator[None]:
-        """Log an error of the block, unless it is the same as the last time, and go on."""
-        try:
-            yield
-        except (OSError, ApiError, grpc.aio.AioRpcError) as error:
-            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            cause = details or "no answer"
-            if self._warned.get(what) != cause:
-                logger.warning("%s: %s", what, cause)
-            if len(self._warned) >= MAX_WARNED:
-                self._warned.clear()
-            self._warned[what] = cause
-        else:
-            self._warned.pop(what, None)
 
 
 async def serve(config: WatcherConfig) -> None:
