@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pdserve.autoscaler.decisions import Decision
 from pdserve.errors import ConfigError
@@ -16,11 +16,7 @@ from pdserve.roles import Role
 MAX_ENTRIES = 256  # that are kept
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PoolNow(_Part):
+class PoolNow(BaseModel, frozen=True, extra="forbid"):
     """The last decision about a pool."""
 
     pool: Role
@@ -30,14 +26,14 @@ class PoolNow(_Part):
     text: str
 
 
-class Entry(_Part):
+class Entry(BaseModel, frozen=True, extra="forbid"):
     """Something that happened."""
 
     unix_s: float
     text: str
 
 
-class Record(_Part):
+class Record(BaseModel, frozen=True, extra="forbid"):
     """What other commands read."""
 
     policy: Path

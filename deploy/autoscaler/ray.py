@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import ray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental import internal_kv
@@ -47,10 +47,8 @@ CLEARED = ("RAY_", "OMP_NUM_THREADS")  # what Ray sets in an actor's environment
 T = TypeVar("T")
 
 
-class Life(BaseModel):
+class Life(BaseModel, frozen=True, extra="forbid"):
     """Which of a worker's ids is in use, and where."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     number: int = 1  # counts machines that were lost with the worker
     machine: str = ""  # empty: the worker has ended

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pdserve.errors import ConfigError
 from pdserve.launch.admin import AdminClient
@@ -24,10 +24,8 @@ RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
 _QUIET_PORTS = range(20_000, 32_768)  # below those that Linux, macOS and Windows take for connections
 
 
-class ProcessState(BaseModel):
+class ProcessState(BaseModel, frozen=True, extra="forbid"):
     """One process of a cluster, as its supervisor sees it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     role: ProcessRole
@@ -40,10 +38,8 @@ class ProcessState(BaseModel):
     metrics_address: str = ""  # host:port where it shows its metrics, once the router is there or it is attached
 
 
-class ClusterState(BaseModel):
+class ClusterState(BaseModel, frozen=True, extra="forbid"):
     """Where a cluster is reached and what it consists of."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     supervisor_pid: int

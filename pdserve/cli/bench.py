@@ -11,10 +11,8 @@ from pdserve.cli.options import (
     THIS_MACHINES_ROUTER,
     WORKLOAD_HELP,
     ClusterName,
-    Decode,
     Goodput,
     Model,
-    Prefill,
     Reached,
     Sizes,
     checked_rate,
@@ -83,8 +81,8 @@ def load(
 
 
 def router(
-    prefill: Prefill = 64,
-    decode: Decode = 64,
+    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 64,
+    decode: Annotated[int, typer.Option(help="Decode workers.")] = 64,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests placed.")] = 2000,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
     json_file: JsonFile = None,

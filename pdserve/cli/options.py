@@ -49,19 +49,8 @@ CaFile = Annotated[
         "taken from the variable PDSERVE_API_KEY.",
     ),
 ]
-AdminAddress = Annotated[str | None, typer.Option("--admin", help="host:port of a router's internal port.")]
-SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="The cluster's shared secret.")]
-IdentityDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--identity-dir",
-        help="Folder with an operator's tls.crt, tls.key and ca.crt, where the cluster asks for certificates.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog or the Hugging Face hub.")]
-Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
-Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
 Threads = Annotated[int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.")]
 Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
 Goodput = Annotated[
@@ -121,9 +110,14 @@ class Operated:
     """A cluster as its operator reaches it: of this machine, or where a router's internal port is."""
 
     name: ClusterName = "default"
-    admin: AdminAddress = None
-    secret_file: SecretFile = None
-    identity_dir: IdentityDir = None
+    admin: Annotated[str | None, typer.Option(help="host:port of a router's internal port.")] = None
+    secret_file: Annotated[Path | None, typer.Option(help="The cluster's shared secret.")] = None
+    identity_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with an operator's tls.crt, tls.key and ca.crt, where the cluster asks for certificates."
+        ),
+    ] = None
 
     def client(self) -> "AdminClient":
         """Return a connection to a router's internal port, dialled as it is used.

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from pdserve.errors import ConfigError
 from pdserve.measure.workload import SPREAD, Arrival, Workload, fixed_lengths, random_lengths
@@ -51,9 +51,7 @@ class _Mooncake(BaseModel):
         return Arrival(self.timestamp / 1e3, self.input_length, self.output_length, self.hash_ids)
 
 
-class _Listed(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Listed(BaseModel, extra="forbid"):
     start_time: _Time  # seconds
     prompt_len: _Count
     output_len: _Count
