@@ -161,8 +161,6 @@ def run_batch(
 
     Exit status: 0 if each request has its answer, 1 if some failed, 2 if the file is no batch.
     """
-    from rich.console import Console
-
     from pdserve.batch import check, check_output, client, run_batch
     from pdserve.measure.tables import counted
 
@@ -173,7 +171,7 @@ def run_batch(
 
     async def send() -> "Tally":
         async with _served(server, model, name, ca_file) as (url, believed):
-            with counted(Console(stderr=True), file.name, total) as advance:
+            with counted(file.name, total) as advance:
                 async with client(url, key_for(url), believed) as http:
                     return await run_batch(file, output, http, max_concurrency, max_retries, advance)
 

@@ -180,8 +180,6 @@ def sim(
     html: HtmlFile = None,
 ) -> None:
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
-    from rich.console import Console
-
     from pdserve.capacity import planner
     from pdserve.capacity.long_run import measure
     from pdserve.capacity.planner import highest_rate
@@ -197,7 +195,7 @@ def sim(
     shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
     title = f"{question.profile.model}, {question.workload.name}, {question.objective}"
     found, points = [], []
-    with counted(Console(stderr=True), "simulating", len(names) * max(1, len(rates))) as advance:
+    with counted("simulating", len(names) * max(1, len(rates))) as advance:
         for name in names:
             if not rates:
                 found.append(highest_rate(question, shape, name, attainment))
@@ -226,15 +224,13 @@ def plan(
     json_file: JsonFile = None,
 ) -> None:
     """Search the split into prefill and decode workers that serves most within the objectives."""
-    from rich.console import Console
-
     from pdserve.capacity import planner
     from pdserve.errors import CommandError
     from pdserve.measure.tables import counted
 
     question = _question(workload, goodput, profile, sizes, poisson=poisson)
     total = sum(1 for _ in planner.tries(question.profile, gpus))
-    with counted(Console(stderr=True), "trying clusters", total) as advance:
+    with counted("trying clusters", total) as advance:
         found = planner.plan(question, gpus, attainment, lambda *_: advance())
     if found is None:
         raise CommandError(

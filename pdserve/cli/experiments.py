@@ -135,8 +135,6 @@ def chaos(
 
     Fails unless every request was answered with the right tokens and every page was free in the end.
     """
-    from rich.console import Console
-
     from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
 
     spec = own.spec("chaos", mover=mover)
@@ -146,7 +144,7 @@ def chaos(
     if baseline:
         trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
     requests = known.requests(spec.model, own.dtype)
-    verdicts = [run(run_chaos(trial, requests, Console(stderr=True))) for trial in trials]
+    verdicts = [run(run_chaos(trial, requests, report)) for trial in trials]
     results = [verdict.result for verdict in verdicts]
     show(json_file, results, "", *(problem for verdict in verdicts for problem in verdict.tally.problems))
     if not all(verdict.is_clean for verdict in verdicts):

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
-
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import Client
 from pdserve.measure.known_answers import KnownRequest, check_answer
-from pdserve.measure.live import recovered, started
+from pdserve.measure.live import Report, recovered, started
 from pdserve.measure.outcomes import ANY, OK, Outcome
 from pdserve.measure.summary import Percentiles, Summary, percentiles, summarize
 from pdserve.measure.tables import counted
@@ -159,13 +157,13 @@ class Verdict:
         return self.tally.result | fields
 
 
-async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console: Console) -> Verdict:
+async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], report: Report) -> Verdict:
     """Start a cluster, load it, inject faults, and report what is left."""
-    async with started(trial.spec, lambda text: console.print(text, highlight=False)) as (cluster, live, board):
+    async with started(trial.spec, report) as (cluster, live, board):
         injector = FaultInjector(lambda: cluster.state, trial.faults, MonotonicClock())
         board.watchers.append(injector.see)
         injector.see(board.last)
-        outcomes = await _send(trial, live.client, injector, requests, console)
+        outcomes = await _send(trial, live.client, injector, requests, report)
         free_after_s, left_over = await recovered(cluster, board)
         return Verdict(
             tally=tally(trial.name, outcomes),
@@ -183,18 +181,18 @@ async def _send(
     client: Client,
     injector: FaultInjector,
     requests: Sequence[KnownRequest],
-    console: Console,
+    report: Report,
 ) -> list[Outcome]:
     """Send the requests in turn, over and over, while faults happen; compare each answer with the right one."""
     messages = [request.message(REQUEST_DEADLINE_S) for request in requests]
     timed = [(0.0, messages[number % len(messages)]) for number in range(trial.num_requests)]
-    with counted(console, trial.name, trial.num_requests) as advance:
+    with counted(trial.name, trial.num_requests) as advance:
 
         def on_end(outcome: Outcome) -> None:
             check_answer(outcome, requests)
             advance()
             if not outcome.is_good:
-                console.print(f"{outcome}", highlight=False, markup=False)
+                report(f"{outcome}")
 
         async with asyncio.TaskGroup() as tasks:
             injecting = tasks.create_task(injector.run())

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
-from rich.console import Console
-
 from pdserve.clock import MonotonicClock
 from pdserve.measure import http_client
 from pdserve.measure.client import GREEDY, Access, Client, Door, OpenLoop, Sampling, Timed, connect, requests_of
@@ -85,7 +83,7 @@ async def measure_load(doors: Mapping[Door, Reached], load: Load) -> list[Run]:
 async def _send(client: OpenLoop, requests: Sequence[Timed], run: Run, max_concurrency: int | None) -> None:
     """Send the requests of one round."""
     began_s = time.process_time()
-    with counted(Console(stderr=True), run.name, len(requests)) as advance:
+    with counted(run.name, len(requests)) as advance:
         run.rounds.append(await client.run(requests, lambda _: advance(), max_concurrency))
     run.client_cpu_s += time.process_time() - began_s
 

@@ -4,8 +4,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from rich.console import Console
-
 from pdserve.errors import CommandError
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import LiveCluster, Report, live_cluster, saturate
@@ -84,7 +82,7 @@ async def served(
             raise CommandError(
                 f"no request comes in {trial.seconds:g} s at {rate:.2f} requests/s: --seconds is too short"
             )
-        with counted(Console(stderr=True), "requests", len(arrivals)) as advance:
+        with counted("requests", len(arrivals)) as advance:
             outcomes = await cluster.run(arrivals, goal.objective, seed, advance)
         yield load, arrivals, outcomes
 

@@ -167,8 +167,9 @@ def _plain(value: object) -> object:
 
 
 @contextmanager
-def counted(console: Console, name: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar for the length of the block; calling what is yielded advances it by one."""
+def counted(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on standard error for the length of the block; calling what is yielded advances it by one."""
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=total)

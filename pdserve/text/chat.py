@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pdserve.errors import ConfigError, RequestError, echo, invalid
+from pdserve.errors import ConfigError, echo, invalid
 
 MAX_MESSAGES = 4096
 MAX_INPUT_CHARS = 4 * 2**20
@@ -137,7 +137,7 @@ def _joined(pieces: Iterator[str]) -> str:
         for piece in pieces:
             num_chars += len(piece)
             if num_chars > MAX_OUTPUT_CHARS:
-                raise _too_long()
+                raise invalid("chat", f"the rendered prompt is over the limit of {MAX_OUTPUT_CHARS} characters")
             rendered.append(piece)
     except TEMPLATE_ERRORS as error:
         raise invalid("chat", f"the model's template refuses the messages: {echo(str(error))}") from error
@@ -151,10 +151,6 @@ def _cut(rendered: str) -> str:
     if not found:
         raise invalid("continue_final_message", "the model's template does not show the last message as it is")
     return before if after.startswith(_CONTINUE_HERE.removeprefix(mark)) else before.rstrip()
-
-
-def _too_long() -> RequestError:
-    return invalid("chat", f"the rendered prompt is over the limit of {MAX_OUTPUT_CHARS} characters")
 
 
 def _check_sizes(messages: Sequence[ChatMessage]) -> None:

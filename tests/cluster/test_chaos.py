@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from model_zoo import write_model
-from rich.console import Console
 
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
@@ -26,7 +25,7 @@ def test_killed_workers_and_failed_copies_cost_no_client_anything(
     flags = {**FLAGS, "test_fail_copies": 1 / 16}
     spec = ClusterSpec(str(model), "chaos", num_prefill=2, num_decode=2, name="chaos", worker_flags=flags)
     trial = ChaosTrial("chaos", spec, 120, 8, FaultPlan(every_s=4.0, seed=SEED))
-    verdict = asyncio.run(run_chaos(trial, requests, Console(quiet=True)))
+    verdict = asyncio.run(run_chaos(trial, requests, lambda _: None))
     assert verdict.tally.num_right == trial.num_requests, verdict
     assert verdict.left_over == ""
     assert verdict.ended == {"OK": trial.num_requests}
