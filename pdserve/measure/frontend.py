@@ -65,13 +65,12 @@ class Load:
         return f"{self.door}, {1e3 * self.step_s:g} ms, {streams}, frontends: {self.num_frontends}"
 
 
-@dataclass(slots=True)
-class Seen:
-    """What the streams of a run received."""
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a stream saw of one request."""
 
-    num_requests: int = 0
-    num_messages: int = 0
-    ttft_s: tuple[float, ...] = ()
+    ttft_s: float
+    num_messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +79,10 @@ class Run:
 
     spent_s: Counter[int]  # CPU time of the router's processes, by their ids
     lasted_s: float
-    seen: Seen
+    answers: Sequence[Answered]
 
-    def each_s(self, spent_s: float) -> float:
-        return spent_s / self.seen.num_requests
+    def of_each(self, total: float) -> float:
+        return total / len(self.answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class FrontendCost:
 class Stream(Protocol):
     """One connection that sends a request after another."""
 
-    async def ask(self, prompt: str, max_tokens: int, seen: Seen) -> None:
+    async def ask(self, prompt: str, max_tokens: int) -> Answered:
         """Send a request and read its answer whole; CommandError where it is not as long as it should be."""
 
     async def close(self) -> None: ...
@@ -116,20 +115,18 @@ class GrpcStream:
         self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_GENERATE)
         self._clock = MonotonicClock()
 
-    async def ask(self, prompt: str, max_tokens: int, seen: Seen) -> None:
+    async def ask(self, prompt: str, max_tokens: int) -> Answered:
         sampling = inference.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = inference.GenerateRequest(text=prompt, sampling=sampling)
-        sent_s, last = self._clock.now_s(), b""
+        sent_s, first_s, num_messages, last = self._clock.now_s(), 0.0, 0, b""
         call = self._generate(request.SerializeToString())
         while isinstance(message := await call.read(), bytes):
-            if not last:
-                seen.ttft_s += (self._clock.now_s() - sent_s,)
-            last = message
-            seen.num_messages += 1
+            first_s = first_s or self._clock.now_s()
+            num_messages, last = num_messages + 1, message
         num_tokens = inference.GenerateResponse.FromString(last).usage.completion_tokens
         if num_tokens != max_tokens:
             raise CommandError(f"an answer has {num_tokens} tokens, {max_tokens} were asked for")
-        seen.num_requests += 1
+        return Answered(first_s - sent_s, num_messages)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -146,7 +143,7 @@ class HttpStream(asyncio.Protocol):
         self._first_s = 0.0
         self._whole: asyncio.Future[None] | None = None
 
-    async def ask(self, prompt: str, max_tokens: int, seen: Seen) -> None:
+    async def ask(self, prompt: str, max_tokens: int) -> Answered:
         loop = asyncio.get_running_loop()
         if self._transport is None:
             host, port = split_address(self._address)
@@ -165,9 +162,7 @@ class HttpStream(asyncio.Protocol):
         await self._whole
         if b'"completion_tokens":%d,' % max_tokens not in self._received:
             raise CommandError(f"an answer is not of {max_tokens} tokens: {bytes(self._received[-1000:])!r}")
-        seen.ttft_s += (self._first_s - sent_s,)
-        seen.num_messages += self._received.count(b"data: ") - 1  # besides [DONE]
-        seen.num_requests += 1
+        return Answered(self._first_s - sent_s, self._received.count(b"data: ") - 1)  # besides [DONE]
 
     def data_received(self, data: bytes) -> None:
         if b"data: " not in self._received:
@@ -236,15 +231,15 @@ async def measure_frontend(
 
 
 def _cost(load: Load, runs: Sequence[Run]) -> FrontendCost:
-    cpu_s = [run.each_s(run.spent_s.total()) for run in runs]
+    cpu_s = [run.of_each(run.spent_s.total()) for run in runs]
     return FrontendCost(
         str(load),
         load,
         cpu_a_request_s={"median": median(cpu_s), "least": min(cpu_s), "most": max(cpu_s)},
-        busiest_a_request_s=median(run.each_s(max(run.spent_s.values())) for run in runs),
-        messages_a_request=median(run.seen.num_messages / run.seen.num_requests for run in runs),
-        requests_per_s=median(run.seen.num_requests / run.lasted_s for run in runs),
-        ttft_s=percentiles(ttft_s for run in runs for ttft_s in run.seen.ttft_s),
+        busiest_a_request_s=median(run.of_each(max(run.spent_s.values())) for run in runs),
+        messages_a_request=median(run.of_each(sum(each.num_messages for each in run.answers)) for run in runs),
+        requests_per_s=median(len(run.answers) / run.lasted_s for run in runs),
+        ttft_s=percentiles(each.ttft_s for run in runs for each in run.answers),
     )
 
 
@@ -281,7 +276,7 @@ async def _ready(address: str) -> None:
     async with asyncio.timeout(_READY_TIMEOUT_S), grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()
     stream = GrpcStream(address)
-    await stream.ask("ready", 2, Seen())
+    await stream.ask("ready", 2)
     await stream.close()
 
 
@@ -291,25 +286,21 @@ async def _measure(router: _Router, load: Load) -> Run:
     try:
         await _rounds(streams, load, 1, rng)
         began_s, before_s = clock.now_s(), router.cpu_s()
-        seen = await _rounds(streams, load, load.rounds, rng)
-        return Run(router.cpu_s() - before_s, clock.now_s() - began_s, seen)
+        answers = await _rounds(streams, load, load.rounds, rng)
+        return Run(router.cpu_s() - before_s, clock.now_s() - began_s, answers)
     finally:
         for stream in streams:
             await stream.close()
 
 
-async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: random.Random) -> Seen:
-    seen = Seen()
-
-    async def run(stream: Stream) -> None:
-        for _ in range(rounds):
-            prompt = " ".join(rng.choices(_WORDS, k=load.prompt_words))
-            await stream.ask(prompt, load.output_tokens, seen)
+async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: random.Random) -> list[Answered]:
+    async def run(stream: Stream) -> list[Answered]:
+        prompts = (" ".join(rng.choices(_WORDS, k=load.prompt_words)) for _ in range(rounds))
+        return [await stream.ask(prompt, load.output_tokens) for prompt in prompts]
 
     async with asyncio.TaskGroup() as tasks:
-        for stream in streams:
-            tasks.create_task(run(stream))
-    return seen
+        running = [tasks.create_task(run(stream)) for stream in streams]
+    return [answer for each in running for answer in each.result()]
 
 
 def gains(found: Sequence[FrontendCost]) -> Iterator[str]:
