@@ -17,7 +17,7 @@ from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.roles import POOLS, Role
-from pdserve.wire import ROLE_NUMBERS, ROLES
+from pdserve.wire import ROLES
 
 STATES = {
     launcher.WORKER_STATE_STARTING: State.STARTING,
@@ -67,7 +67,7 @@ class LocalActuator:
     async def add(self, name: str, role: Role) -> None:
         """Start a worker, unless there is one of this name."""
         async with ordering(f"add {name}", self._timeout_s):
-            await self._launcher.start_worker(name, ROLE_NUMBERS[role])
+            await self._launcher.start_worker(name, role)
 
     async def drain(self, name: str) -> None:
         """Let a worker drain and end for good."""
@@ -82,7 +82,7 @@ class LocalActuator:
 async def give_role(router: AdminClient, name: str, role: Role, timeout_s: float) -> None:
     """Give a worker another role while it serves; ActuatorError where its router does not."""
     async with ordering(f"flip {name} to {role}", timeout_s):
-        await router.set_role(WorkerId(name), ROLE_NUMBERS[role])
+        await router.set_role(WorkerId(name), role)
 
 
 @asynccontextmanager

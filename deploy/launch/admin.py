@@ -17,7 +17,9 @@ from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceStub
+from pdserve.roles import Role
 from pdserve.rpc import Metadata
+from pdserve.wire import ROLE_NUMBERS
 
 if TYPE_CHECKING:  # stubs alone have it
     from pdserve.proto.v1.admin_pb2_grpc import AdminServiceAsyncStub
@@ -80,12 +82,12 @@ class AdminClient(OperatorClient):
         async with self._stub("DrainWorker") as (stub, proof):
             await stub.DrainWorker(request, metadata=proof, timeout=CALL_TIMEOUT_S)
 
-    async def set_role(self, worker_id: WorkerId, role: "link.Role.ValueType", *, force: bool = False) -> int:
+    async def set_role(self, worker_id: WorkerId, role: Role, *, force: bool = False) -> int:
         """Give a worker a role; return its epoch once the worker has taken it.
 
         Unless with `force`, never to the last worker that computes prompts, or that decodes, if it would not go on.
         """
-        request = admin.SetWorkerRoleRequest(worker_id=worker_id, role=role, force=force)
+        request = admin.SetWorkerRoleRequest(worker_id=worker_id, role=ROLE_NUMBERS[role], force=force)
         async with self._stub("SetWorkerRole") as (stub, proof):
             return (await stub.SetWorkerRole(request, metadata=proof, timeout=CALL_TIMEOUT_S)).epoch
 
@@ -137,9 +139,9 @@ class LauncherClient(OperatorClient):
             reply = await LauncherServiceStub(channel).ListWorkers(request, metadata=proof, timeout=CALL_TIMEOUT_S)
         return reply.workers
 
-    async def start_worker(self, worker_id: str, role: "link.Role.ValueType") -> None:
+    async def start_worker(self, worker_id: str, role: Role) -> None:
         """Start a worker, unless there is one of this name."""
-        request = launcher.StartWorkerRequest(worker_id=worker_id, role=role)
+        request = launcher.StartWorkerRequest(worker_id=worker_id, role=ROLE_NUMBERS[role])
         async with self.calling("LauncherService/StartWorker") as (channel, proof):
             await LauncherServiceStub(channel).StartWorker(request, metadata=proof, timeout=CALL_TIMEOUT_S)
 

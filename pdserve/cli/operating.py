@@ -78,9 +78,7 @@ def role(
     One router is asked; all of them follow what the worker reports. A worker that is started again has the role that
     it was configured with.
     """
-    from pdserve.wire import ROLE_NUMBERS
-
-    epoch = _operate(cluster, lambda router: router.set_role(WorkerId(worker), ROLE_NUMBERS[wanted], force=force))
+    epoch = _operate(cluster, lambda router: router.set_role(WorkerId(worker), wanted, force=force))
     typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
 
 

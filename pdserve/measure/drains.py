@@ -17,6 +17,7 @@ from pdserve.measure.outcomes import Outcome
 from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 
 LEAVING, STAYING = WorkerId("decode-0"), WorkerId("decode-1")
 REQUEST_DEADLINE_S = 600.0
@@ -48,7 +49,7 @@ async def measure_drain(
     async with started(spec, report) as (cluster, live, board):
         operator = cluster.state.operator()
         board.watchers.append(lambda status: pairs.update(_bandwidth(status)))
-        await operator.set_role(STAYING, link.ROLE_PREFILL)  # so that all answers begin on the other
+        await operator.set_role(STAYING, Role.PREFILL)  # so that all answers begin on the other
 
         def on_end(outcome: Outcome) -> None:
             gaps.extend(moved_gaps(outcome))
@@ -58,7 +59,7 @@ async def measure_drain(
             running = tasks.create_task(_send(live.client, requests, count, on_end))
             report(f"{count} answers begin on {LEAVING}")
             kv_tokens = await _until_begun(board, requests, count, begun)
-            await operator.set_role(STAYING, link.ROLE_DECODE)
+            await operator.set_role(STAYING, Role.DECODE)
             await operator.move(LEAVING, STAYING, 1)  # the two have met, and know their bandwidth
             if not await board.until(lambda status: status.moves["done"] > 0, REACHED_WITHIN_S):
                 raise CommandError(f"no answer moved from {LEAVING} to {STAYING}: {dict(board.last.moves)}")

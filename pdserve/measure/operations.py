@@ -16,7 +16,8 @@ from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.launch.local import LocalCluster
 from pdserve.measure.live import StatusBoard
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import POOLS, Role
+from pdserve.wire import ROLES
 
 MOVE_PAUSE_S = 0.4  # between two calls that ask for moves
 MOST_MOVED_AT_ONCE = 4
@@ -28,11 +29,7 @@ _REFUSED = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.UNAVAILABLE,
 )
-_COMPUTES = {link.ROLE_PREFILL, link.ROLE_MIXED}
-_DECODES = {link.ROLE_DECODE, link.ROLE_MIXED}
-_TURNS = (link.ROLE_PREFILL, link.ROLE_DECODE)
-_ROLES = (*_TURNS, link.ROLE_MIXED)
-Roles = Mapping[str, int]  # by worker
+Roles = Mapping[str, Role]  # by worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ class Operations:
 
     async def _come_and_go(self, number: int) -> None:
         """Start one worker more, of either role in turn, and let it end once it serves."""
-        name, role = f"extra-{number}", _TURNS[number % len(_TURNS)]
+        name, role = f"extra-{number}", POOLS[number % len(POOLS)]
         began_s = self._clock.now_s()
         await self._launcher.start_worker(name, role)
         await self._until(lambda status: name in roles_of(status), f"{name} did not serve")
@@ -126,19 +123,19 @@ class Operations:
             choices = [
                 (name, role)
                 for name, before in roles.items()
-                for role in _ROLES
+                for role in Role
                 if role != before and serves({**roles, name: role})
             ]
             if choices and await self._flip(*self._rng.choice(choices)):
                 return
             await self._board.changed()
 
-    async def _flip(self, name: str, role: int) -> bool:
+    async def _flip(self, name: str, role: Role) -> bool:
         began_s = self._clock.now_s()
         try:
-            await self._operator.set_role(WorkerId(name), link.Role.ValueType(role))
+            await self._operator.set_role(WorkerId(name), role)
         except grpc.aio.AioRpcError as error:
-            self._note(f"{link.Role.Name(link.Role.ValueType(role))} for {name}", error)
+            self._note(f"{role} for {name}", error)
             return False
         self.record.flips_s.append(self._clock.now_s() - began_s)
         return True
@@ -146,7 +143,7 @@ class Operations:
     async def _restart(self, name: str) -> None:
         """Drain a worker, once the others can do without it, and wait until its next process is ready."""
         while not serves(others := {each: role for each, role in roles_of(self._board.last).items() if each != name}):
-            if not others or not await self._flip(self._rng.choice(sorted(others)), link.ROLE_MIXED):
+            if not others or not await self._flip(self._rng.choice(sorted(others)), Role.MIXED):
                 await self._board.changed()
         asked = self._operator.drain(WorkerId(name))
         self.record.drains_s.append(await drained(self._cluster, name, self._clock, asked))
@@ -163,10 +160,10 @@ class Operations:
         self.record.refused.append(f"{what}: {error.code().name}: {error.details()}")
 
 
-def roles_of(status: admin.ClusterStatus) -> dict[str, int]:
+def roles_of(status: admin.ClusterStatus) -> dict[str, Role]:
     """Return the roles of the workers that serve, as they last reported them."""
     return {
-        each.registration.worker_id: each.load.role or each.registration.role
+        each.registration.worker_id: ROLES[each.load.role or each.registration.role]
         for each in status.workers
         if each.registration.ready and not each.load.draining
     }
@@ -174,8 +171,7 @@ def roles_of(status: admin.ClusterStatus) -> dict[str, int]:
 
 def serves(roles: Roles) -> bool:
     """Return whether workers of these roles can serve together: no single mixed one, which has nobody to move to."""
-    present = set(roles.values())
-    return len(roles) > 1 and bool(present & _COMPUTES) and bool(present & _DECODES)
+    return len(roles) > 1 and all(any(role.is_in(pool) for role in roles.values()) for pool in POOLS)
 
 
 async def drained(cluster: LocalCluster, name: str, clock: Clock, ask: Awaitable[None]) -> float:

@@ -11,6 +11,8 @@ from pdserve.launch.admin import LauncherClient
 from pdserve.launch.folder import write_secret
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceStub
+from pdserve.roles import Role
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +29,7 @@ async def test_workers_come_and_go_while_the_others_stay(tmp_path: Path) -> None
     async with sleeping_cluster(tmp_path, 3) as stage:
         stage.ready |= {"prefill-0", "decode-0"}
         assert await stage.states() == {"prefill-0": READY, "decode-0": READY}
-        await stage.client.start_worker("decode-1", link.ROLE_DECODE)
+        await stage.client.start_worker("decode-1", Role.DECODE)
         assert await stage.states() == {"prefill-0": READY, "decode-0": READY, "decode-1": STARTING}
         await stage.record.until(lambda: stage.record.num_starts == 4)
         stage.ready.add("decode-1")
@@ -42,14 +44,14 @@ async def test_an_order_repeated_starts_nothing_twice_and_stops_once(tmp_path: P
     async with sleeping_cluster(tmp_path, 3) as stage:
         with deaf_workers():
             for _ in range(3):
-                await stage.client.start_worker("decode-1", link.ROLE_DECODE)
+                await stage.client.start_worker("decode-1", Role.DECODE)
             await stage.record.until(lambda: stage.record.num_starts == 4)
         (process,) = (each for each in stage.supervisor.processes if each.name == "decode-1")
         await stage.client.stop_worker("decode-1")
         await stage.client.stop_worker("decode-1")
         assert (await stage.states())["decode-1"] == DRAINING
         with pytest.raises(grpc.aio.AioRpcError, match="decode-1 is still draining") as refused:
-            await stage.client.start_worker("decode-1", link.ROLE_DECODE)
+            await stage.client.start_worker("decode-1", Role.DECODE)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert [each.incarnation for each in stage.supervisor.processes if each.name == "decode-1"] == [
             process.incarnation
@@ -58,13 +60,13 @@ async def test_an_order_repeated_starts_nothing_twice_and_stops_once(tmp_path: P
 
 async def test_more_workers_than_may_be_are_refused_until_one_has_left(tmp_path: Path) -> None:
     async with sleeping_cluster(tmp_path, 3) as stage:
-        await stage.client.start_worker("prefill-1", link.ROLE_PREFILL)
+        await stage.client.start_worker("prefill-1", Role.PREFILL)
         with pytest.raises(grpc.aio.AioRpcError, match="--max-workers: 3 are there") as refused:
-            await stage.client.start_worker("prefill-2", link.ROLE_PREFILL)
+            await stage.client.start_worker("prefill-2", Role.PREFILL)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await stage.client.stop_worker("prefill-1")
         await stage.record.until(lambda: len(stage.supervisor.processes) == 3)
-        await stage.client.start_worker("prefill-2", link.ROLE_PREFILL)
+        await stage.client.start_worker("prefill-2", Role.PREFILL)
         assert "prefill-2" in await stage.states()
 
 
@@ -82,8 +84,10 @@ async def test_a_worker_that_cannot_be_is_refused(
     tmp_path: Path, name: str, role: "link.Role.ValueType", code: grpc.StatusCode
 ) -> None:
     async with sleeping_cluster(tmp_path, 3) as stage:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stage.client.start_worker(name, role)
+        request = launcher.StartWorkerRequest(worker_id=name, role=role)
+        async with stage.client.calling("LauncherService/StartWorker") as (channel, proof):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await LauncherServiceStub(channel).StartWorker(request, metadata=proof)
         assert refused.value.code() is code
         assert len(stage.supervisor.processes) == 3
 
@@ -101,6 +105,6 @@ async def test_a_caller_without_the_secret_is_refused(tmp_path: Path) -> None:
         other = tmp_path / "other"
         other.mkdir()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await LauncherClient(stage.address, write_secret(other)).start_worker("decode-1", link.ROLE_DECODE)
+            await LauncherClient(stage.address, write_secret(other)).start_worker("decode-1", Role.DECODE)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert await stage.states() == {"prefill-0": STARTING, "decode-0": STARTING}

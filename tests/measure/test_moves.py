@@ -12,8 +12,10 @@ from pdserve.measure.outcomes import Moved, Outcome
 from pdserve.measure.tables import compared
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
+from pdserve.wire import ROLE_NUMBERS
 
-PREFILL, DECODE, MIXED = link.ROLE_PREFILL, link.ROLE_DECODE, link.ROLE_MIXED
+PREFILL, DECODE, MIXED = Role
 
 
 def outcome(times_s: list[float], *moves: Moved) -> Outcome:
@@ -63,21 +65,20 @@ def test_answers_that_did_not_move_are_looked_at_where_others_did() -> None:
         ((), False),
     ],
 )
-def test_a_cluster_keeps_who_computes_prompts_and_who_decodes(roles: tuple[int, ...], does: bool) -> None:
+def test_a_cluster_keeps_who_computes_prompts_and_who_decodes(roles: tuple[Role, ...], does: bool) -> None:
     assert serves(dict(zip("abc", roles, strict=False))) is does
 
 
-def worker(name: str, role: int, *, ready: bool = True, draining: bool = False) -> admin.WorkerStatus:
-    registration = link.Register(worker_id=name, role=link.Role.ValueType(PREFILL), ready=ready)
-    return admin.WorkerStatus(
-        registration=registration, load=link.Heartbeat(role=link.Role.ValueType(role), draining=draining)
-    )
+def worker(name: str, role: Role | None, *, ready: bool = True, draining: bool = False) -> admin.WorkerStatus:
+    registration = link.Register(worker_id=name, role=link.ROLE_PREFILL, ready=ready)
+    reported = link.ROLE_UNSPECIFIED if role is None else ROLE_NUMBERS[role]
+    return admin.WorkerStatus(registration=registration, load=link.Heartbeat(role=reported, draining=draining))
 
 
 def test_a_worker_has_the_role_that_it_reported_last_and_none_while_it_loads_or_drains() -> None:
     workers = [
         worker("a", DECODE),
-        worker("b", link.ROLE_UNSPECIFIED),
+        worker("b", None),
         worker("c", DECODE, ready=False),
         worker("d", DECODE, draining=True),
     ]
