@@ -63,7 +63,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process shows inside its cluster, and whom it believes."""
+    """What a process shows inside its cluster, and the authority that it trusts."""
 
     pair: KeyPair
     authority: bytes  # certificates that others' must lead to, as PEM

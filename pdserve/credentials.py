@@ -138,7 +138,7 @@ def _warn(expired: datetime) -> None:
 
 
 def public_credentials(certificate: Path, key: Path, connections: Connections) -> grpc.ServerCredentials:
-    """Return what a public port shows to clients, of which it asks for no certificate. `connections` counts theirs."""
+    """Return what a public port shows to clients, which need no certificate. `connections` counts their connections."""
     pair = Watched((certificate, key), lambda: read_pair(certificate, key, ("ssl_certfile", "ssl_keyfile")))
     return _rotating(pair, _configuration, connections, asks_for_certificates=False)
 
@@ -204,7 +204,7 @@ def _preceded(handler: rpc.Handler, come_first: Callable[[_Context], Awaitable[N
 
 
 class NoteCallers(grpc.aio.ServerInterceptor):
-    """Lets `Connections` know which of them make calls. It comes first, so that denied calls count too."""
+    """Tells `Connections` of each call. This interceptor comes first, so that denied calls count too."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections

@@ -24,7 +24,7 @@ class Demand:
 
     num_requests: int = 0  # that arrived, refused ones included
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of them, where they were placed: nobody computed these
+    cached_tokens: int = 0  # of the prompt tokens: those found in a cache, which no worker computed
     answer_tokens: int = 0  # delivered
     prompts: tuple[int, ...] = (0,) * NUM_BANDS  # requests by prompt tokens to compute
     answers: tuple[int, ...] = (0,) * NUM_BANDS  # answers that were not cut off, by their tokens

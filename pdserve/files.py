@@ -26,7 +26,7 @@ def read_private(path: Path, setting: str) -> bytes:
 
 
 def _read(path: Path, setting: str) -> tuple[bytes, int]:
-    """Return content and mode of one file, whatever takes its place meanwhile."""
+    """Return content and mode of the same file, even if another one replaces it at that moment."""
     try:
         with path.open("rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mode

@@ -2,8 +2,8 @@
 
 Invariant: a process known to have ended stays so while it is remembered, whatever attaches under its name. Of two
 processes of one name, the one with the greater incarnation started later: only that one can be the successor. The start
-of a successor proves the end of its predecessor, unless that was heard since: whoever started the successor did not
-wait for its end.
+of a successor proves that its predecessor has ended. It proves nothing if the predecessor was heard after that start:
+then the successor was started without waiting for that end.
 """
 
 from collections import OrderedDict
@@ -48,7 +48,7 @@ class KnownProcesses:
         return ""
 
     def note_ended(self, process: Process) -> None:
-        """Note an end. Who comes next under this name need not be later: its machine's clock may be behind."""
+        """Note an end. The next process of this name may have a smaller incarnation, from a clock that is behind."""
         self._ended[process] = None
         last = self._last.get(process[0])
         if last is not None and last.incarnation == process[1]:
@@ -68,9 +68,9 @@ class KnownProcesses:
             self._last.popitem(last=False)
 
     def note_attached(self, process: Process, started_s: float, now_s: float) -> Process | None:
-        """Note who has this name now; return its predecessor, if this attachment is the first proof of that one's end.
+        """Note which process has this name now; return its predecessor if this is the first proof that it has ended.
 
-        Note an attached predecessor as heard before.
+        Call `note_heard` before this for a predecessor that is still attached.
         """
         worker_id, incarnation = process
         before = self._last.pop(worker_id, None)

@@ -58,7 +58,7 @@ class VirtualClock:
 
 @contextmanager
 def garbage_left() -> Iterator[None]:
-    """Look for cycles of objects at the end only: there are few before, and looking takes up to a third of the time."""
+    """Collect garbage only at the end of the block: before, it would take up to a third of the time and find little."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -79,7 +79,7 @@ class PodActuator:
                 workload.added(name)
 
     async def drain(self, name: str) -> None:
-        """Make the deployment of a replica smaller by one, of which this replica's pod is the first to be removed.
+        """Make a replica's deployment smaller by one, and mark the replica's pod as the first to be removed.
 
         Its process gets SIGTERM then, and drains.
         """

@@ -147,7 +147,7 @@ def _workers(statuses: Iterable[admin.ClusterStatus]) -> dict[str, admin.WorkerS
 
 
 def _costs(learnt: Sequence[admin.LearntCosts]) -> dict[Role, StepCosts]:
-    """Return what steps cost in each role of which a router knows anything.
+    """Return what steps cost in each role, as far as a router has learnt it.
 
     A pool that hardly ever does what the other one does is taken to do it as the other one.
     """

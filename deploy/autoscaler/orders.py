@@ -60,12 +60,12 @@ class Orders:
     """Orders of both pools."""
 
     def __init__(self) -> None:
-        self._in_flight: dict[Role, _Order] = {}  # what changes both pools under both
+        self._in_flight: dict[Role, _Order] = {}  # an order that changes both pools is listed under both
         self._owed: dict[tuple[Role, int], _Order] = {}  # by pool and direction, 1 or -1
         self._troubles: dict[tuple[Role, int], _Trouble] = {}
 
     def begin(self, action: Action, effects: Mapping[Role, int], at_s: float) -> None:
-        """Take note of an order that pools are given; none of them has one in flight."""
+        """Take note of an order to one or both pools, which have none in flight."""
         order = _Order(action, effects, at_s)
         for pool, by in effects.items():
             self._in_flight[pool] = order
@@ -78,7 +78,7 @@ class Orders:
                 order.at_s = at_s
 
     def fail(self, action: Action, reason: str, at_s: float) -> list[Outcome]:
-        """End an order, if it is in flight, that was not carried out, or of which nobody knows whether it was."""
+        """End an order in flight that failed: it was not carried out, or nobody knows whether it was."""
         order = next((order for order in self._in_flight.values() if order.action == action), None)
         return [] if order is None else [self._end(order, Result.FAILED, at_s, reason)]
 

@@ -23,10 +23,10 @@ from pdserve.roles import POOLS, Role
 from pdserve.values import value
 
 _LEAST_MIXTURE_S = 60.0  # over which lengths are counted at least
-_LEAST_PRESENT_S = 15.0  # over which the present rate is; a start-up at least: what is over before is not grown for
-_ALL = 0.995  # of the requests: fewer that any pools could serve in time are worth a word
+_LEAST_PRESENT_S = 15.0  # over which the present rate is counted; never less than a start-up takes
+_ALL = 0.995  # share of the requests; the text says so if pools without end would serve fewer in time
 _NONE = 1e-3  # requests of late that count as none
-_WORTH = 0.01  # of all requests: what another split of a spent budget has to serve more
+_WORTH = 0.01  # share of all requests that another split of a spent budget has to serve beyond the present
 
 
 @value
@@ -139,10 +139,10 @@ class Planner:
     def _missed(
         self, sizes: Mapping[Role, int], best: Mapping[Role, int], bounds: Mapping[Role, Bounds]
     ) -> Sequence[Role]:
-        """Return the pools that stay as large as they are, because one of them has missed too much of late.
+        """Return the pools that must not shrink because one of them has missed too much of late: both, or none.
 
-        Both do: what the one that missed lets through after it has grown, the other has not seen yet. None does where
-        the budget then leaves the other pool less than it needs.
+        Once the pool that missed has grown, more requests reach the other one than it has seen. None is returned where
+        keeping both would exceed the budget.
         """
         too_many = [self._misses.are_too_many(pool, self.policy.objectives.attainment) for pool in POOLS]
         missed = POOLS if any(too_many) else ()

@@ -35,9 +35,9 @@ class _Goal:
     binds: Binds
     refused: list[str]
     is_forced: bool = False  # by its limits, or as nobody serves: windows and rates do not count
-    is_rescue: bool = False  # nobody serves: by a flip alone, as what starts holds its devices
+    is_rescue: bool = False  # nobody serves: only a flip helps, as replicas that start hold the devices
     action: Action | None = None
-    is_given: bool = False  # an order, this time: its own, or a flip to the other pool
+    is_given: bool = False  # an order is given now: its own, or a flip to the other pool
 
 
 class Autoscaler:

@@ -267,9 +267,9 @@ def holds(schedule: Schedule, unix_s: float) -> bool:
 
 
 def changes_of(schedules: Sequence[Schedule]) -> list[float]:
-    """Return moments, Unix seconds, such that whatever schedules do together they do at one of them; never none.
+    """Return moments, Unix seconds, that show each combination of schedules which ever holds together; never none.
 
-    These are their starts and ends in one week for each way in which their time zones stand to each other in a year.
+    These are starts and ends in one week for each combination of UTC offsets that the time zones have in a year.
     """
     zones = sorted({each.time_zone for each in schedules})
     weeks = {_offsets(zones, week): week for week in (_FIRST_MONDAY + count * _WEEK for count in range(53))}

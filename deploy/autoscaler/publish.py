@@ -23,12 +23,12 @@ class PublishActuator:
 
     def __init__(self, router: AdminClient) -> None:
         self._router = router
-        self.sizes = Counter[Role]()  # replicas that each pool should have; one of which nothing was seen is missing
+        self.sizes = Counter[Role]()  # replicas that each pool should have; a pool that was never seen is missing
         self._ordered: set[Role] = set()  # pools whose size is what was ordered
         self._present: dict[str, Held] = {}  # as last reported
         self._coming: dict[str, Role] = {}  # replicas that are to attach, the oldest first
-        self._leaving: dict[str, Role] = {}  # replicas of which so many are to leave, the oldest first
-        self._shown: set[str] = set()  # of both, those that were observed
+        self._leaving: dict[str, Role] = {}  # replicas ordered to leave, the oldest first; others may leave instead
+        self._shown: set[str] = set()  # names in both that `observe` has returned
 
     async def observe(self) -> Sequence[Held]:
         """Return the workers that are attached, and those that are to come."""

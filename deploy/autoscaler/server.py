@@ -58,7 +58,7 @@ class Target:
 
     @cached_property
     def router(self) -> AdminClient:
-        """A connection to the first of the routers, which has read the credentials once for all of them."""
+        """A connection to the first router. The others share the credentials that it has read."""
         return AdminClient(self.routers[0], self.secret_file, self.identity_dir)
 
     async def clients(self) -> list[AdminClient]:
@@ -120,7 +120,7 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
 
 @asynccontextmanager
 async def _policy(config: AutoscalerConfig) -> "AsyncIterator[tuple[Path, PolicyResource | None]]":
-    """Yield the file of the policy, and the resource of which it is a copy, if it is one."""
+    """Yield the policy's file, and the resource that it is a copy of, if there is one."""
     if config.policy is not None:
         yield config.policy, None
         return

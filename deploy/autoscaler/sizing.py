@@ -117,7 +117,7 @@ def _kv_of_a_sequence(traffic: Traffic) -> float:
     return mean(traffic.prompts) + traffic.cached_tokens + squares / (2 * tokens) if tokens else 0.0
 
 
-_PROMPTS_BEFORE = 6.0  # that are computed before one where they come in bursts, itself included
+_PROMPTS_BEFORE = 6.0  # prompts computed until one is done, itself included, where they come in bursts
 _MAX_SPLITS = 64  # of a budget that are compared
 
 
@@ -146,7 +146,7 @@ class Sizer:
         capacities: Mapping[Role, Capacity],
         odds: Mapping[Role, float] = MappingProxyType({}),
     ) -> None:
-        """`odds`: times as great as predicted those of a miss have been of late in each pool, 1 by default."""
+        """`odds`: by which factor misses of each pool have lately exceeded the predicted odds; 1 by default."""
         self._goal, self._odds = objectives.attainment, odds
         self._known: dict[tuple[Role, int], float] = {}
         step_tokens = capacities[Role.PREFILL].step_tokens

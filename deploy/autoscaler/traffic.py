@@ -36,7 +36,7 @@ def mean(lengths: Lengths) -> float:
 
 
 class Fading:
-    """Counts of which older ones weigh less: those of `fades_s` seconds ago a third."""
+    """Counts that fade: what came `fades_s` seconds ago weighs a third."""
 
     def __init__(self, fades_s: float) -> None:
         self.fades_s = fades_s
@@ -76,9 +76,9 @@ class Fading:
         return Traffic(self.rate, self.rate, prompts, answers, cached)
 
     def sure_rates(self, mixture: Traffic) -> tuple[float, float]:
-        """Return the least prompts and sequences a second that these counts are evidence of, at another's lengths.
+        """Return lower bounds, with 95 %, of the prompts (of the mixture's mean length) and sequences a second.
 
-        Sizes of requests scatter too, so that fewer long ones are weaker evidence than many short ones.
+        Lengths of requests scatter too, so that few long ones are weaker evidence than many short ones.
         """
         if not self.num_requests or not self.seconds:
             return 0.0, 0.0

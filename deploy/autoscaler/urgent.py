@@ -125,7 +125,7 @@ class Misses:
 
     @property
     def odds(self) -> Mapping[Role, float]:
-        """Times as great as predicted those of a miss have been in each pool."""
+        """By which factor misses of each pool have exceeded the predicted odds."""
         return {pool: self._ratio(pool) for pool in CAUSES}
 
     def _ratio(self, pool: Role) -> float:

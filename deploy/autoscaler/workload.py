@@ -3,8 +3,8 @@
 Invariant: an order asks for one replica more or fewer than were observed, and never for anything else, so that neither
 a repeated order, nor a late one, nor two autoscalers change a size twice.
 
-Kubernetes names pods, and counts them alone. A replica that was ordered has the order's name from the first pod that is
-there beyond those before it; until there is one, it starts without a pod.
+Kubernetes chooses the names of pods; an order only changes their number. A replica that was ordered gets the first pod
+that is new since the order. Until there is one, the replica starts without a pod.
 """
 
 from collections.abc import Iterator, Sequence

@@ -30,7 +30,7 @@ CALL_TIMEOUT_S = 10.0
 class OperatorClient:
     """Calls of one internal port, which raise grpc.aio.AioRpcError.
 
-    Each call dials: so it shows the certificate that is there by then, and what runs on an earlier connection goes on.
+    Each call dials anew, with the certificate that is in place by then. Streams on earlier connections go on.
     """
 
     listener: ClassVar[Part]  # whose port it is

@@ -51,7 +51,7 @@ class Authority:
 
     @property
     def pem(self) -> bytes:
-        """The certificate that others are to believe."""
+        """The certificate that others have to trust."""
         return _pem(self.certificate)
 
     def write(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class Authority:
 def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
     """Write an authority and what all processes of a cluster show: a folder for each part, and one for clients.
 
-    An authority that is there already signs these too, so that processes which run go on to believe each other.
+    An authority that is there already signs these too, so that running processes go on trusting each other.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (folder / "ca.key").exists():

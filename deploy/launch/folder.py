@@ -47,7 +47,7 @@ class ClusterState(BaseModel, frozen=True, extra="forbid"):
     admin: str  # host:port of the router's internal port
     secret_file: Path
     identity_dir: Path | None = None  # an operator's, where the cluster asks for certificates
-    ca_file: Path | None = None  # whom the public endpoint's clients are to believe, where it is TLS
+    ca_file: Path | None = None  # authority that clients of the public endpoint trust, where it is TLS
     model: str
     ready: bool
     processes: tuple[ProcessState, ...]

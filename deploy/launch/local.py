@@ -99,7 +99,7 @@ class LocalCluster:
         return (worker.name, worker.incarnation) in self._serving
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Let running requests finish, then end every process: the router first, which knows of them."""
+        """Let running requests finish, then end every process: first the router, which knows the requests."""
         first = Stage(("autoscaler", "router"), drain_timeout_s + ROUTERS_END_S)
         await self._supervisor.stop((first, Stage(WORKER_ROLES, drain_timeout_s + WORKERS_END_S)))
 
@@ -208,7 +208,7 @@ class LocalCluster:
         return all(map(self.serves, (each for each in self._supervisor.processes if each.role in WORKER_ROLES)))
 
     def _endpoints(self, status: admin.ClusterStatus) -> dict[tuple[str, int], dict[str, str]]:
-        """Return where processes publish KV events and metrics: free ports that they took are known to them alone."""
+        """Return where processes publish KV events and metrics: they report the free ports that they took."""
         keys, workers = (*PUBLISHED, "metrics_address"), [worker.registration for worker in status.workers]
         found = {(w.worker_id, w.incarnation): {key: getattr(w, key) for key in keys} for w in workers}
         routers = [process for process in self._supervisor.processes if process.role == "router"]

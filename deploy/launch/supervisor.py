@@ -271,7 +271,7 @@ class Supervisor:
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor alone
             )
-        if child.leaving.is_set():  # whoever asked it to end did not see this process yet
+        if child.leaving.is_set():  # it was asked to end before this process was there
             child.ask_to_end()
         return child.process
 

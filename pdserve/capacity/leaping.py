@@ -12,7 +12,7 @@ from pdserve.sampling import SampledToken, SamplingParams
 
 OTHER, END = 0, 1  # tokens: one that goes on, and the end of a sequence
 _GOES_ON, _ENDS = (SampledToken(OTHER),), (SampledToken(END),)
-_SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), False),)  # nobody samples by them here
+_SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), False),)  # nothing is sampled here: only their number counts
 
 OutputLength = Callable[[bytes], int]  # of a request, by its id
 
@@ -105,9 +105,9 @@ class LeapingScheduler(Scheduler):
         return unchanged and not any(s.is_held for s in step.sequences) and self._has_pages(num_steps)
 
     def leap(self, num_steps: int) -> StepPlan:
-        """Do that many steps but the last one of sequences that are reported: return that one.
+        """Do that many steps of all sequences. Return the last step of those that the scheduler has to report.
 
-        Reported are sequences that end, and those that have not run before.
+        These are sequences that end with it, and those that have not run before: their last step is not done yet.
         """
         last_step = RunningStep({})
         step, ahead, size = self.steps[0], [OTHER] * num_steps, self.cache.page_size

@@ -43,7 +43,7 @@ Perform = Callable[["SimWorker", Sequence[object], Steps | None], None]  # comma
 
 
 class SimWorker:
-    """The loop around a core."""
+    """A worker's loop around its core."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ def grouped_flags(command: _Command) -> _Command:
 
 
 def _own_parameters(command: Callable[..., None]) -> list[inspect.Parameter]:
-    """Return a command's parameters but for its `**flags`, each to be given by name."""
+    """Return a command's parameters without its `**flags`, each as one that is given by name."""
     every = inspect.signature(command).parameters.values()
     own = [p for p in every if p.kind is not inspect.Parameter.VAR_KEYWORD]
     return [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]

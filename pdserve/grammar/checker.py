@@ -136,7 +136,7 @@ Key = tuple[str, StructuredOutput]  # a tenant's specification
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """One specification's."""
+    """The check of one specification."""
 
     task: asyncio.Task[str | None] = field(init=False)
     num_waiting: int = 0  # clients
@@ -198,7 +198,7 @@ class Checker:
         check = self._checks[key] = _Check()
 
         def note_done(task: asyncio.Task[str | None]) -> None:
-            self._num_waiting -= Counter((tenant,))  # leaves out who has none
+            self._num_waiting -= Counter((tenant,))  # drops a tenant whose count reaches 0
             if not self._num_waiting[tenant]:
                 del self._places_of[tenant]
             if task.cancelled() or task.exception() is not None:
@@ -207,7 +207,7 @@ class Checker:
         check.task = asyncio.create_task(self._look(structured, check, own_places), name="grammar")
         check.task.add_done_callback(note_done)
         if len(self._checks) > MAX_REMEMBERED:
-            self._checks.popitem(last=False)  # who waits for it keeps it
+            self._checks.popitem(last=False)  # clients that wait for it hold it themselves
         return check
 
     def _forget(self, key: Key, check: _Check) -> None:
@@ -216,11 +216,11 @@ class Checker:
 
     async def _look(self, structured: StructuredOutput, check: _Check, own_places: Semaphore) -> str | None:
         """Return what is wrong with a specification, or None; RequestError where that cannot be found out."""
-        await self._process()  # whose start takes longer than a place does
+        await self._process()  # first: its start takes longer than a place is waited for
         async with AsyncExitStack() as places:
             try:
                 async with asyncio.timeout(PLACE_S):
-                    for each in (own_places, self._places):  # who waits for its tenant's takes nobody else's
+                    for each in (own_places, self._places):  # who waits for the former holds none of the latter
                         await places.enter_async_context(each)
             except TimeoutError as error:
                 raise _too_many("too many others") from error

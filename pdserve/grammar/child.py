@@ -2,8 +2,8 @@
 
 Reads lines of JSON: the tokenizer and the ends of answers, then questions. Writes lines of JSON: null, or why nothing
 can be compiled; then for each question its number, an Outcome and a text, in any order. A fork yields to others'
-work, and ends at its limits of time, of memory and of the stack, which is an eighth of that of workers' threads, in
-which what was compiled here is compiled again.
+work, and ends at its limits of time, memory and stack. The stack is an eighth of that of workers' threads, where the
+same specification is compiled again.
 """
 
 import json

@@ -24,7 +24,7 @@ Compiled = Future[llguidance.LLMatcher]
 class Matching:
     """One continuation's place in its grammar. A `Matcher` of the engine.
 
-    Where it was is a cache of the tokens consumed: what does not go on from there is consumed anew.
+    It remembers the tokens consumed. Where an output does not continue them, all of its tokens are consumed again.
     """
 
     def __init__(self, compiled: Compiled) -> None:

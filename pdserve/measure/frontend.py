@@ -92,7 +92,7 @@ class FrontendCost:
     name: str
     load: Load
     cpu_a_request_s: dict[str, float]  # of the router's processes: the median, least and most of all runs
-    busiest_a_request_s: float  # CPU time of the one of them that took most
+    busiest_a_request_s: float  # CPU time of the router's busiest process
     messages_a_request: float
     requests_per_s: float
     ttft_s: Percentiles | None  # of the requests of all runs
@@ -304,7 +304,7 @@ async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: rando
 
 
 def gains(found: Sequence[FrontendCost]) -> Iterator[str]:
-    """Yield in words how much more than with the fewest frontends is served with more of them."""
+    """Yield lines that compare each number of frontends with the fewest: what is served, and what could be."""
     by_load = {each.load: each for each in found}
     least = min((load.num_frontends for load in by_load), default=1)
     for load, each in by_load.items():

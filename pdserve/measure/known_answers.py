@@ -32,7 +32,7 @@ class Lengths:
 
     prompt: int = 512
     answer: int = 48
-    are_answers_equal: bool = False  # whether each answer is one, and of exactly that length
+    are_answers_equal: bool = False  # whether each request has one continuation, of exactly `answer` tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def random_requests(vocab_size: int, lengths: Lengths, seed: int) -> Iterator[tu
 
 
 def difference(tokens: Answer, expected: Answer, *, is_whole: bool) -> str:
-    """Return where tokens first differ from the expected ones; empty where they do not, or are a beginning of them."""
+    """Return where tokens first differ from the expected ones; empty where all that came are as expected."""
     for index, right in expected.items():
         got = tokens.get(index, ())
         for place, (one, other) in enumerate(zip(got, right, strict=False)):

@@ -21,7 +21,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 
 FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 24, 3072  # requests that run or wait at a time
-_GAIN = 1.1  # the number in flight is doubled again if doubling it has brought so many times the answers
+_GAIN = 1.1  # the number in flight is doubled again if the last doubling brought so many times the answers
 _FILLING = 1 / 4  # share of each try that is not counted, because batches still fill up
 _RAMP_SHARE = 1 / 2  # length of each try of the ramp, as a share of the measurement's
 _PAUSE_S = 0.1  # after a failure, unless the router names another time

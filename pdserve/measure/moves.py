@@ -21,7 +21,7 @@ from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.measure.workload import Arrival
 
 STEPS_ALLOWED = 3  # that a move may cost, beside the transfer of the last page
-_NEAR = 12  # gaps on each side of a move, of which the mean is the step of that moment
+_NEAR = 12  # gaps on each side of a move: their mean stands for the time of a step then
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class MovedGap:
 
     at_s: float  # when it began
     gap_s: float
-    first_s: float  # the first of the two gaps that it is one of: the second is the target's own, but for a late tail
-    step_s: float  # mean time between its tokens before and after: a busy client reads several at once
+    first_s: float  # the gap that ends with the target's first token; `gap_s` is the longer of it and the next
+    step_s: float  # mean gap around the move: a mean, because a busy client reads several tokens at once
     move: Moved | None  # None: of an answer that never moved
 
     @property

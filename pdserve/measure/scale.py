@@ -81,7 +81,7 @@ def known(plan: ScalePlan, model: str, dtype: str) -> list[list[KnownRequest]]:
 
 
 def arrivals(plan: ScalePlan, requests: Sequence[Sequence[KnownRequest]]) -> list[tuple[float, int, KnownRequest]]:
-    """Return when each request is sent, at random moments, of which phase it is, and the request itself."""
+    """Return for each request the random moment at which it is sent, its phase, and the request."""
     rng, found = random.Random(f"scale {plan.seed}"), []
     for number, phase in enumerate(plan.phases):
         at_s, end_s, sent = number * plan.seconds, (number + 1) * plan.seconds, 0

@@ -78,7 +78,7 @@ class Words:
         return [*self._before, *ids, *self._after] if add_special else ids
 
     def _learn(self, words: list[str]) -> list[int]:
-        """Return the ids of words of which some are new, and remember those."""
+        """Return the ids of words, and remember the new ones."""
         known = self._known
         fresh = [word for word in dict.fromkeys(words) if word not in known]
         encoded = self._backend.encode_batch_fast(fresh, add_special_tokens=False)
