@@ -196,21 +196,15 @@ class SimCluster:
             case Move():
                 self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
-                self._offer(link, messages.Cancelled(request_id, attempt, indices))
+                self._wires.offer(link, messages.Cancelled(request_id, attempt, indices))
             case DrainAsked(link):
-                self._offer(link, messages.DrainAsked())
+                self._wires.offer(link, messages.DrainAsked())
             case RoleAsked(link, role, epoch):
-                self._offer(link, messages.RoleGiven(role, epoch))
+                self._wires.offer(link, messages.RoleGiven(role, epoch))
             case SendProcessGone(link, worker_id, incarnation):
-                self._offer(link, PeerGone(Peer(worker_id, incarnation)))
+                self._wires.offer(link, PeerGone(Peer(worker_id, incarnation)))
             case _:
                 pass
-
-    def _offer(self, link: LinkId, message: messages.Event) -> None:
-        """Send a worker something, unless it has left."""
-        worker = self._workers.get(link)
-        if worker is not None:
-            worker.offer(message)
 
     def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec

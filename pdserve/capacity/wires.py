@@ -132,29 +132,28 @@ class Wires:
         self._workers = workers
         self._connected: set[tuple[Peer, Peer]] = set()
 
+    def offer(self, link: LinkId, event: Event) -> None:
+        """Send a worker something, unless it has left: its end is reported by its routers."""
+        if link in self._workers:
+            self._workers[link].offer(event)
+
     def carry(self, worker: SimWorker, command: object) -> None:
         """Carry out what a worker's doors ask for."""
         match command:
             case doors.Connect(peer):
                 if (worker.peer, peer) not in self._connected:
                     self._connected.add((worker.peer, peer))
-                    self._offer(peer, doors.SenderAttached(worker.peer))
+                    self.offer(LinkId(peer.incarnation), doors.SenderAttached(worker.peer))
             case doors.StartCopy():
                 self._copy(worker, command)
             case doors.ToReceiver(peer, key, message):
-                self._offer(peer, doors.SenderMessage(worker.peer, key, message))
+                self.offer(LinkId(peer.incarnation), doors.SenderMessage(worker.peer, key, message))
             case doors.ToSender(peer, key, message):
-                self._offer(peer, doors.ReceiverMessage(worker.peer, key, message))
+                self.offer(LinkId(peer.incarnation), doors.ReceiverMessage(worker.peer, key, message))
             case doors.Forget(peer):
                 self._connected -= {(worker.peer, peer), (peer, worker.peer)}
             case _:
                 pass
-
-    def _offer(self, peer: Peer, event: Event) -> None:
-        """Send a worker something, unless it has left: its end is reported by its routers."""
-        worker = self._workers.get(LinkId(peer.incarnation))
-        if worker is not None:
-            worker.offer(event)
 
     def _copy(self, worker: SimWorker, copy: doors.StartCopy) -> None:
         target, link = self._workers.get(LinkId(copy.peer.incarnation)), self._link
