@@ -104,26 +104,18 @@ def _reply(holds: bool) -> HealthCheckResponse:
     return HealthCheckResponse(status=HealthCheckResponse.SERVING if holds else HealthCheckResponse.NOT_SERVING)
 
 
-class Health:
+class Health(HealthMethods):
     """What a process answers to probes; not started at first."""
 
     def __init__(self) -> None:
+        started = {"live": lambda: True, "started": lambda: self._is_ready is not None}
+        super().__init__({**started, "ready": self._ready, "": self._ready})
         self.address = ""
         self._is_ready: Holds | None = None
 
     def start(self, is_ready: Holds) -> None:
         """Let the process count as started; from here on, `is_ready` is asked at each probe."""
         self._is_ready = is_ready
-
-    @property
-    def services(self) -> Mapping[str, Holds]:
-        """Whether each is SERVING, by name."""
-        return {
-            "live": lambda: True,
-            "started": lambda: self._is_ready is not None,
-            "ready": self._ready,
-            "": self._ready,
-        }
 
     def _ready(self) -> bool:
         return self._is_ready is not None and self._is_ready()
@@ -134,7 +126,7 @@ async def answering(config: ProcessConfig) -> AsyncIterator[Health]:
     """Answer probes for the length of the block. ConfigError where the port cannot be had."""
     answers = Health()
     server = grpc.aio.server(options=server_options(MAX_REQUEST_BYTES), maximum_concurrent_rpcs=MAX_CALLS)
-    HealthMethods(answers.services).add_to(server, may_watch=False)
+    answers.add_to(server, may_watch=False)
     answers.address = listen(server, config.health_host, config.health_port, "health_port")
     async with running(server):
         logger.info("health at %s", answers.address)
