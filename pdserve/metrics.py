@@ -222,15 +222,11 @@ class Distribution:
     def __init__(self, metric: Metric) -> None:
         self._bounds = metric.bounds
         self._counts = [0] * (len(metric.bounds) + 1)
-        self._sum = 0.0
+        self.total = 0.0
 
     def observe(self, amount: float, count: int = 1) -> None:
         self._counts[bisect_left(self._bounds, amount)] += count
-        self._sum += amount * count
-
-    @property
-    def total(self) -> float:
-        return self._sum
+        self.total += amount * count
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return how many values are at most each bound, which is written as Prometheus wants it."""
