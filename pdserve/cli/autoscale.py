@@ -9,6 +9,7 @@ from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import AsJson, ClusterName, ConfigFile
 from pdserve.cli.processes import run_process, settings_of
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
@@ -117,7 +118,6 @@ def _clock(unix_s: float) -> str:
 
 def _target(name: str, routers: tuple[str, ...], secret_file: Path | None, identity_dir: Path | None) -> "Target":
     from pdserve.autoscaler.server import Target
-    from pdserve.errors import ConfigError
     from pdserve.launch.folder import RECORD_FILE, read_state
     from pdserve.names import check_names
 

@@ -17,9 +17,10 @@ from pdserve.cli.options import (
     Sizes,
     checked_rate,
     named_doors,
-    objective,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show, writable
+from pdserve.errors import ConfigError
+from pdserve.measure.outcomes import parse_objective
 
 _SIZES = Sizes()
 
@@ -57,7 +58,6 @@ def load(
 
     Exit status 1 if a request had no whole answer and was not refused for lack of room either.
     """
-    from pdserve.errors import ConfigError
     from pdserve.measure.client import Sampling
     from pdserve.measure.load import Load, door_notes, measure_load
 
@@ -66,7 +66,7 @@ def load(
     workloads = [(each, rate) for each in read for rate in rates]
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
-    goal = objective(goodput)
+    goal = parse_objective(goodput)
     sampling = Sampling(temperature, top_p, sizes.seed)
     doors = router.doors(door or ["grpc"], http_url)
     runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, sampling, rounds)))

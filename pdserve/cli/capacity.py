@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, checked_rate, objective
+from pdserve.cli.options import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, checked_rate
 from pdserve.cli.results import HtmlFile, JsonFile, draw, report, show, writable
 from pdserve.errors import CommandError, ConfigError
+from pdserve.measure.outcomes import Objective, parse_objective
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.schema import Policy
@@ -92,7 +93,6 @@ def _scene(
     """Return what is simulated, without slow stretches. `replicas`: of each pool at the start, by default the least."""
     from pdserve.capacity.scaling import Scene
     from pdserve.capacity.shape import Shape
-    from pdserve.measure.outcomes import Objective
     from pdserve.perfmodel.profile import read_profile, shipped_profile
     from pdserve.roles import POOLS
 
@@ -182,7 +182,6 @@ def sim(
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
     from pdserve.capacity import planner
     from pdserve.capacity.long_run import measure
-    from pdserve.capacity.planner import highest_rate
     from pdserve.capacity.shape import Shape
     from pdserve.measure.tables import counted
     from pdserve.router.policies import POLICIES
@@ -198,7 +197,7 @@ def sim(
     with counted("simulating", len(names) * max(1, len(rates))) as advance:
         for name in names:
             if not rates:
-                found.append(highest_rate(question, shape, name, attainment))
+                found.append(planner.highest_rate(question, shape, name, attainment))
                 advance()
             for rate in rates:
                 points.append(measure(question, shape, name, rate / shape.num_gpus))
@@ -225,7 +224,6 @@ def plan(
 ) -> None:
     """Search the split into prefill and decode workers that serves most within the objectives."""
     from pdserve.capacity import planner
-    from pdserve.errors import CommandError
     from pdserve.measure.tables import counted
 
     question = _question(workload, goodput, profile, sizes, poisson=poisson)
@@ -247,5 +245,6 @@ def _question(workload: str, goodput: str, profile: Path | None, sizes: Sizes, *
     from pdserve.perfmodel.profile import read_profile, shipped_profile
 
     requests = sizes.read(workload)
-    costs = read_profile(profile or shipped_profile())
-    return Question(costs, requests.poisson(sizes.seed) if poisson else requests, objective(goodput), sizes.num_prompts)
+    requests = requests.poisson(sizes.seed) if poisson else requests
+    costs, goal = read_profile(profile or shipped_profile()), parse_objective(goodput)
+    return Question(costs, requests, goal, sizes.num_prompts)

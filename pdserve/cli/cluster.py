@@ -13,7 +13,7 @@ import typer
 from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, Operated, Reached
 from pdserve.config import WorkerConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -259,7 +259,6 @@ def down(name: ClusterArgument = "default") -> None:
     import os
     import signal
 
-    from pdserve.errors import CommandError
     from pdserve.launch.folder import drained_file, read_state, wait_for_end
 
     with suppress(ProcessLookupError):

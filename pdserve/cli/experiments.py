@@ -18,10 +18,10 @@ from pdserve.cli.options import (
     Sizes,
     Threads,
     checked_rate,
-    objective,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
 from pdserve.errors import CommandError
+from pdserve.measure.outcomes import ANY, Objective, parse_objective
 
 if TYPE_CHECKING:
     from pdserve.measure.loads import Findings
@@ -52,7 +52,6 @@ def accuracy(
 ) -> None:
     """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
     from pdserve.measure.loads import measure_loads
-    from pdserve.measure.outcomes import ANY
     from pdserve.perfmodel.profile import shipped_profile
 
     trial = loads.trial(sizes, (0.3, 0.6, 0.9), ANY)
@@ -75,7 +74,7 @@ def overload(
     """
     from pdserve.measure.loads import measure_loads
 
-    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), objective(goodput) if goodput else None)
+    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), parse_objective(goodput) if goodput else None)
     policies = placement or ["goodput", "round_robin"]
     specs = {policy: own.spec("overload", {"placement": policy}) for policy in policies}
     _show(json_file, run(measure_loads(specs, trial, report)))
@@ -101,7 +100,7 @@ def simulator(
     from pdserve.capacity.replay import measure_simulator
     from pdserve.perfmodel.profile import write_profile
 
-    trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), objective(goodput) if goodput else None)
+    trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), parse_objective(goodput) if goodput else None)
     spec = own.spec("simulator", {"placement": placement})
     found, learnt = run(measure_simulator(spec, placement, trial, report))
     if profile is not None:
@@ -279,7 +278,6 @@ def scale(
     from pdserve.autoscaler.process import sizes_at_start
     from pdserve.autoscaler.schema import load
     from pdserve.measure import scale as scaling
-    from pdserve.measure.outcomes import Objective
 
     objectives, sizes = load(policy).objectives, sizes_at_start(policy)
     own = OwnCluster(model, sizes.prefill, sizes.decode, num_threads, dtype)

@@ -9,6 +9,7 @@ import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import THIS_MACHINES, Operated
+from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.roles import Role
 
@@ -29,7 +30,6 @@ def new_key(
     """
     from pydantic import TypeAdapter, ValidationError
 
-    from pdserve.errors import ConfigError
     from pdserve.router.frontend.api_keys import TenantName
     from pdserve.router.frontend.api_keys import new_key as made
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import typer
 
 from pdserve.errors import ConfigError, echo
+from pdserve.measure.outcomes import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pdserve.measure.client import Access, Door
     from pdserve.measure.known_answers import KnownRequest
     from pdserve.measure.loads import Trial
-    from pdserve.measure.outcomes import Objective
     from pdserve.measure.workload import Workload
     from pdserve.proto.v1 import inference_pb2 as inference
 
@@ -238,7 +238,7 @@ class Loads:
         float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before, to find the capacity.")
     ] = 60
 
-    def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
+    def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: Objective | None) -> "Trial":
         from pdserve.measure.loads import Trial
 
         return Trial(
@@ -276,12 +276,6 @@ def utf8(flag: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{flag}: {echo(text, ascii)} is not UTF-8") from error
     return text
-
-
-def objective(text: str) -> "Objective":
-    from pdserve.measure.outcomes import parse_objective
-
-    return parse_objective(text)
 
 
 def checked_rate(rate: float) -> float:
