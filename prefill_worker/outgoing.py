@@ -180,8 +180,8 @@ class Outgoing:
         return [handoff.sender.state for handoff in self._handoffs.values()]
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether all open hand-offs are stuck: their copies do not stop, and their peers may be frozen."""
+    def has_only_stuck(self) -> bool:
+        """Whether no hand-off is open, but for those whose copies do not stop: their peers may be frozen."""
         return all(handoff.is_stuck for handoff in self._handoffs.values())
 
     @property

@@ -60,7 +60,7 @@ class WorkerCore:
     @property
     def drained(self) -> bool:
         """Whether nothing is left to wait for. Peers that may be frozen give no page back before this process ends."""
-        return self._draining.is_on and not self._tasks and self.outgoing.is_stuck
+        return self._draining.is_on and not self._tasks and self.outgoing.has_only_stuck
 
     @property
     def may_plan_ahead(self) -> bool:

@@ -234,6 +234,7 @@ def test_a_full_lane_shows_the_newest_marks_and_counts_the_others(
         assert lane.locator("button").count() == MAX_OF_STAGE
         assert lane.locator("ul").get_attribute("class") == "dense"
         assert lane.locator(".more").text_content() == f"and {NUM_MANY - MAX_OF_STAGE} more"
+        page.evaluate("Promise.allSettled(document.getAnimations().map((each) => each.finished))")  # marks glide here
         boxes = lane.locator("button").evaluate_all("all => all.map((each) => each.getBoundingClientRect().toJSON())")
         assert not any(overlap(one, other) for one, other in combinations(boxes, 2))
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
