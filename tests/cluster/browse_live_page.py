@@ -27,6 +27,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PICTURES = os.environ.get("PDSERVE_PICTURES")  # folder that they are written to
 SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 NUM_MANY = 20  # requests that fill a lane
+LONG_ANSWERED = "Count from 1 to 500, one number on each line."  # greedily, the model goes on for a thousand tokens
 PATIENCE_MS = 60_000  # with a busy machine
 POLICY = """
 apiVersion: pdserve/v1alpha1
@@ -154,7 +155,8 @@ def test_a_chat_is_seen_to_pass_all_stages(opened: Open, cluster: LiveCluster) -
 
 def test_an_answer_can_be_stopped(opened: Open) -> None:
     page = opened()
-    say(page, "Tell me a very long story.", max_tokens=1000)
+    page.fill("#chat-temperature", "0")
+    say(page, LONG_ANSWERED, max_tokens=1000)
     page.wait_for_selector("#lanes [data-stage=decode] button.own")
     page.click("#chat-stop")
     assert "stopped" in page.wait_for_selector(".turn.it .about:has-text('stopped')").text_content()
