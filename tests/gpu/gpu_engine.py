@@ -96,7 +96,8 @@ VOCAB = 300
 CHECK_PAGE_SIZE, CHECK_PAGES = 16, 80
 PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
-CHECK_LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=256, eos_token_ids=frozenset())
+CHECK_EOS = 5
+CHECK_LIMITS = Limits(6, max_num_batched_tokens=48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}))
 WEIGHT_SCALE = 4.0  # makes random models say more than one thing
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -110,7 +111,7 @@ SHAPE: Mapping[str, object] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "head_dim": 32,
-    "eos_token_id": 5,
+    "eos_token_id": CHECK_EOS,
 }
 FAMILIES: Mapping[str, Mapping[str, object]] = {
     "qwen3 4/2": {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2},
