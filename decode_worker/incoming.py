@@ -189,7 +189,7 @@ class Incoming:
         return [doors.Landed(key, said.handoff_bytes, said.handoff_s), *results]
 
     def _drop(self, key: HandoffKey, failure: Failure, reason: str) -> Result:
-        """Set no pages aside for a hand-off that its sender has given up."""
+        """Set no pages aside for a hand-off that has failed before it was granted any."""
         del self._ungranted[key]
         return doors.NotAdmitted(key, failure, reason)
 

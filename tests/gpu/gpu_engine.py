@@ -141,8 +141,7 @@ def different_texts(family: str, device: torch.device, prompt_lens: Seq[int], nu
     """Return which sequences the engine over the kernels continues otherwise than the one in plain torch."""
     config = ModelConfig.from_hf({**SHAPE, **FAMILIES[family]})
     kernels = CudaRunner(_small_model(config, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
-    if device.type == "cuda":
-        kernels.capture()
+    kernels.capture()
     plain = Runner(_small_model(config, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
 
     def texts(runner: CudaRunner | OneByOne) -> dict[int, list[int]]:
