@@ -113,7 +113,8 @@ class Goodput:
             prediction = Prediction(first.ttft_s, 0.0, first.because)
             return _Option(Pair(prefills[place], None), prediction, first.ttft_s, 0, first)
         num_later = self._num_later(prompt)
-        steps = [predictor.decode_step(worker, prompt) for worker in workers]
+        first_s = min([first.ttft_s for first in firsts])
+        steps = [predictor.decode_step(worker, prompt, first_s) for worker in workers]
         rests_s = [(step_s if lacks is None else step_s + _NO_ROOM_S) * num_later for step_s, lacks in steps]
         least_s, nearest_s = min(rests_s), inf
         ways_s: dict[int, list[float]] = {}  # by place of the prefill worker

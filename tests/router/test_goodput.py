@@ -10,12 +10,13 @@ from goodput_cluster import Cluster, placed, refused, refused_in_the_end
 from pdserve.errors import Status
 from pdserve.ids import Attempt, WorkerId
 from pdserve.perfmodel.curve import Step
+from pdserve.reports import LoadPart, ReportedLoad
 from pdserve.router.because import Cause
 from pdserve.router.commands import Place, Warn
 from pdserve.router.config import Limits
-from pdserve.router.events import LinkLost, PairMeasured, StepReported, Tick
+from pdserve.router.events import LinkLost, LoadReported, PairMeasured, StepReported, Tick
 from pdserve.router.policies import POLICIES
-from pdserve.router.predict import Predictor
+from pdserve.router.predict import Predictor, Prompt
 
 
 def test_a_request_goes_where_its_first_token_comes_soonest() -> None:
@@ -262,6 +263,24 @@ def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow
     assert complaint == Warn("SLOW: pages of p0 reach d0 at 200 MB/s, carrier: tcp")
     assert cluster.predictor.links.bytes_per_s(("p0", "d0")) == 2e8
     assert cluster.post(replace(pair, is_slow=False)) == []
+
+
+def predicted_step_s(num_running: int, num_coming: int, after_s: float) -> float:
+    """Return how long a step would be for a request that joins a decode worker with so many after so long."""
+    cluster = Cluster()
+    cluster.predictor.lengths.mean_tokens = 10.0
+    others = LoadPart(num_running=num_running, num_coming=num_coming)
+    cluster.post(LoadReported(cluster.links["d0"], ReportedLoad(1000, others=others)))
+    worker = cluster.core.workers.known(cluster.links["d0"])
+    return cluster.predictor.decode_step(worker, Prompt(100, 1, {}), after_s)[0]
+
+
+def test_what_waits_far_ahead_of_a_request_has_ended_before_it_decodes() -> None:
+    alone_s, life_s = predicted_step_s(0, 0, 0), 10 * 0.045  # with some 25 sequences
+    assert predicted_step_s(10, 10, 0) == pytest.approx(alone_s + 20e-3, rel=0.02), "all of it is there in no time"
+    assert predicted_step_s(20, 0, 20 * life_s) == pytest.approx(alone_s, rel=0.02)
+    long_queue_s = predicted_step_s(10, 20, 2 * life_s)  # as many come in a life as are here
+    assert long_queue_s == pytest.approx(alone_s + 10e-3, rel=0.05)
 
 
 @dataclass(frozen=True)
