@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,6 +41,19 @@ class EngineRunner(Protocol):
 
         What it raises ends this step, and no other.
         """
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(EngineRunner, Protocol):
+    """One that can launch a step while the device computes the one before it."""
+
+    def start(self, plan: StepPlan) -> None:
+        """Launch a step and return. It may need tokens of the step started just before it, and of no other."""
+        ...
+
+    def finish(self) -> StepResult:
+        """Wait for the oldest step in flight; its pages are then written. May be called beside `start`."""
         ...
 
 

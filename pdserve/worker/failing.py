@@ -42,7 +42,8 @@ class Isolating:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._drawn: tuple[tuple[SampledToken, ...], ...] = ()  # by the step before
+        self.drawn: tuple[tuple[SampledToken, ...], ...] = ()  # by the step before, whoever computed it
+        self.is_whole = False  # whether all of that step was computed at once
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; sequences that make it fail are named in the result. DeviceError if nothing can be computed."""
@@ -50,10 +51,11 @@ class Isolating:
             self._copy(plan)
         found = _Found([()] * len(plan.chunks))
         wanted = self._known(plan.chunks, found)
+        self.is_whole = len(wanted) == len(plan.chunks)
         if wanted:
             self._try(wanted, found)
-        self._drawn = tuple(found.tokens)
-        return StepResult(self._drawn, found.elapsed_s, found.failed, found.prompts, found.stuck)
+        self.drawn = tuple(found.tokens)
+        return StepResult(self.drawn, found.elapsed_s, found.failed, found.prompts, found.stuck)
 
     def _known(self, chunks: tuple[Chunk, ...], found: _Found) -> list[tuple[int, Chunk]]:
         """Return the chunks to compute, with their places, and with tokens of the step before where they need them."""
@@ -61,7 +63,7 @@ class Isolating:
         for place, chunk in enumerate(chunks):
             if chunk.previous is None:
                 wanted.append((place, chunk))
-            elif sampled := self._drawn[chunk.previous]:
+            elif sampled := self.drawn[chunk.previous]:
                 wanted.append((place, replace(chunk, token_ids=(sampled[0].token_id,), previous=None)))
             else:
                 found.failed[place] = "the step before failed"
@@ -83,6 +85,7 @@ class Isolating:
             raise
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(wanted))
+            self.is_whole = False
             if len(wanted) == 1:
                 ((place, chunk),) = wanted
                 self._check_device(chunk, error)

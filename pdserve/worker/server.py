@@ -14,7 +14,6 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Connections, Credentials
-from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
 from pdserve.grammar.compiler import Compiler
 from pdserve.grammar.matching import Grammars
@@ -37,13 +36,13 @@ from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
 from pdserve.wire import ROLE_NUMBERS, layout_to_proto
 from pdserve.worker.admission import Rules
-from pdserve.worker.boot import Engine, build_engine, device_name, open_model, paced
+from pdserve.worker.boot import Engine, build_engine, device_name, open_model
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.ending import DISMISSED_EXIT_STATUS, end_process
-from pdserve.worker.failing import Isolating
 from pdserve.worker.inbox import Inbox, Listener
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, publishing
+from pdserve.worker.launching import step_starter
 from pdserve.worker.link import Links
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked
@@ -111,10 +110,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         if seat is not None and not isinstance(loaded := library(), Missing):
             await loop.run_in_executor(thread, seat.use, loaded)
         _describe(engine, config.device, register)
-        steps = Isolating(paced(engine.runner.run, config.test_step_s))
-
-        def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
-            return loop.run_in_executor(thread, steps.run, plan)
+        start_step = step_starter(engine.runner, config.test_step_s, thread)
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))

@@ -1,0 +1,92 @@
+"""Launches a step on a device while that computes the one before.
+
+To launch a step takes the host a good part of a millisecond. If the host waited for the step before, the device would
+wait for the host, once a token. What cannot be launched is computed by itself, once all that was launched is over.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from threading import Condition
+
+from pdserve.engine.runner import EngineRunner, LaunchingRunner
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import DeviceError, InvariantError
+from pdserve.worker.boot import paced
+from pdserve.worker.failing import Isolating
+from pdserve.worker.loop import StartStep
+
+logger = logging.getLogger(__name__)
+
+
+def step_starter(runner: EngineRunner, step_s: float, thread: Executor) -> StartStep:
+    """Return what starts steps in the engine's thread. With `step_s` they are paced, one by one."""
+    steps, loop = Isolating(paced(runner.run, step_s)), asyncio.get_running_loop()
+    if step_s or not isinstance(runner, LaunchingRunner):
+        return lambda plan: loop.run_in_executor(thread, steps.run, plan)
+    launches, ends = Launches(runner, steps), ThreadPoolExecutor(1, "step-ends")
+    return lambda plan: loop.run_in_executor(ends, launches.finish, thread.submit(launches.launch, plan))
+
+
+class Launches:
+    """Steps on their way through a device.
+
+    A step that cannot be launched costs nobody but those that make it fail. If one that was launched fails, no request
+    can be told to be at fault: DeviceError.
+    """
+
+    def __init__(self, runner: LaunchingRunner, steps: Isolating) -> None:
+        self._runner = runner
+        self._steps = steps
+        self._is_on_device = False  # what the step before has drawn
+        self._num_in_flight = 0
+        self._one_is_over = Condition()
+
+    def launch(self, plan: StepPlan) -> StepResult | None:
+        """Launch a step, in the engine's thread; return its result if it was computed by itself."""
+        if _may_be_launched(plan) and (self._is_on_device or all(chunk.previous is None for chunk in plan.chunks)):
+            try:
+                self._runner.start(plan)
+            except InvariantError:
+                raise
+            except Exception:
+                logger.exception("a step of %d sequences was not launched", len(plan.chunks))
+            else:
+                self._is_on_device = True
+                with self._one_is_over:
+                    self._num_in_flight += 1
+                return None
+        with self._one_is_over:
+            self._one_is_over.wait_for(lambda: not self._num_in_flight)
+        result = self._steps.run(plan)
+        self._is_on_device = self._steps.is_whole
+        return result
+
+    def finish(self, launched: "Future[StepResult | None]") -> StepResult:
+        """Wait for a step. In a thread of its own, in the order of launches."""
+        result = launched.result()
+        if result is not None:
+            return result
+        try:
+            result = self._runner.finish()
+        except InvariantError:
+            raise
+        except Exception as error:
+            raise DeviceError(f"a step that was launched failed: {type(error).__name__}: {error}") from error
+        else:
+            self._steps.drawn = result.tokens
+            return result
+        finally:
+            with self._one_is_over:
+                self._num_in_flight -= 1
+                self._one_is_over.notify()
+
+
+def _may_be_launched(plan: StepPlan) -> bool:
+    """Return whether a step may be computed again if it fails, and brings nothing but tokens.
+
+    A page is copied once, before the chunks. Log probabilities are computed when the step is over, which may fail, too.
+    """
+    return not plan.copies and all(
+        chunk.targets is None and all(spec.params.logprobs is None for spec in chunk.samples) for chunk in plan.chunks
+    )

@@ -1,0 +1,195 @@
+"""Steps that are launched while the one before is computed bring what steps one by one bring."""
+
+import asyncio
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+from faultsim.engine import FakeRunner
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
+from pdserve.errors import DeviceError, InvariantError
+from pdserve.ids import PageId
+from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.worker.failing import Isolating
+from pdserve.worker.launching import Launches, step_starter
+
+VOCAB, PAGE_SIZE, NUM_PAGES = 997, 4, 64
+POISON = 13
+NUM_SEQUENCES = 4
+
+
+class Device(FakeRunner):
+    """Computes what was launched when somebody waits for it; cannot launch a certain token, and `breaks` later on."""
+
+    kv = torch.empty(0)
+
+    def __init__(self) -> None:
+        super().__init__(NUM_PAGES, PAGE_SIZE, VOCAB)
+        self.calls: list[str] = []
+        self.breaks = False
+        self._in_flight: deque[StepPlan] = deque()
+        self._drawn: tuple[tuple[SampledToken, ...], ...] = ()
+
+    def start(self, plan: StepPlan) -> None:
+        if len(self._in_flight) == 2:
+            raise InvariantError("a third step")
+        if any(POISON in chunk.token_ids for chunk in plan.chunks):
+            raise ValueError("poison")
+        self._in_flight.append(plan)
+        self.calls.append("start")
+
+    def finish(self) -> StepResult:
+        self.calls.append("finish")
+        if self.breaks:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self._compute_all(self._in_flight.popleft())
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert not self._in_flight, "computed beside a step in flight"
+        self.calls.append("run")
+        if any(POISON in chunk.token_ids for chunk in plan.chunks):
+            raise ValueError("poison")
+        return self._compute_all(plan)
+
+    def _compute_all(self, plan: StepPlan) -> StepResult:
+        result = super().run(replace(plan, chunks=tuple(map(self._known, plan.chunks))))
+        if plan.chunks:
+            self._drawn = result.tokens
+        return result
+
+    def _known(self, chunk: Chunk) -> Chunk:
+        if chunk.previous is None:
+            return chunk
+        return replace(chunk, token_ids=(self._drawn[chunk.previous][0].token_id,), previous=None)
+
+
+class Engine:
+    """Launches steps in one thread and waits for them in another."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.launches = Launches(self.device, Isolating(self.device.run))
+        self._thread, self._ends = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._may_end = threading.Semaphore(0)
+
+    def start(self, plan: StepPlan) -> Future[StepResult]:
+        """Start a step, and return once it is launched or known to wait for those before it."""
+        launched = self._thread.submit(self.launches.launch, plan)
+        with suppress(TimeoutError):
+            launched.exception(0.2)
+        return self._ends.submit(self._finish, launched)
+
+    def let_end(self, num_steps: int = 1) -> None:
+        self._may_end.release(num_steps)
+
+    def _finish(self, launched: "Future[StepResult | None]") -> StepResult:
+        self._may_end.acquire()
+        return self.launches.finish(launched)
+
+
+def spec(index: int, **params: object) -> SampleSpec:
+    return SampleSpec(SamplingParams(**params), 7, index, (), (), forbid_stops=False)  # type: ignore[arg-type]
+
+
+def step(index: int, **params: object) -> StepPlan:
+    """Return the step that draws the token of that number of each sequence; but for the first, planned ahead."""
+    before = [None] * NUM_SEQUENCES if index == 0 else list(range(NUM_SEQUENCES))
+    return StepPlan(
+        tuple(
+            Chunk(
+                (20 + place if index == 0 else 0,),
+                index,
+                tuple(PageId(8 * place + page) for page in range(1 + index // PAGE_SIZE)),
+                (spec(index, **params),),
+                previous,
+            )
+            for place, previous in enumerate(before)
+        )
+    )
+
+
+def one_by_one(plans: list[StepPlan]) -> list[StepResult]:
+    steps = Isolating(FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB).run)
+    return [steps.run(plan) for plan in plans]
+
+
+def ahead(engine: Engine, plans: list[StepPlan]) -> list[StepResult]:
+    """Compute steps, each started while the one before it is in flight."""
+    results, running = [], deque[Future[StepResult]]()
+    for plan in plans:
+        running.append(engine.start(plan))
+        if len(running) == 2:
+            engine.let_end()
+            results.append(running.popleft().result(5))
+    engine.let_end(len(running))
+    return [*results, *[each.result(5) for each in running]]
+
+
+def tokens(results: list[StepResult]) -> list[object]:
+    return [result.tokens for result in results]
+
+
+def test_the_next_step_is_launched_before_one_is_over() -> None:
+    engine, plans = Engine(), [step(index) for index in range(6)]
+    assert tokens(ahead(engine, plans)) == tokens(one_by_one(plans))
+    assert engine.device.calls == ["start", *["start", "finish"] * 5, "finish"]
+
+
+@pytest.mark.parametrize("place", [1, 4])
+def test_what_cannot_be_launched_is_computed_once_the_others_are_over_and_launching_goes_on(place: int) -> None:
+    engine, plans = Engine(), [step(index) for index in range(7)]
+    plans[place] = step(place, logprobs=1)
+    assert tokens(ahead(engine, plans)) == tokens(one_by_one(plans))
+    assert engine.device.calls.count("run") == 1
+    assert engine.device.calls[-3:] == ["start", "finish", "finish"]
+
+
+def test_pages_are_copied_before_the_step_that_needs_them() -> None:
+    engine, plans = Engine(), [step(index) for index in range(3)]
+    copied = tuple(Chunk((0,), 2, (PageId(60 + place),), (spec(2),), place) for place in range(NUM_SEQUENCES))
+    plans[2] = StepPlan(copied, tuple((PageId(8 * place), PageId(60 + place)) for place in range(NUM_SEQUENCES)))
+    assert tokens(ahead(engine, plans)) == tokens(one_by_one([step(index) for index in range(3)]))
+    assert engine.device.calls[-2:] == ["run", "run"], "pages apart: chunks may be computed again"
+
+
+def test_a_sequence_that_cannot_be_launched_costs_no_other_anything() -> None:
+    engine, sound = Engine(), [step(index) for index in range(4)]
+    chunks = sound[0].chunks
+    plans = [StepPlan((chunks[0], replace(chunks[1], token_ids=(POISON,)), *chunks[2:])), *sound[1:]]
+    results = ahead(engine, plans)
+    assert [set(result.failed) for result in results[:2]] == [{1}, {1}], "its next step was planned by then"
+    for wanted, result in zip(one_by_one(sound)[:2], results, strict=False):
+        kept = [place for place in range(NUM_SEQUENCES) if place != 1]
+        assert [result.tokens[place] for place in kept] == [wanted.tokens[place] for place in kept]
+
+
+def test_what_breaks_once_it_was_launched_is_nobodys_fault() -> None:
+    engine = Engine()
+    engine.device.breaks = True
+    first, second = engine.start(step(0)), engine.start(step(1))
+    engine.let_end(2)
+    for result in (first, second):
+        with pytest.raises(DeviceError, match="illegal memory access"):
+            result.result(5)
+
+
+def test_a_bug_of_ours_is_no_devices_fault() -> None:
+    engine = Engine()
+    running = [engine.start(step(index)) for index in range(3)]
+    engine.let_end(3)
+    with pytest.raises(InvariantError, match="a third step"):
+        running[2].result(5)
+
+
+@pytest.mark.parametrize(("step_s", "calls"), [(0.0, ["start", "finish"]), (0.001, ["run"])])
+async def test_a_runner_that_launches_is_used_so_unless_steps_are_paced(step_s: float, calls: list[str]) -> None:
+    device = Device()
+    with ThreadPoolExecutor(1) as thread:
+        result = await asyncio.wait_for(step_starter(device, step_s, thread)(step(0)), 5)
+    assert result.tokens == one_by_one([step(0)])[0].tokens
+    assert device.calls == calls
