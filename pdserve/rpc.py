@@ -22,7 +22,7 @@ import grpc
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import ConfigError
 from pdserve.files import read_private
-from pdserve.proof import CHALLENGE_BYTES, NONCE_BYTES, Challenges, is_proof, new_nonce, proof_of
+from pdserve.secret_proof import CHALLENGE_BYTES, NONCE_BYTES, Challenges, is_proof, new_nonce, proof_of
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024

@@ -11,7 +11,6 @@ import pytest
 from stream_ends import DECODE, SECRET, prefill_worker
 
 from pdserve.kvtransfer.doors import Connect, ReceiverLost
-from pdserve.proof import CHALLENGE_S, Challenges
 from pdserve.rpc import (
     CHALLENGE_METADATA_KEY,
     HELLO_METADATA_KEY,
@@ -21,6 +20,7 @@ from pdserve.rpc import (
     RequireSecret,
     identify,
 )
+from pdserve.secret_proof import CHALLENGE_S, Challenges
 from pdserve.virtual_time import VirtualClock
 
 SERVED, OTHER = "/test.Service/Served", "/test.Service/Other"

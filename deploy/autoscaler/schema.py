@@ -221,11 +221,11 @@ def load(path: Path) -> Policy:
 
 def json_schema() -> str:
     """Return the JSON Schema of policy files, as it is kept beside the examples."""
-    described = Policy.model_json_schema(schema_generator=_Untitled)
-    return json.dumps({"$schema": _Untitled.schema_dialect, **described}, indent=2) + "\n"
+    described = Policy.model_json_schema(schema_generator=Untitled)
+    return json.dumps({"$schema": Untitled.schema_dialect, **described}, indent=2) + "\n"
 
 
-class _Untitled(GenerateJsonSchema):
+class Untitled(GenerateJsonSchema):
     """Leaves out titles, which only repeat the keys."""
 
     def field_title_should_be_set(self, schema: object) -> bool:

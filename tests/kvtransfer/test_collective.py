@@ -28,7 +28,7 @@ from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.proof import NONCE_BYTES, PROOF_BYTES, proof_of
+from pdserve.secret_proof import NONCE_BYTES, PROOF_BYTES, proof_of
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.proof import CHALLENGE_BYTES, NONCE_BYTES, proof_of
 from pdserve.rpc import (
     CHALLENGE_METADATA_KEY,
     HELLO_METADATA_KEY,
@@ -15,6 +14,7 @@ from pdserve.rpc import (
     Metadata,
     read_secret,
 )
+from pdserve.secret_proof import CHALLENGE_BYTES, NONCE_BYTES, proof_of
 
 
 def operators_proof(channel: grpc.Channel, secret_file: Path, method: str, timeout_s: float = 10) -> Metadata:

@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, create_model
-from pydantic.json_schema import GenerateJsonSchema
 
 from pdserve.autoscaler.config import AutoscalerConfig
-from pdserve.autoscaler.schema import Policy
+from pdserve.autoscaler.schema import Policy, Untitled
 from pdserve.autoscaler.section import Section
 from pdserve.config import ProcessConfig, WorkerConfig
 from pdserve.router.config import RouterConfig
@@ -139,13 +138,10 @@ _Models = create_model(
 )
 
 
-class _Plain(GenerateJsonSchema):
-    """As Helm reads it: an older draft. Titles repeat the keys, and defaults are the processes' own."""
+class _Plain(Untitled):
+    """As Helm reads it: an older draft. Defaults are the processes' own."""
 
     schema_dialect = "http://json-schema.org/draft-07/schema#"
-
-    def field_title_should_be_set(self, schema: object) -> bool:
-        return False
 
     def default_schema(self, schema: Any) -> Any:  # noqa: ANN401 - pydantic's
         return self.generate_inner(schema["schema"])
