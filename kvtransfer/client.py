@@ -21,6 +21,7 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.wire import Request, Response
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
 from pdserve.rpc import identify
+from pdserve.together import next_message
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class HandoffClient:
     def beat(self) -> None:
         """Tell every peer that this process's engine loop goes on."""
         for dial in self._dialling.attached:
-            self._write(dial, wire.ALIVE)
+            self._write(dial, wire.alive())
 
     async def close(self) -> None:
         """Write what is queued, then end every stream and dial no more."""
@@ -138,13 +139,14 @@ class HandoffClient:
         writer = self._tasks.create_task(_write(outbound, call), name=f"handoff {dial.peer.worker_id} writer")
         try:
             while isinstance(message := await call.read(), Response):
-                try:
-                    event = dialling.Received(dial.dial, *wire.to_sender(message))
-                except ProtocolError as error:
-                    self._refused[error.refusal] += 1
-                    logger.warning("%s: refused: %s", dial.peer.worker_id, error)
-                    continue
-                await self._receive(event)
+                for each in (message, *message.more):
+                    try:
+                        event = dialling.Received(dial.dial, *wire.to_sender(each))
+                    except ProtocolError as error:
+                        self._refused[error.refusal] += 1
+                        logger.warning("%s: refused: %s", dial.peer.worker_id, error)
+                        continue
+                    await self._receive(event)
         finally:
             writer.cancel()
 
@@ -172,7 +174,7 @@ class HandoffClient:
 
 async def _write(outbound: asyncio.Queue[Request | None], call: Call) -> None:
     while True:
-        message = await outbound.get()
+        message = await next_message(outbound)
         try:
             if message is None:
                 await call.done_writing()

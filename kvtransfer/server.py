@@ -23,6 +23,7 @@ from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
 from pdserve.kvtransfer.wire import Request, Response
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer, add_HandoffServiceServicer_to_server
 from pdserve.rpc import abort, join_address, running, split_address
+from pdserve.together import next_message
 
 logger = logging.getLogger(__name__)
 
@@ -138,17 +139,21 @@ class HandoffServicer(HandoffServiceServicer):
 
     async def _read(self, stream: _Stream, messages: AsyncIterator[Request]) -> None:
         async for message in messages:
-            event: roster.Event
-            try:
-                event = _event(stream.stream_id, message)
-            except ProtocolError as error:
-                self._refused[error.refusal] += 1
-                logger.warning("stream %d: refused: %s", stream.stream_id, error)
-                event = roster.Malformed(stream.stream_id)
-            for command in self._roster.handle(event, self._clock.now_s()):
-                if isinstance(command, doors.SenderAlive | doors.SenderMessage):
-                    await self._sink.offer(command)
+            for each in (message, *message.more):
+                await self._take(stream.stream_id, each)
         stream.end("it ended its stream")
+
+    async def _take(self, stream_id: StreamId, message: Request) -> None:
+        event: roster.Event
+        try:
+            event = _event(stream_id, message)
+        except ProtocolError as error:
+            self._refused[error.refusal] += 1
+            logger.warning("stream %d: refused: %s", stream_id, error)
+            event = roster.Malformed(stream_id)
+        for command in self._roster.handle(event, self._clock.now_s()):
+            if isinstance(command, doors.SenderAlive | doors.SenderMessage):
+                await self._sink.offer(command)
 
 
 async def _first(messages: AsyncIterator[Request]) -> Hello:
@@ -180,12 +185,14 @@ def _log(report: roster.Report) -> None:
 
 
 async def _write(stream: _Stream, context: Context) -> None:
-    while (message := await stream.outbound.get()) is not None:
+    message = await stream.outbound.get()  # the answer to hello, which every stream gets, stands alone
+    while message is not None:
         try:
             await context.write(message)
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             stream.end(CUT)
             return
+        message = await next_message(stream.outbound)
 
 
 def check_addresses(config: WorkerConfig) -> None:

@@ -72,7 +72,8 @@ def ack_from_proto(message: Response) -> HelloAck:
     return HelloAck(_introduction(ack), ack.mover_metadata)
 
 
-ALIVE = Request(alive=handoff.Alive())
+def alive() -> Request:
+    return Request(alive=handoff.Alive())
 
 
 def to_receiver(message: Request) -> tuple[HandoffKey, session.FromSender]:

@@ -18,11 +18,11 @@ from pdserve.router.desk import Answer, Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import Event, LinkId, LinkLost, RequestArrived
 from pdserve.router.recent import Kind
 from pdserve.rpc import DISMISSED_STATUS, AnyContext, abort
+from pdserve.together import next_message
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096  # messages to one worker
-TOGETHER_BYTES = 262_144  # from which on no more messages are written together; not tuned
 REGISTER_TIMEOUT_S = 10.0
 MAX_PAIRS = 4096  # shown of one worker
 STREAM_ENDED = "its stream ended"
@@ -33,7 +33,7 @@ class WorkerStream:
 
     def __init__(self, link_id: LinkId, owner: asyncio.Task[object] | None) -> None:
         self.link_id = link_id
-        self.outbound: asyncio.Queue[link.AttachResponse] = asyncio.Queue(MAX_QUEUED)
+        self.outbound: asyncio.Queue[link.AttachResponse | None] = asyncio.Queue(MAX_QUEUED)
         self.registration = link.Register()  # as last received, for operators
         self.load = link.Heartbeat()
         self.pairs: dict[str, link.PairMeasured] = {}  # by the decode worker's name
@@ -171,8 +171,8 @@ class Links(LinkServiceServicer):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(stream, messages), name=f"link {stream.link_id} reader")
             await context.write(link.AttachResponse(welcome=self._welcome))
-            while True:
-                await context.write(await next_message(stream.outbound))
+            while (message := await next_message(stream.outbound)) is not None:
+                await context.write(message)
 
     async def _read(self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest]) -> None:
         try:
@@ -209,17 +209,6 @@ class Links(LinkServiceServicer):
                 pass  # the core's alone
         for event in events:
             self._shell.post(event)
-
-
-async def next_message(outbound: asyncio.Queue[link.AttachResponse]) -> link.AttachResponse:
-    """Wait for a message; return it with those that wait behind it, up to a size."""
-    message = await outbound.get()
-    num_bytes = 0 if outbound.empty() else message.ByteSize()
-    while num_bytes < TOGETHER_BYTES and not outbound.empty():
-        another = outbound.get_nowait()
-        num_bytes += another.ByteSize()
-        message.more.append(another)
-    return message
 
 
 def _summary(register: link.Register) -> str:

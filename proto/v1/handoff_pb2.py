@@ -26,7 +26,7 @@ from pdserve.proto.v1 import inference_pb2 as proto_dot_v1_dot_inference__pb2
 from pdserve.proto.v1 import link_pb2 as proto_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16proto/v1/handoff.proto\x12\npdserve.v1\x1a\x18proto/v1/inference.proto\x1a\x13proto/v1/link.proto\"\xe6\x01\n\x1bHandoffServiceAttachRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12$\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.CommitH\x00\x12(\n\x08quiesced\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.QuiescedH\x00\x12\"\n\x05\x61live\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x12$\n\x06landed\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x42\t\n\x07message\"\xc8\x01\n\x1cHandoffServiceAttachResponse\x12)\n\thello_ack\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.HelloAckH\x00\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12\"\n\x05taken\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.TakenH\x00\x12*\n\twithdrawn\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.WithdrawnH\x00\x42\t\n\x07message\"\xb0\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\r\n\x05mover\x18\x05 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x07 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\x08 \x01(\x04J\x04\x08\x06\x10\x07\"p\n\x08HelloAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x16\n\x0emover_metadata\x18\x04 \x01(\x0c\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x93\x01\n\x05Grant\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x06 \x01(\rJ\x04\x08\x07\x10\x08\"\x07\n\x05\x41live\"A\n\x06Landed\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\"\xad\x01\n\x06\x43ommit\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x12\n\ncapability\x18\x02 \x01(\x0c\x12$\n\x07\x63\x61psule\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.Capsule\x12\x15\n\rhandoff_bytes\x18\x05 \x01(\x04\x12\x12\n\nhandoff_us\x18\x06 \x01(\x04J\x04\x08\x03\x10\x04J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"J\n\x07\x43\x61psule\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x1f\n\x05tails\x18\x04 \x03(\x0b\x32\x10.pdserve.v1.TailJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"U\n\x04Tail\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"B\n\x08Quiesced\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"/\n\x05Taken\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\"C\n\tWithdrawn\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t2q\n\x0eHandoffService\x12_\n\x06\x41ttach\x12\'.pdserve.v1.HandoffServiceAttachRequest\x1a(.pdserve.v1.HandoffServiceAttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16proto/v1/handoff.proto\x12\npdserve.v1\x1a\x18proto/v1/inference.proto\x1a\x13proto/v1/link.proto\"\x9d\x02\n\x1bHandoffServiceAttachRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12$\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.CommitH\x00\x12(\n\x08quiesced\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.QuiescedH\x00\x12\"\n\x05\x61live\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x12$\n\x06landed\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x12\x35\n\x04more\x18\x06 \x03(\x0b\x32\'.pdserve.v1.HandoffServiceAttachRequestB\t\n\x07message\"\x80\x02\n\x1cHandoffServiceAttachResponse\x12)\n\thello_ack\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.HelloAckH\x00\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12\"\n\x05taken\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.TakenH\x00\x12*\n\twithdrawn\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.WithdrawnH\x00\x12\x36\n\x04more\x18\x05 \x03(\x0b\x32(.pdserve.v1.HandoffServiceAttachResponseB\t\n\x07message\"\xb0\x01\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\r\n\x05mover\x18\x05 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x07 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\x08 \x01(\x04J\x04\x08\x06\x10\x07\"p\n\x08HelloAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x16\n\x0emover_metadata\x18\x04 \x01(\x0c\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x93\x01\n\x05Grant\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x06 \x01(\rJ\x04\x08\x07\x10\x08\"\x07\n\x05\x41live\"A\n\x06Landed\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\"\xad\x01\n\x06\x43ommit\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x12\n\ncapability\x18\x02 \x01(\x0c\x12$\n\x07\x63\x61psule\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.Capsule\x12\x15\n\rhandoff_bytes\x18\x05 \x01(\x04\x12\x12\n\nhandoff_us\x18\x06 \x01(\x04J\x04\x08\x03\x10\x04J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"J\n\x07\x43\x61psule\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x1f\n\x05tails\x18\x04 \x03(\x0b\x32\x10.pdserve.v1.TailJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"U\n\x04Tail\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\"B\n\x08Quiesced\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"/\n\x05Taken\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\"C\n\tWithdrawn\x12&\n\x07handoff\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t2q\n\x0eHandoffService\x12_\n\x06\x41ttach\x12\'.pdserve.v1.HandoffServiceAttachRequest\x1a(.pdserve.v1.HandoffServiceAttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.proto.v1.handoff_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HANDOFFSERVICEATTACHREQUEST']._serialized_start=86
-  _globals['_HANDOFFSERVICEATTACHREQUEST']._serialized_end=316
-  _globals['_HANDOFFSERVICEATTACHRESPONSE']._serialized_start=319
-  _globals['_HANDOFFSERVICEATTACHRESPONSE']._serialized_end=519
-  _globals['_HELLO']._serialized_start=522
-  _globals['_HELLO']._serialized_end=698
-  _globals['_HELLOACK']._serialized_start=700
-  _globals['_HELLOACK']._serialized_end=812
-  _globals['_HANDOFFID']._serialized_start=814
-  _globals['_HANDOFFID']._serialized_end=862
-  _globals['_GRANT']._serialized_start=865
-  _globals['_GRANT']._serialized_end=1012
-  _globals['_ALIVE']._serialized_start=1014
-  _globals['_ALIVE']._serialized_end=1021
-  _globals['_LANDED']._serialized_start=1023
-  _globals['_LANDED']._serialized_end=1088
-  _globals['_COMMIT']._serialized_start=1091
-  _globals['_COMMIT']._serialized_end=1264
-  _globals['_CAPSULE']._serialized_start=1266
-  _globals['_CAPSULE']._serialized_end=1340
-  _globals['_TAIL']._serialized_start=1342
-  _globals['_TAIL']._serialized_end=1427
-  _globals['_QUIESCED']._serialized_start=1429
-  _globals['_QUIESCED']._serialized_end=1495
-  _globals['_TAKEN']._serialized_start=1497
-  _globals['_TAKEN']._serialized_end=1544
-  _globals['_WITHDRAWN']._serialized_start=1546
-  _globals['_WITHDRAWN']._serialized_end=1613
-  _globals['_HANDOFFSERVICE']._serialized_start=1615
-  _globals['_HANDOFFSERVICE']._serialized_end=1728
+  _globals['_HANDOFFSERVICEATTACHREQUEST']._serialized_end=371
+  _globals['_HANDOFFSERVICEATTACHRESPONSE']._serialized_start=374
+  _globals['_HANDOFFSERVICEATTACHRESPONSE']._serialized_end=630
+  _globals['_HELLO']._serialized_start=633
+  _globals['_HELLO']._serialized_end=809
+  _globals['_HELLOACK']._serialized_start=811
+  _globals['_HELLOACK']._serialized_end=923
+  _globals['_HANDOFFID']._serialized_start=925
+  _globals['_HANDOFFID']._serialized_end=973
+  _globals['_GRANT']._serialized_start=976
+  _globals['_GRANT']._serialized_end=1123
+  _globals['_ALIVE']._serialized_start=1125
+  _globals['_ALIVE']._serialized_end=1132
+  _globals['_LANDED']._serialized_start=1134
+  _globals['_LANDED']._serialized_end=1199
+  _globals['_COMMIT']._serialized_start=1202
+  _globals['_COMMIT']._serialized_end=1375
+  _globals['_CAPSULE']._serialized_start=1377
+  _globals['_CAPSULE']._serialized_end=1451
+  _globals['_TAIL']._serialized_start=1453
+  _globals['_TAIL']._serialized_end=1538
+  _globals['_QUIESCED']._serialized_start=1540
+  _globals['_QUIESCED']._serialized_end=1606
+  _globals['_TAKEN']._serialized_start=1608
+  _globals['_TAKEN']._serialized_end=1655
+  _globals['_WITHDRAWN']._serialized_start=1657
+  _globals['_WITHDRAWN']._serialized_end=1724
+  _globals['_HANDOFFSERVICE']._serialized_start=1726
+  _globals['_HANDOFFSERVICE']._serialized_end=1839
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,7 @@ class HandoffServiceAttachRequest(_message.Message):
     QUIESCED_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     LANDED_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message."""
@@ -51,6 +52,10 @@ class HandoffServiceAttachRequest(_message.Message):
     def landed(self) -> Global___Landed:
         """A copy has landed; here is what to check."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandoffServiceAttachRequest]:
+        """Messages that follow this one, in their order. They have none of these themselves."""
+
     def __init__(
         self,
         *,
@@ -59,10 +64,11 @@ class HandoffServiceAttachRequest(_message.Message):
         quiesced: Global___Quiesced | None = ...,
         alive: Global___Alive | None = ...,
         landed: Global___Landed | None = ...,
+        more: _abc.Iterable[Global___HandoffServiceAttachRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "landed", b"landed", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "landed", b"landed", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "landed", b"landed", "message", b"message", "more", b"more", "quiesced", b"quiesced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "commit", "quiesced", "alive", "landed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -80,6 +86,7 @@ class HandoffServiceAttachResponse(_message.Message):
     GRANT_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     WITHDRAWN_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello_ack(self) -> Global___HelloAck:
         """Answer to Hello."""
@@ -96,6 +103,10 @@ class HandoffServiceAttachResponse(_message.Message):
     def withdrawn(self) -> Global___Withdrawn:
         """The receiver has given up: stop writing, then say Quiesced."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandoffServiceAttachResponse]:
+        """Messages that follow this one, in their order. They have none of these themselves."""
+
     def __init__(
         self,
         *,
@@ -103,10 +114,11 @@ class HandoffServiceAttachResponse(_message.Message):
         grant: Global___Grant | None = ...,
         taken: Global___Taken | None = ...,
         withdrawn: Global___Withdrawn | None = ...,
+        more: _abc.Iterable[Global___HandoffServiceAttachResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "hello_ack", b"hello_ack", "message", b"message", "taken", b"taken", "withdrawn", b"withdrawn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "hello_ack", b"hello_ack", "message", b"message", "taken", b"taken", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "hello_ack", b"hello_ack", "message", b"message", "more", b"more", "taken", b"taken", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello_ack", "grant", "taken", "withdrawn"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -12,7 +12,7 @@ from pdserve.router.commands import CancelAttempt, Deliver, DropLink, End, Finis
 from pdserve.router.commands import Command as CoreCommand
 from pdserve.router.desk import Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientGone, DrainAsked, Event, LinkId, LinkLost, StopStringFound, Tick
-from pdserve.router.shell import TOGETHER_BYTES, Shell, next_message
+from pdserve.router.shell import Shell
 from pdserve.virtual_time import VirtualClock
 
 NAME = RequestId(bytes(16))
@@ -164,14 +164,3 @@ async def test_a_worker_that_does_not_read_can_be_dropped_in_the_same_moment() -
     assert stream.closed == "it does not read: 4096 messages wait"
     assert not shell.broken.done()
     assert core.handled == [TICK], "its loss is known to the core"
-
-
-async def test_messages_that_wait_for_a_worker_are_written_together_up_to_a_size() -> None:
-    sizes = [0, TOGETHER_BYTES, 0]
-    waiting = [link.AttachResponse(share=link.Share(token_ids=bytes(size))) for size in sizes]
-    outbound = asyncio.Queue[link.AttachResponse]()
-    for message in waiting:
-        outbound.put_nowait(message)
-    together = await next_message(outbound)
-    assert [len(each.share.token_ids) for each in (together, *together.more)] == sizes[:2]
-    assert await next_message(outbound) == waiting[2]
