@@ -29,7 +29,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with live_cluster(folder, model, "--dtype", "float32", "--num-frontends", "2") as cluster:
+    flags = ("--dtype", "float32", "--num-pages", "1000", "--test-step-s", "0.005", "--num-frontends", "2")
+    with live_cluster(folder, model, *flags) as cluster:
         yield cluster
 
 

@@ -32,8 +32,13 @@ _MESSAGES = {"onward": handoff.HandoffServiceAttachRequest, "back": handoff.Hand
 
 
 def is_message(direction: Direction, kind: str) -> Callable[[bytes], bool]:
-    """Return whether a message of a hand-off stream is of a kind."""
-    return lambda data: _MESSAGES[direction].FromString(data).WhichOneof("message") == kind
+    """Return whether a message of a hand-off stream is of a kind, or brings one that is."""
+
+    def is_of_kind(data: bytes) -> bool:
+        message = _MESSAGES[direction].FromString(data)
+        return any(each.WhichOneof("message") == kind for each in (message, *message.more))
+
+    return is_of_kind
 
 
 def move(cluster: LiveCluster, source: str, target: str = "", count: int = 0) -> int:
