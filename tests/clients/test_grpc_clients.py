@@ -6,15 +6,15 @@ They need another protobuf than pdserve: PDSERVE_CLIENTS names the folder with t
 import json
 import os
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import lone_process
 import pytest
 from live_cluster import LiveCluster, is_idle, live_cluster
+from looking import until
 from scraping import scrape
 
 from pdserve import metrics
@@ -73,13 +73,13 @@ def ask(url: str, **fields: object) -> bytes:
 
 def first_answer(url: str) -> bytes:
     """Ask until the gateway has both routers and the tokenizer."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
+
+    def answer() -> bytes | None:
+        with suppress(OSError):  # it does not listen, or has no engine yet
             return ask(url)
-        except OSError:  # it does not listen, or has no engine yet
-            assert time.monotonic() < deadline_s
-            time.sleep(0.2)
+        return None
+
+    return until(answer, START_TIMEOUT_S)
 
 
 def check_answers(url: str) -> None:

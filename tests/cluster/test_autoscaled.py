@@ -12,6 +12,7 @@ from pathlib import Path
 import moving
 import pytest
 from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster
+from looking import until
 from model_zoo import first_disagreement, prompt
 from transformers import PreTrainedModel
 
@@ -70,10 +71,7 @@ class Scaled:
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 40) -> None:
         """Wait for what only files show."""
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline_s, (self.workers(), [each.text for each in self.record.entries])
-            time.sleep(0.05)
+        until(condition, timeout_s, lambda: (self.workers(), [each.text for each in self.record.entries]))
 
     def until_noted(self, part: str) -> None:
         self.until(lambda: any(part in entry.text for entry in self.record.entries))

@@ -13,8 +13,9 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from frontend_owners import PATIENCE_S, frontends, own_ports, owner, until
+from frontend_owners import frontends, own_ports, owner
 from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
+from looking import PATIENCE_S, until
 from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 

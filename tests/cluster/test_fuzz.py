@@ -19,6 +19,7 @@ import psutil
 import pytest
 import zmq
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster
+from looking import until
 from proofs import proof_for
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -213,16 +214,14 @@ def usage(cluster: LiveCluster) -> dict[int, tuple[int, int]]:
 
 def assert_rests(cluster: LiveCluster, before: dict[int, tuple[int, int]]) -> None:
     """Fail unless the same processes run, with hardly more memory, and soon as many open files."""
-    deadline_s = time.monotonic() + 20
-    while True:
+
+    def left() -> dict[int, tuple[int, int]]:
         now = usage(cluster)
         assert now.keys() == before.keys()
-        left = {pid: (seen[1], before[pid][1]) for pid, seen in now.items() if seen[1] > before[pid][1] + 4}
-        if not left:
-            break
-        assert time.monotonic() < deadline_s, f"open files: {left}"
-        time.sleep(0.2)
-    grown = {pid: seen[0] - before[pid][0] for pid, seen in now.items()}
+        return {pid: (seen[1], before[pid][1]) for pid, seen in now.items() if seen[1] > before[pid][1] + 4}
+
+    until(lambda: not left(), missing=lambda: f"open files: {left()}")
+    grown = {pid: seen[0] - before[pid][0] for pid, seen in usage(cluster).items()}
     assert max(grown.values()) < GROWTH_BYTES, grown
 
 
@@ -294,10 +293,7 @@ def test_garbage_on_every_port_of_a_worker_that_answers_clients_itself_changes_n
             method = rng.choice(("Generate", "Abort", "GetModelInfo", "GetLoads"))
             call_spoilt(channel, f"vllm.grpc.engine.VllmEngine/{method}", asked.SerializeToString(), rng)
         assert tokens() == expected
-        deadline_s = time.monotonic() + 20
-        while process.num_fds() > num_files + 4:
-            assert time.monotonic() < deadline_s, process.num_fds()
-            time.sleep(0.2)
+        until(lambda: process.num_fds() <= num_files + 4, missing=process.num_fds)
         assert worker.poll() is None
         worker.kill()
         reading.join()

@@ -1,7 +1,6 @@
 """`pdserve up --on ray --policy`: pools on a real Ray follow their load, whatever of Ray dies on the way."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import moving
 import psutil
 import pytest
 from live_cluster import LiveCluster, greedy, live_cluster
+from looking import until
 from model_zoo import first_disagreement, prompt
 from ray_nodes import RayNodes, end_node, ray_head
 from transformers import PreTrainedModel
@@ -92,10 +92,12 @@ def cluster_on(nodes: RayNodes, model: Path, folder: Path) -> Iterator[LiveClust
 
 def until_noted(cluster: LiveCluster, part: str) -> None:
     """Wait until the autoscaler has noted something."""
-    record_file, deadline_s = cluster.state.secret_file.with_name(RECORD_FILE), time.monotonic() + CHANGE_S
-    while not any(part in entry.text for entry in read_record(record_file).entries):
-        assert time.monotonic() < deadline_s, read_record(record_file)
-        time.sleep(0.1)
+    record_file = cluster.state.secret_file.with_name(RECORD_FILE)
+    until(
+        lambda: any(part in entry.text for entry in read_record(record_file).entries),
+        CHANGE_S,
+        lambda: read_record(record_file),
+    )
 
 
 def incarnations(status: admin.ClusterStatus) -> dict[str, int]:

@@ -18,6 +18,7 @@ from stream_ends import (
 )
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.doors import (
     Connect,
     Forget,
@@ -58,6 +59,24 @@ async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_wo
         assert await decode.heard.next() == SenderMessage(PREFILL, KEY, COMMIT)
         assert await decode.heard.next() == SenderAlive(PREFILL)
         assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced("late"))
+
+
+async def test_one_that_is_malformed_costs_none_of_those_that_come_with_it() -> None:
+    async with decode_worker() as decode, raw_stream(decode, lambda _: None) as call:
+        assert await decode.heard.next() == SenderAttached(PREFILL)
+        decode.send(GRANT)
+        assert not (await call.read()).more, "the answer to hello, which every stream gets, stands alone"
+        assert (await call.read()).HasField("grant")
+        late = wire.from_sender(KEY, Quiesced("late"))
+        await call.write(wire.Request(alive=wire.alive().alive, more=[wire.Request(), late]))
+        assert await decode.heard.next() == SenderAlive(PREFILL)
+        assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced("late"))
+        assert decode.refused.total() == 1
+    async with pair() as (prefill, decode):
+        (stream,) = decode.servicer._streams.values()
+        taken = wire.from_receiver(KEY, Taken())
+        stream.outbound.put_nowait(wire.Response(more=[wire.Response(), taken]))
+        assert await prefill.heard.next() == ReceiverMessage(DECODE, KEY, Taken())
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:

@@ -14,8 +14,9 @@ from urllib.request import urlopen
 import grpc
 import psutil
 import pytest
-from frontend_owners import frontends, own_ports, owner, until
+from frontend_owners import frontends, own_ports, owner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from looking import until
 from probing import health_flags, served
 from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, collect, model_folder, text_of, tokens_of
 from scraping import scrape, snapshot

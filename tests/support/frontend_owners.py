@@ -1,15 +1,9 @@
 """Which frontend of a router serves a connection: the kernel chooses, and nobody but the kernel knows."""
 
-import time
-from collections.abc import Callable
-from typing import TypeVar
-
 import psutil
+from looking import until
 
 from pdserve.rpc import split_address
-
-PATIENCE_S = 30.0
-T = TypeVar("T")
 
 
 def frontends(router: int) -> list[psutil.Process]:
@@ -34,14 +28,3 @@ def owner(router: int, port: int) -> int:
         return None
 
     return until(found)
-
-
-def until(look: Callable[[], T | None]) -> T:
-    """Return what a look finds, once it finds something."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        found = look()
-        if found:
-            return found
-        time.sleep(0.02)  # the operating system says nothing by itself
-    raise AssertionError("not found in time")

@@ -1,9 +1,8 @@
 """What Kubernetes asks a process: grpc.health.v1 on its health port."""
 
-import time
-
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from looking import until
 
 from pdserve.launch.folder import free_port
 
@@ -35,7 +34,4 @@ def served(port: object) -> list[str]:
 
 def until_served(port: object, services: list[str], within_s: float = 60.0) -> None:
     """Probe again and again, as the kubelet does, until just these services are SERVING."""
-    deadline_s = time.monotonic() + within_s
-    while (found := served(port)) != services:
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.05)
+    until(lambda: served(port) == services, within_s, lambda: served(port))

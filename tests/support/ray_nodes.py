@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from looking import until
 
 LOOPBACK = "127.0.0.2"  # Ray takes the usual one for the address of the machine in its network
 START_TIMEOUT_S = 60.0
@@ -48,8 +49,7 @@ class RayNodes:
         command, environment, folder = service.cmdline(), service.environ(), service.cwd()
         head.suspend()  # it would end the node with the service
         service.kill()
-        while service.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        until(lambda: service.status() == psutil.STATUS_ZOMBIE)
         try:
             yield
         finally:

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from looking import until
+
 MAX_ASKED_LATER = 100  # requests whose timelines are asked for at once: the page keeps no more than a few hundred
-POLL_S, WITHIN_S = 0.01, 10.0  # how often the page is asked until it has what has ended, and for how long
+WITHIN_S = 10.0  # in which the page has what has ended
 SO_TIMESTAMPNS, TIMESPEC = 35, struct.Struct("qq")  # Linux' own: Python has no names for them
 
 
@@ -55,15 +57,13 @@ class Connection:
     def timeline(self, ledger: Any) -> Any:  # noqa: ANN401
         """Return what the live page has of a request, once it has all that the request's ledger has."""
         head = f"GET /page/requests/{ledger['request_id']} HTTP/1.1\r\nhost: {self._host}\r\n\r\n"
-        end_s = time.monotonic() + WITHIN_S
-        while True:
+
+        def whole() -> Any:  # noqa: ANN401
             page = json.loads(self.wait(head.encode(), b"}")[1].partition(b"\r\n\r\n")[2])
             steps = (page.get("ledger") or {}).get("steps", ())
-            if {step["name"] for step in steps} >= ledger["timings_ms"].keys():
-                return page
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"the page has not {ledger}, but {page}")
-            time.sleep(POLL_S)
+            return page if {step["name"] for step in steps} >= ledger["timings_ms"].keys() else None
+
+        return until(whole, WITHIN_S, lambda: f"the page has not {ledger}")
 
 
 def delay_ms(pid: str) -> float:
