@@ -163,7 +163,8 @@ def test_four_continuations_cost_one_prefill_and_one_transfer(pair: LiveCluster,
 
 
 def test_a_stranger_with_reflection_alone_gets_a_streamed_answer(pair: LiveCluster) -> None:
-    request = {"text": "The capital of France is", "sampling": {"temperature": 0, "max_tokens": 8}}
+    sampling = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}  # many more than one message brings
+    request = {"text": "The capital of France is", "sampling": sampling}
     url = f"http://{pair.endpoint}/pdserve.v1.InferenceService/Generate"
     buf = Path(sys.executable).with_name("buf")
     command = [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-d", json.dumps(request), url]
@@ -176,7 +177,7 @@ def test_a_stranger_with_reflection_alone_gets_a_streamed_answer(pair: LiveClust
     assert len(replies) > 2
     text = "".join(delta.get("text", "") for reply in replies for delta in reply.get("deltas", []))
     assert "Paris" in text
-    assert replies[-1]["usage"]["completionTokens"] == 8
+    assert replies[-1]["usage"]["completionTokens"] == 64
 
 
 def num_prefill_steps(status: admin.ClusterStatus) -> int:
