@@ -145,7 +145,7 @@ class WorkerConfig(ServingConfig):
         description="KV pages; by default as many as fit into kv_cache_memory_bytes, or on a GPU into its memory.",
     )
     kv_cache_memory_bytes: int = Field(
-        2**30, ge=1, description="Bytes for KV pages, taken at the start, unless num_pages is set."
+        2**30, ge=1, description="Bytes for KV pages, taken soon after the start, unless num_pages is set."
     )
     gpu_memory_utilization: float = Field(
         0.9,

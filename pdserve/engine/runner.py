@@ -148,15 +148,13 @@ def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, all of whose memory this process has.
+    """Return zeros. On the CPU memory comes when it is first written to, or is asked for (`worker/page_memory.py`).
 
-    Memory that it got when it is first written to would hold up a prompt, or another worker's write to it. NumPy asks
-    for large pages, torch does not.
+    NumPy asks for large pages, torch does not.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-    return memory.zero_().view(dtype).view(shape)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def by_chunk(batch: Batch, sampled: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:

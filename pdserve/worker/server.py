@@ -48,6 +48,7 @@ from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked
 from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.outbox import Carriers, Outbox
+from pdserve.worker.page_memory import take_in_background
 from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples
 from pdserve.worker.seats import Seat
 from pdserve.worker.spans import TaskSpans
@@ -128,6 +129,8 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 register.handoff_address = worker.handoff_address
                 worker.outbox.beat(worker.core.load(), 0)  # before anybody counts on its pages
                 links.update()
+                if engine.runner.kv.device.type == "cpu":
+                    take_in_background(engine.runner.kv)
                 health.start(lambda: bool(links.attached) and not worker.core.load().draining)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
                 await WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s).run()

@@ -2,7 +2,6 @@
 
 import random
 from itertools import product
-from resource import RUSAGE_SELF, getpagesize, getrusage
 
 import pytest
 import torch
@@ -62,13 +61,6 @@ def test_a_page_is_one_contiguous_run(runner: Runner) -> None:
     assert runner.kv.shape == (60, 2, 2, 2, PAGE_SIZE, 32)
     assert runner.kv.is_contiguous()
     assert not runner.kv.any()
-
-
-def test_no_step_waits_for_memory_of_its_pages(model: Model) -> None:
-    kv = Runner(model, 2000, PAGE_SIZE).kv
-    num_faults = getrusage(RUSAGE_SELF).ru_minflt
-    kv.fill_(1.0)
-    assert getrusage(RUSAGE_SELF).ru_minflt - num_faults < 0.1 * kv.nbytes / getpagesize()
 
 
 def test_only_the_slots_of_the_chunk_are_written(runner: Runner) -> None:
