@@ -10,7 +10,7 @@ Incarnation = NewType("Incarnation", int)  # 64 bits per process start; of two o
 PageId = NewType("PageId", int)  # index into one worker's page pool
 Generation = NewType("Generation", int)  # how often a page has been given out
 
-PROTOCOL_VERSION = 6  # of Link and Handoff; processes with different ones never work together
+PROTOCOL_VERSION = 7  # of Link and Handoff; processes with different ones never work together
 MAX_WORKER_TASKS = 1024  # requests placed on one worker at once; it refuses more
 
 

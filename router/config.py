@@ -101,8 +101,8 @@ class RouterConfig(Limits, ServingConfig):
     stream_interval: int | None = Field(
         None,
         ge=1,
-        description="Tokens of an answer that are written together. By default each one at once, but those that come "
-        "within 16 ms together. The first one is always written at once.",
+        description="Tokens of an answer that are written together. By default each one at once, but where steps take "
+        "less than 16 ms, those of about 16 ms together. The first one is always written at once.",
     )
     num_frontends: int = Field(
         1,

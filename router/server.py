@@ -126,7 +126,10 @@ def _internal_server(
 ) -> grpc.aio.Server:
     server = credentials.server(lambda refusal: shell.refused.update([refusal]))
     welcome = link.Welcome(
-        router_id=config.router_id, incarnation=new_incarnation(), wants_kv_events=config.kv_events == "link"
+        router_id=config.router_id,
+        incarnation=new_incarnation(),
+        wants_kv_events=config.kv_events == "link",
+        wants_each_step=config.stream_interval is not None,
     )
     add_LinkServiceServicer_to_server(Links(shell, welcome), server)
     add_AdminServiceServicer_to_server(admin, server)

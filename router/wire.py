@@ -56,18 +56,25 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
         return [_worker_event(link_id, message, kind)]
     report = message.step
     events: list[WorkerEvent] = [_stage(link_id, progress) for progress in report.progress[:]]
-    step = Step(report.prefill_tokens, report.prefill_work, report.decode_sequences, report.decode_kv_tokens)
-    prompts = tuple([_prompt(prompt) for prompt in report.prompts[:]])
-    events.append(StepReported(link_id, report.deltas[:], step, report.elapsed_us / 1e6, prompts))
+    deltas, prompts = report.deltas[:], tuple([_prompt(prompt) for prompt in report.prompts[:]])
+    costs = [_cost(cost) for cost in report.costs[:]]
+    events += [StepReported(link_id, (), step, elapsed_s) for step, elapsed_s in costs[:-1]]
+    if costs:
+        events.append(StepReported(link_id, deltas, *costs[-1], prompts))
+    elif deltas or prompts:
+        events.append(StepReported(link_id, deltas, prompts=prompts))
     return events
+
+
+def _cost(cost: link.StepCost) -> tuple[Step, float]:
+    step = Step(cost.prefill_tokens, cost.prefill_work, cost.decode_sequences, cost.decode_kv_tokens)
+    return step, cost.elapsed_us / 1e6
 
 
 def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None) -> WorkerEvent:
     match kind:
         case "heartbeat":
             return LoadReported(link_id, _load(message.heartbeat))
-        case "progress":
-            return _stage(link_id, message.progress)
         case "pair":
             return _pair(link_id, message.pair)
         case "failed":

@@ -8,15 +8,21 @@ from typing import TypeAlias
 
 import grpc
 
-from pdserve.ids import PROTOCOL_VERSION
+from pdserve.engine.sequence import Finish
+from pdserve.ids import PROTOCOL_VERSION, Attempt, RequestId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
-from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.kvtransfer.session import HandoffKey
+from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
+from pdserve.reports import Stage
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify, read_secret
+from pdserve.sampling import SampledToken
 from pdserve.token_ids import TOKEN_ID_BYTES
 from pdserve.wire import layout_to_proto
+from pdserve.worker.messages import Progress, PromptScored, RouterRef, StepCost, Tokens
+from pdserve.worker.step_reports import StepReports
 
 BEAT_S = 0.5
 NUM_PAGES, PAGE_SIZE = 100_000, 64
@@ -24,13 +30,14 @@ MAX_MODEL_LEN = 32_768
 _ATTACH = "/pdserve.v1.LinkService/Attach"
 _LAYOUT = KvLayout("replayed", 32, 8, 128, PAGE_SIZE, "bfloat16")
 
-_Key = tuple[bytes, int]  # request, attempt
+_ROUTER = RouterRef(0)
+_Report: TypeAlias = "Tokens | Progress | PromptScored"
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]"
 
 
 class _Sequence:
     def __init__(self, spec: link.SequenceSpec, index: int) -> None:
-        self.key = spec.request_id, spec.attempt
+        self.key = _key(spec)
         self.index = index
         self.position = len(spec.token_ids) // TOKEN_ID_BYTES - spec.num_prompt_tokens
         self.max_tokens = spec.sampling.max_tokens
@@ -45,10 +52,10 @@ class Replayed:
         self._model = model
         self._token_ids = token_ids
         self._max_num_seqs = max_num_seqs
-        self._expected: dict[_Key, link.SequenceSpec] = {}  # by the decode worker
+        self._expected: dict[HandoffKey, link.SequenceSpec] = {}  # by the decode worker
         self._prompts: list[link.Place] = []  # computed with the next step
-        self._running: dict[tuple[_Key, int], _Sequence] = {}
-        self._joined: list[_Key] = []  # landed since the last step
+        self._running: dict[tuple[HandoffKey, int], _Sequence] = {}
+        self._joined: list[HandoffKey] = []  # landed since the last step
 
     async def serve(self, address: str, secret_file: Path, step_s: float) -> None:
         """Attach both workers to a router and stream until cancelled."""
@@ -88,7 +95,7 @@ class Replayed:
         match message.WhichOneof("message"):
             case "place" if message.place.HasField("source"):
                 spec = message.place.spec
-                self._expected[spec.request_id, spec.attempt] = spec
+                self._expected[_key(spec)] = spec
             case "place":
                 self._prompts.append(message.place)
             case "cancel":
@@ -97,82 +104,88 @@ class Replayed:
                 pass  # nothing is computed here
 
     def _cancel(self, cancel: link.Cancel) -> None:
-        key = cancel.request_id, cancel.attempt
+        key = HandoffKey(RequestId(cancel.request_id), Attempt(cancel.attempt))
         if not cancel.indices:
             self._expected.pop(key, None)
-            self._prompts = [place for place in self._prompts if (place.spec.request_id, place.spec.attempt) != key]
+            self._prompts = [place for place in self._prompts if _key(place.spec) != key]
         for each in [each for each in self._running if each[0] == key]:
             if not cancel.indices or each[1] in cancel.indices:
                 del self._running[each]
 
     async def _step(self, prefill: _Call, decode: _Call, step_s: float) -> None:
+        """Report steps as workers do."""
         loop = asyncio.get_running_loop()
         began_s = next_beat_s = loop.time()
+        to_report = {call: StepReports(each_at_once=False) for call in (prefill, decode)}
         for number in count(1):
             await asyncio.sleep(max(0.0, began_s + number * step_s - loop.time()))
             if loop.time() >= next_beat_s:
                 next_beat_s = loop.time() + BEAT_S
-                for call in (prefill, decode):
+                for call in to_report:
                     await call.write(link.AttachRequest(heartbeat=link.Heartbeat(pages_free=NUM_PAGES)))
-            if self._prompts:
-                await prefill.write(link.AttachRequest(step=self._prefill_report(step_s)))
-            if self._running or self._joined:
-                await decode.write(link.AttachRequest(step=self._decode_report(step_s)))
+            now_s = loop.time()
+            for call, (computed, reports) in ((prefill, self._prefill_step(now_s)), (decode, self._decode_step(now_s))):
+                held = to_report[call]
+                message = held.report(reports, StepCost(computed, step_s), now_s) if reports else None
+                if message is None and held.due_s <= now_s:
+                    message = held.rest(now_s)
+                if message is not None:
+                    await call.write(message)
 
-    def _prefill_report(self, step_s: float) -> link.StepReport:
-        report = link.StepReport(elapsed_us=round(step_s * 1e6))
+    def _prefill_step(self, now_s: float) -> tuple[Step, list[_Report]]:
+        reports: list[_Report] = []
+        num_tokens = work = 0
         waiting = []
         for place in self._prompts:
             spec = place.spec
-            key, num_tokens = (spec.request_id, spec.attempt), len(spec.token_ids) // TOKEN_ID_BYTES
+            key = _key(spec)
             expected = self._expected.pop(key, None)
             if place.HasField("target") and expected is None:
                 waiting.append(place)  # its message to the decode worker has not come yet
                 continue
-            report.prefill_tokens += num_tokens
-            report.prefill_work += num_tokens**2
-            _note(report, key, link.STAGE_PREFILL_STARTED, link.STAGE_PREFILL_DONE)
+            num_prompt_tokens = len(spec.token_ids) // TOKEN_ID_BYTES
+            num_tokens += num_prompt_tokens
+            work += num_prompt_tokens**2
+            reports += _stages(key, now_s, Stage.PREFILL_STARTED, Stage.PREFILL_DONE)
             for index in spec.indices or range(spec.sampling.n):
                 sequence = _Sequence(spec, index)
-                if self._add_token(report, sequence) and expected is not None:
+                if self._add_token(reports, sequence) and expected is not None:
                     self._running[key, index] = sequence
                     sequence.num_again = 1
             if expected is not None:
                 self._joined.append(key)
         self._prompts = waiting
-        return report
+        return Step(num_tokens, work), reports
 
-    def _decode_report(self, step_s: float) -> link.StepReport:
-        report = link.StepReport(elapsed_us=round(step_s * 1e6), decode_sequences=len(self._running))
+    def _decode_step(self, now_s: float) -> tuple[Step, list[_Report]]:
+        computed = Step(sequences=len(self._running), kv_tokens=100 * len(self._running))
+        reports: list[_Report] = []
         for key in self._joined:
-            _note(report, key, link.STAGE_LANDED, link.STAGE_COMMITTED, link.STAGE_DECODE_JOINED)
+            reports += _stages(key, now_s, Stage.LANDED, Stage.COMMITTED, Stage.DECODE_JOINED)
         self._joined.clear()
-        report.decode_kv_tokens = 100 * len(self._running)
         for name, sequence in list(self._running.items()):
-            if not self._add_token(report, sequence):
+            if not self._add_token(reports, sequence):
                 del self._running[name]
-        return report
+        return computed, reports
 
-    def _add_token(self, report: link.StepReport, sequence: _Sequence) -> bool:
+    def _add_token(self, reports: list[_Report], sequence: _Sequence) -> bool:
         """Add a sequence's next token; return whether it goes on."""
-        request_id, attempt = sequence.key
-        position, end = sequence.position - sequence.num_again, sequence.position + 1
+        begin, end = sequence.position - sequence.num_again, sequence.position + 1
         sequence.position, sequence.num_again = end, 0
         goes_on = end < sequence.max_tokens
-        report.deltas.add(
-            request_id=request_id,
-            attempt=attempt,
-            index=sequence.index,
-            position=position,
-            token_ids=[self._token_ids[each % len(self._token_ids)] for each in range(position, end)],
-            finish_reason=inference.FINISH_REASON_UNSPECIFIED if goes_on else inference.FINISH_REASON_LENGTH,
-        )
+        for position in range(begin, end):
+            token = SampledToken(self._token_ids[position % len(self._token_ids)])
+            finish = None if goes_on or position + 1 < end else Finish.LENGTH
+            reports.append(Tokens(_ROUTER, sequence.key, sequence.index, position, token, finish))
         return goes_on
 
 
-def _note(report: link.StepReport, key: _Key, *stages: link.Stage.ValueType) -> None:
-    for stage in stages:
-        report.progress.add(request_id=key[0], attempt=key[1], stage=stage)
+def _key(spec: link.SequenceSpec) -> HandoffKey:
+    return HandoffKey(RequestId(spec.request_id), Attempt(spec.attempt))
+
+
+def _stages(key: HandoffKey, at_s: float, *stages: Stage) -> list[Progress]:
+    return [Progress(_ROUTER, key, stage, at_s) for stage in stages]
 
 
 def replay(

@@ -111,7 +111,7 @@ def measure_steps(num_sequences: int, num_steps: int) -> StepSpeed:
     specs = [command.spec for commands in places for command in commands if isinstance(command, Place)]
     wire_s = core_s = 0.0
     for position in range(num_steps + 1):
-        report = link_pb2.StepReport(decode_sequences=num_sequences, elapsed_us=20_000)
+        report = link_pb2.StepReport(costs=[link_pb2.StepCost(decode_sequences=num_sequences, elapsed_us=20_000)])
         for spec in specs:
             report.deltas.append(_token(spec.request_id, position))
         packed, link_id = link_pb2.AttachRequest(step=report).SerializeToString(), LinkId(1 if position == 0 else 2)

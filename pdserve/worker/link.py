@@ -43,7 +43,7 @@ class _Stream:
 
     task: asyncio.Task[None]
     queue: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
-    wants_kv_events: bool = False
+    welcome: link.Welcome = field(default_factory=link.Welcome)
 
 
 class Links:
@@ -80,7 +80,12 @@ class Links:
 
     @property
     def wanting_kv_events(self) -> tuple[RouterRef, ...]:
-        return tuple(router for router in self.attached if self._streams[router].wants_kv_events)
+        return tuple(router for router in self.attached if self._streams[router].welcome.wants_kv_events)
+
+    def wants_each_step(self, router: RouterRef) -> bool:
+        """Whether a router wants to be told of each step at once; False for one that is gone."""
+        stream = self._streams.get(router)
+        return stream is not None and stream.welcome.wants_each_step
 
     def update(self) -> None:
         """Say anew who this worker is: the registration that was given to this object has changed."""
@@ -182,7 +187,7 @@ class Links:
                     return
                 logger.info("attached to router %s at %s", first.welcome.router_id, dial.address)
                 self._warned.pop(dial.address, None)
-                stream.wants_kv_events = first.welcome.wants_kv_events
+                stream.welcome = first.welcome
                 self._handle(attaching.Welcomed(dial.router))
                 writer = asyncio.create_task(_write(stream, call), name=f"link {dial.address} writer")
                 try:

@@ -110,8 +110,8 @@ class WorkerLoop:
             self._take_in()
 
     async def _wait(self) -> None:
-        """Wait for an event, or for the next time at which the core has something to do."""
-        await self._inbox.wait(max(0.0, self._core.due_s - self._clock.now_s()))
+        """Wait for an event, or for the next time at which there is something to do."""
+        await self._inbox.wait(max(0.0, min(self._core.due_s, self._outbox.due_s) - self._clock.now_s()))
 
     def _take_step(self, plan: StepPlan, result: StepResult) -> None:
         """Take in what a step brought, and report it with all its time, not only the engine's."""
@@ -139,9 +139,11 @@ class WorkerLoop:
             self._beat()
 
     def _take_in(self) -> None:
-        events = self._inbox.drain()
-        if self._core.due_s <= self._clock.now_s():
+        events, now_s = self._inbox.drain(), self._clock.now_s()
+        if self._core.due_s <= now_s:
             events.append(Due())
+        if self._outbox.due_s <= now_s:
+            self._outbox.send_due()
         for event in events:
             self._handle(event)
         if any(isinstance(event, Placed) for event in events):

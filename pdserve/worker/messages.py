@@ -13,6 +13,7 @@ from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.perfmodel.curve import Step
 from pdserve.reports import Failure, LoadPart, Stage
 from pdserve.roles import Role
 from pdserve.sampling import PromptLogprobs, SampledToken
@@ -168,6 +169,14 @@ class Failed:
     key: HandoffKey
     code: Failure
     reason: str
+
+
+@value
+class StepCost:
+    """What a step computed, and its wall time in seconds."""
+
+    step: Step
+    elapsed_s: float
 
 
 Report = Tokens | PromptScored | Progress | Failed

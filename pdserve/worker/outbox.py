@@ -99,6 +99,15 @@ class Outbox:
         mismatch = await asyncio.to_thread(self._carriers.mover.region.first_mismatch, check.pages, check.digests)
         self._sink.put(doors.DigestsChecked(check.key, mismatch))
 
+    @property
+    def due_s(self) -> float:
+        """When `send_due` has something to send; inf: nothing waits."""
+        return self._reporter.due_s
+
+    def send_due(self) -> None:
+        """Send routers what has been held back long enough."""
+        self._reporter.send_due()
+
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell routers and receivers that this worker lives."""
         if not self._watchdog.look(self._carriers.mover.turn, self._clock.now_s()):

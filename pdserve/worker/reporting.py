@@ -1,7 +1,7 @@
 """Carries a core's reports to the routers they concern."""
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 
@@ -20,7 +20,18 @@ from pdserve.worker import wire
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
-from pdserve.worker.messages import Load, Progress, PromptScored, Report, RoleTaken, RouterRef, Tokens
+from pdserve.worker.messages import (
+    Failed,
+    Load,
+    Progress,
+    PromptScored,
+    Report,
+    RoleTaken,
+    RouterRef,
+    StepCost,
+    Tokens,
+)
+from pdserve.worker.step_reports import StepReports
 
 _ENDED = ("CLOSED", "COMMITTED", "FREE")  # no hand-off that is open is in these states
 
@@ -90,11 +101,12 @@ LOAD_EVERY_S = 0.05  # steps may be shorter: what several routers know of each o
 
 
 class Reporter:
-    """Turns reports into messages: one a step and router, however many sequences it served."""
+    """Turns reports into messages: at most one a step and router, however many sequences it served."""
 
     def __init__(self, links: Links, clock: Clock, kv_feed: KvFeed | None = None) -> None:
         self._links = links
         self._clock = clock
+        self._held: dict[RouterRef, StepReports] = {}
         self._pairs: dict[str, link.AttachRequest] = {}
         self._have_pairs: set[RouterRef] = set()  # routers that were sent all pairs
         self._pages_leaked, self._drain_reason = 0, ""  # as last logged
@@ -103,39 +115,53 @@ class Reporter:
         self._kv_feed = kv_feed
         self._beat_s = -inf  # when the load was last reported
 
+    @property
+    def due_s(self) -> float:
+        """When `send_due` has something to send; inf: nothing waits."""
+        return min([held.due_s for held in self._held.values()], default=inf)
+
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
-        """Queue reports. With a step, every router is sent its cost, whatever it brought them."""
-        now_s = self._clock.now_s()
+        """Queue reports. With a step, every router is told its cost, whatever it brought them."""
+        brought: dict[RouterRef, list[Tokens | PromptScored | Progress]] = {}
+        failed: list[Failed] = []
+        num_tokens = 0
+        for report in reports:
+            if isinstance(report, Failed):
+                failed.append(report)
+            else:
+                brought.setdefault(report.router, []).append(report)
+                num_tokens += isinstance(report, Tokens)
+        cost = None
         if step is not None:
-            self._send_step(reports, step, now_s)
-        else:
-            for report in reports:
-                self._links.send(report.router, wire.report(report, now_s))
+            plan, result = step
+            cost = StepCost(wire.computed(plan), result.elapsed_s)
+            self.steps.note(cost.step, cost.elapsed_s, num_tokens)
+        now_s = self._clock.now_s()
+        for router in self._links.attached if cost is not None else brought:
+            self._send(router, self._held_for(router).report(brought.get(router, ()), cost, now_s))
+        for each in failed:
+            self._send(each.router, self._held_for(each.router).rest(now_s))
+            self._send(each.router, wire.failed(each))
         if self._kv_feed is not None:
             self._kv_feed.flush()
 
-    def _send_step(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult], now_s: float) -> None:
-        tokens: defaultdict[RouterRef, list[Tokens]] = defaultdict(list)
-        prompts: defaultdict[RouterRef, list[PromptScored]] = defaultdict(list)
-        stages: defaultdict[RouterRef, list[Progress]] = defaultdict(list)
-        for report in reports:
-            if isinstance(report, Tokens):
-                tokens[report.router].append(report)
-            elif isinstance(report, PromptScored):
-                prompts[report.router].append(report)
-            elif isinstance(report, Progress):
-                stages[report.router].append(report)
-            else:
-                self._links.send(report.router, wire.report(report, now_s))
-        plan, result = step
-        computed = wire.computed(plan)
-        self.steps.note(computed, result.elapsed_s, sum(map(len, tokens.values())))
-        for router in self._links.attached:
-            message = wire.step_report(
-                computed, result.elapsed_s, tokens.get(router, ()), stages.get(router, ()), now_s
-            )
-            for scored in prompts.get(router, ()):
-                wire.write_prompt(scored, message.step.prompts.add())
+    def send_due(self) -> None:
+        """Queue what has been held back long enough."""
+        now_s = self._clock.now_s()
+        for router, held in self._held.items():
+            if held.due_s <= now_s:
+                self._send(router, held.rest(now_s))
+
+    def _held_for(self, router: RouterRef) -> StepReports:
+        held = self._held.get(router)
+        if held is None:
+            attached = self._links.attached
+            self._held = {each: kept for each, kept in self._held.items() if each in attached}
+            held = self._held[router] = StepReports(each_at_once=self._links.wants_each_step(router))
+        return held
+
+    def _send(self, router: RouterRef, message: link.AttachRequest | None) -> None:
+        if message is not None:
             self._links.send(router, message)
 
     def beat(self, load: Load, num_steps: int) -> None:
@@ -145,7 +171,9 @@ class Reporter:
         if load.drain_reason != self._drain_reason:
             logger.error("draining: %s", load.drain_reason)
         self._pages_leaked, self._drain_reason = load.pages_leaked, load.drain_reason
-        self._beat_s = self._clock.now_s()
+        self._beat_s = now_s = self._clock.now_s()
+        for router, held in self._held.items():
+            self._send(router, held.rest(now_s))
         for router in self._links.attached:
             self._links.send(router, wire.heartbeat(load, num_steps, self.refused, router))
         if self._pairs:

@@ -4,7 +4,7 @@ What a router sends is checked here: ProtocolError names the field. Only duratio
 readings of this process's clock on arrival.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from pdserve.engine.sequence import Finish, Job
@@ -70,46 +70,42 @@ def computed(plan: StepPlan) -> Step:
 
 
 def step_report(
-    computed: Step, elapsed_s: float, tokens: Seq[messages.Tokens], stages: Seq[messages.Progress], now_s: float
+    costs: Iterable[messages.StepCost],
+    tokens: Iterable[Seq[messages.Tokens]],
+    stages: Iterable[messages.Progress],
+    prompts: Iterable[messages.PromptScored],
+    now_s: float,
 ) -> link.AttachRequest:
-    """Return one message for a step's cost, and for everything that it brought to one router.
+    """Return one message for steps and all that they brought to one router. `tokens`: of each sequence, in order.
 
-    Its parts are written where they belong: protobuf copies a message that is given to another one. What is not there
-    is not asked for: protobuf makes an object of it.
+    Its parts are written where they belong: protobuf copies a message that is given to another one.
     """
     message = link.AttachRequest()
-    step = message.step
-    step.elapsed_us = round(elapsed_s * 1e6)
-    if computed.prefill_tokens:
-        step.prefill_tokens, step.prefill_work = computed.prefill_tokens, computed.prefill_work
-    if computed.sequences:
-        step.decode_sequences, step.decode_kv_tokens = computed.sequences, computed.kv_tokens
-    if tokens:
-        deltas = step.deltas
-        for each in tokens:
-            _write_delta(each, deltas.add())
-    if stages:
-        progress = step.progress
-        for stage in stages:
-            _write_progress(stage, now_s, progress.add())
+    report = message.step
+    report.SetInParent()
+    for each in costs:
+        step, cost = each.step, report.costs.add()
+        cost.elapsed_us = round(each.elapsed_s * 1e6)
+        if step.prefill_tokens:
+            cost.prefill_tokens, cost.prefill_work = step.prefill_tokens, step.prefill_work
+        if step.sequences:
+            cost.decode_sequences, cost.decode_kv_tokens = step.sequences, step.kv_tokens
+    deltas = report.deltas
+    for gained in tokens:
+        _write_delta(gained, deltas.add())
+    for stage in stages:
+        _write_progress(stage, now_s, report.progress.add())
+    for scored in prompts:
+        _write_prompt(scored, report.prompts.add())
     return message
 
 
-def report(reported: messages.Report, now_s: float) -> link.AttachRequest:
-    """Return the message for one report outside of a step."""
-    message = link.AttachRequest()
-    match reported:
-        case messages.Progress():
-            _write_progress(reported, now_s, message.progress)
-        case messages.Failed(_, key, code, reason):
-            failed = message.failed
-            failed.request_id, failed.attempt = key.request_id, key.attempt
-            failed.code, failed.detail = _FAILURE[code], reason
-        case messages.Tokens():
-            _write_delta(reported, message.step.deltas.add())
-        case messages.PromptScored():
-            write_prompt(reported, message.step.prompts.add())
-    return message
+def failed(report: messages.Failed) -> link.AttachRequest:
+    key = report.key
+    ended = link.Failed(
+        request_id=key.request_id, attempt=key.attempt, code=_FAILURE[report.code], detail=report.reason
+    )
+    return link.AttachRequest(failed=ended)
 
 
 def heartbeat(
@@ -138,7 +134,7 @@ def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:
     return link.AttachRequest(pair=pair)
 
 
-def write_prompt(reported: messages.PromptScored, prompt: link.PromptDelta) -> None:
+def _write_prompt(reported: messages.PromptScored, prompt: link.PromptDelta) -> None:
     key, logprobs = reported.key, reported.logprobs
     prompt.request_id, prompt.attempt, prompt.position = key.request_id, key.attempt, reported.position
     prompt.chosen, prompt.top_ids, prompt.top = logprobs.chosen, logprobs.top_ids, logprobs.top
@@ -232,12 +228,15 @@ def _write_progress(reported: messages.Progress, now_s: float, progress: link.Pr
         progress.handoff_bytes, progress.handoff_us = reported.handoff_bytes, round(reported.handoff_s * 1e6)
 
 
-def _write_delta(reported: messages.Tokens, delta: link.TokenDelta) -> None:
-    key, token = reported.key, reported.token
-    delta.request_id, delta.attempt = key.request_id, key.attempt
-    delta.index, delta.position = reported.index, reported.position
-    delta.token_ids.append(token.token_id)
-    if token.logprobs is not None:
-        delta.logprobs.append(logprobs_to_proto(token.logprobs))
-    if reported.finish is not None:
-        delta.finish_reason = _FINISH[reported.finish]
+def _write_delta(gained: Seq[messages.Tokens], delta: link.TokenDelta) -> None:
+    """Write successive tokens of one sequence."""
+    first, last = gained[0], gained[-1]
+    delta.request_id, delta.attempt = first.key.request_id, first.key.attempt
+    delta.index, delta.position = first.index, first.position
+    for each in gained:
+        token = each.token
+        delta.token_ids.append(token.token_id)
+        if token.logprobs is not None:
+            delta.logprobs.append(logprobs_to_proto(token.logprobs))
+    if last.finish is not None:
+        delta.finish_reason = _FINISH[last.finish]

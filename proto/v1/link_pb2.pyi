@@ -153,7 +153,6 @@ class AttachRequest(_message.Message):
     REGISTER_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PAIR_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
@@ -167,11 +166,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def step(self) -> Global___StepReport:
-        """What one engine step brought."""
-
-    @_builtins.property
-    def progress(self) -> Global___Progress:
-        """A stage of a request's timeline."""
+        """What engine steps brought, and what else happened to requests."""
 
     @_builtins.property
     def failed(self) -> Global___Failed:
@@ -191,16 +186,15 @@ class AttachRequest(_message.Message):
         register: Global___Register | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         step: Global___StepReport | None = ...,
-        progress: Global___Progress | None = ...,
         failed: Global___Failed | None = ...,
         pair: Global___PairMeasured | None = ...,
         kv_events: Global___KvEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "register", b"register", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "register", b"register", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "heartbeat", "step", "progress", "failed", "pair", "kv_events"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "heartbeat", "step", "failed", "pair", "kv_events"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -664,59 +658,83 @@ Global___OthersLoad: _TypeAlias = OthersLoad  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
-    """What one engine step brought."""
+    """What engine steps brought since the last report of them. Where steps are short, tokens of several go together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DELTAS_FIELD_NUMBER: _builtins.int
-    ELAPSED_US_FIELD_NUMBER: _builtins.int
-    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
-    DECODE_SEQUENCES_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
-    PREFILL_WORK_FIELD_NUMBER: _builtins.int
-    DECODE_KV_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
-    elapsed_us: _builtins.int
-    """Wall time of the step, microseconds: from the end of the one before, where the worker did not rest in between."""
-    prefill_tokens: _builtins.int
-    """Prompt tokens computed in it."""
-    decode_sequences: _builtins.int
-    """Sequences that decoded in it."""
-    prefill_work: _builtins.int
-    """Work of its prompts' attention: for each chunk, tokens * (2 * tokens before it + tokens)."""
-    decode_kv_tokens: _builtins.int
-    """KV tokens that the sequences which decoded have read."""
+    COSTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]:
         """Tokens, one entry a sequence that gained some."""
 
     @_builtins.property
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
-        """Stages that were reached with it, before its tokens."""
+        """Stages of requests' timelines that were reached, before these tokens."""
 
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptDelta]:
         """Log probabilities of prompts that ask for them; of one prompt before its first token."""
 
+    @_builtins.property
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepCost]:
+        """The steps that have ended, oldest first. None where tokens came with a hand-off."""
+
     def __init__(
         self,
         *,
         deltas: _abc.Iterable[Global___TokenDelta] | None = ...,
-        elapsed_us: _builtins.int = ...,
-        prefill_tokens: _builtins.int = ...,
-        decode_sequences: _builtins.int = ...,
         progress: _abc.Iterable[Global___Progress] | None = ...,
-        prefill_work: _builtins.int = ...,
-        decode_kv_tokens: _builtins.int = ...,
         prompts: _abc.Iterable[Global___PromptDelta] | None = ...,
+        costs: _abc.Iterable[Global___StepCost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work", "progress", b"progress", "prompts", b"prompts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "deltas", b"deltas", "progress", b"progress", "prompts", b"prompts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class StepCost(_message.Message):
+    """What one engine step computed, and how long that took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ELAPSED_US_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_WORK_FIELD_NUMBER: _builtins.int
+    DECODE_SEQUENCES_FIELD_NUMBER: _builtins.int
+    DECODE_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    elapsed_us: _builtins.int
+    """Wall time of the step, microseconds: from the end of the one before, where the worker did not rest in between."""
+    prefill_tokens: _builtins.int
+    """Prompt tokens computed in it."""
+    prefill_work: _builtins.int
+    """Work of its prompts' attention: for each chunk, tokens * (2 * tokens before it + tokens)."""
+    decode_sequences: _builtins.int
+    """Sequences that decoded in it."""
+    decode_kv_tokens: _builtins.int
+    """KV tokens that the sequences which decoded have read."""
+    def __init__(
+        self,
+        *,
+        elapsed_us: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        prefill_work: _builtins.int = ...,
+        decode_sequences: _builtins.int = ...,
+        decode_kv_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCost: _TypeAlias = StepCost  # noqa: Y015
 
 @_typing.final
 class PromptDelta(_message.Message):
@@ -931,22 +949,26 @@ class Welcome(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     WANTS_KV_EVENTS_FIELD_NUMBER: _builtins.int
+    WANTS_EACH_STEP_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router."""
     incarnation: _builtins.int
     """Random 64 bits of the router's process start."""
     wants_kv_events: _builtins.bool
     """Whether it wants KvEvents on this stream."""
+    wants_each_step: _builtins.bool
+    """Whether it wants to be told of each step at once, however short."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         wants_kv_events: _builtins.bool = ...,
+        wants_each_step: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router_id", b"router_id", "wants_kv_events", b"wants_kv_events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router_id", b"router_id", "wants_each_step", b"wants_each_step", "wants_kv_events", b"wants_kv_events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

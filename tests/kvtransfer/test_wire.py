@@ -10,7 +10,7 @@ from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Withdrawn
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.reports import Stage
 from pdserve.worker.messages import Progress, RouterRef
-from pdserve.worker.wire import report
+from pdserve.worker.wire import step_report
 
 KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
 GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16, 4.0)
@@ -75,7 +75,8 @@ def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None
     assert isinstance(event, Commit)
     told = event
     landed = Progress(RouterRef(1), KEY, Stage.LANDED, 0.0, handoff_bytes=told.handoff_bytes, handoff_s=told.handoff_s)
-    assert report(landed, 0.0).progress.handoff_us == wire.MAX_REPORTED
+    (progress,) = step_report((), (), (landed,), (), 0.0).step.progress
+    assert progress.handoff_us == wire.MAX_REPORTED
 
 
 def test_a_reason_is_cut_on_both_ends() -> None:

@@ -1,7 +1,7 @@
 """A door is given each gain once and in order, one write a turn, and is called again only when it takes more."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from router_fakes import TOKENIZER
@@ -12,13 +12,12 @@ from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, StopStringFound
-from pdserve.router.frontend.answer import LATEST_S, WINDOW_S, Answer, Gain, Pace
+from pdserve.router.frontend.answer import Answer, Gain, Pace
 from pdserve.router.frontend.generate import reply_bytes
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import PromptLogprobs
 from pdserve.text.stop import OutputText
-from pdserve.virtual_time import VirtualClock
 
 FINISHED = Finished(Usage(1, 3, 0), Ledger())
 CUT_OFF = Refused(Status.RESOURCE_EXHAUSTED, "too slow")
@@ -43,28 +42,15 @@ class Door:
         return [token_ids for gains, _ in self.writes for token_ids in (gain.token_ids for gain in gains)]
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
-    """An event loop's timers, under a clock that is advanced by hand."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self.time = clock.now_s  # type: ignore[method-assign]
-        self.call_soon = clock.soon  # type: ignore[method-assign,assignment]
-        self.call_at = clock.at  # type: ignore[method-assign,assignment]
-
-    def call_later(self, delay: float, callback: Callable[..., object], *args: object) -> None:  # type: ignore[override]
-        self.call_at(self.time() + delay, callback, *args)
-
-
 def unexpected(error: Exception) -> None:
     raise AssertionError(error)
 
 
-def answer_for(  # noqa: PLR0913 - each test names what it is about
+def answer_for(
     door: Door,
     n: int = 1,
     max_unsent_bytes: int = 1000,
-    interval: int | None = 1,
-    loop: asyncio.AbstractEventLoop | None = None,
+    interval: int | None = None,
     pace: Pace | None = None,
     *,
     stop_token_ids: Sequence[int] = (),
@@ -80,7 +66,7 @@ def answer_for(  # noqa: PLR0913 - each test names what it is about
         door,
         outputs=outputs,
         max_unsent_bytes=max_unsent_bytes,
-        pace=pace or Pace(interval, loop or asyncio.get_running_loop(), unexpected),
+        pace=pace or Pace(interval, asyncio.get_running_loop(), unexpected),
         on_end=lambda _: None,
     )
 
@@ -144,35 +130,6 @@ async def test_a_stop_token_is_named_where_the_request_asked_for_it(
     await turn()
     ((gained,), _) = door.writes[0]
     assert (gained.token_ids, gained.stop_match) == ([10, last], named)
-
-
-def test_tokens_of_short_steps_are_written_together_and_late_ones_within_their_limit() -> None:
-    clock, door = VirtualClock(1.0), Door()
-    answer = answer_for(door, interval=None, loop=VirtualLoop(clock))
-    for token_id in (10, 11, 12):
-        gain(answer, token_id)
-        clock.advance(WINDOW_S / 4)
-    assert door.tokens() == [[10]], "the first at once, the others within one window"
-    clock.advance(LATEST_S - WINDOW_S * 0.6)
-    assert door.tokens() == [[10]]
-    clock.advance(WINDOW_S / 4)
-    assert door.tokens() == [[10], [11, 12]], "the first of them has waited as long as it may"
-    clock.advance(WINDOW_S)
-    gain(answer, 13)
-    clock.advance(0.0)
-    assert door.tokens()[2:] == [[13]], "a window has passed"
-    gain(answer, 14)
-    clock.advance(WINDOW_S / 2)
-    gain(answer, 15)
-    clock.advance(WINDOW_S * 0.6)
-    gain(answer, 16)
-    clock.advance(0.0)
-    assert door.tokens()[3:] == [[14, 15, 16]], "what is held goes with the next one after the window"
-    gain(answer, 17, finish_reason=2)
-    clock.advance(0.0)
-    assert door.tokens()[4:] == [[17]], "the end waits for nothing"
-    clock.run()
-    assert len(door.writes) == 5
 
 
 async def test_an_interval_is_a_number_of_tokens() -> None:

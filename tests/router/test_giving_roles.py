@@ -168,7 +168,7 @@ async def test_what_cannot_be_is_refused_and_nobody_is_asked(start_router: Start
     prefill, decode = await router.pair()
     await router.worker(link.ROLE_DECODE, "small", num_pages=200)
     await router.worker(link.ROLE_DECODE, "loading", ready=False)
-    await router.worker(link.ROLE_DECODE, "old", protocol_version=7)
+    await router.worker(link.ROLE_DECODE, "old", protocol_version=PROTOCOL_VERSION - 1)
     other_layout = layout_to_proto(replace(LAYOUT, page_size=32))
     await router.worker(link.ROLE_PREFILL, "other", layout=other_layout)
     invalid, precondition = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
@@ -182,7 +182,7 @@ async def test_what_cannot_be_is_refused_and_nobody_is_asked(start_router: Start
     assert await refused(router, "loading", link.ROLE_MIXED) == (precondition, "loading takes nothing: it is loading")
     assert await refused(router, "old", link.ROLE_MIXED) == (
         precondition,
-        f"old takes nothing: protocol_version: 7 != {PROTOCOL_VERSION}",
+        f"old takes nothing: protocol_version: {PROTOCOL_VERSION - 1} != {PROTOCOL_VERSION}",
     )
     assert await refused(router, "p0", link.ROLE_DECODE) == (
         precondition,

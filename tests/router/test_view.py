@@ -14,6 +14,7 @@ from pdserve.roles import Role
 from pdserve.router.events import LinkId, LinkLost, Registration, StepReported
 from pdserve.router.view import PlacementKey, Share, WorkerView
 from pdserve.router.wire import worker_events
+from pdserve.worker.messages import StepCost
 from pdserve.worker.wire import computed, step_report
 
 BUDGET = 512
@@ -88,7 +89,7 @@ def test_other_routers_prompts_never_make_what_is_left_negative_nor_more_than_wa
 
 def test_a_step_that_does_both_is_told_in_its_parts() -> None:
     chunks = (Chunk([1] * 100, 300, (), ()), Chunk([1], 70, (), ()), Chunk([1], 50, (), ()))
-    message = step_report(computed(StepPlan(chunks)), 0.25, (), (), 0.0)
+    message = step_report((StepCost(computed(StepPlan(chunks)), 0.25),), (), (), (), 0.0)
     (event,) = worker_events(LinkId(1), message)
     assert event == StepReported(LinkId(1), message.step.deltas, Step(100, attention_work(100, 300), 2, 122), 0.25)
 

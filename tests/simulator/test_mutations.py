@@ -57,6 +57,10 @@ BY_TEST = {
         "workers/test_taking_roles.py",
         "test_a_decode_worker_computes_prompts_to_hand_off_once_the_room_for_them_is_free",
     ),
+    "send_what_is_held_a_second_time": (
+        "workers/test_step_reports.py",
+        "test_each_token_and_each_cost_goes_once_in_order_and_in_time",
+    ),
     "let_processes_attach_in_any_order": (
         "kvtransfer/test_roster.py",
         "test_an_earlier_process_is_refused_after_a_later_one",

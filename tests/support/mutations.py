@@ -8,6 +8,7 @@ import fetch_mutations
 import membership_mutations
 import move_mutations
 import receiver_mutations
+import report_mutations
 import role_mutations
 import stream_mutations
 from breaking import MUTATIONS, Original, breaks, mutation, wrap
@@ -38,6 +39,7 @@ __all__ = [
     "membership_mutations",
     "move_mutations",
     "receiver_mutations",
+    "report_mutations",
     "role_mutations",
     "stream_mutations",
 ]  # the latter have put their own among them

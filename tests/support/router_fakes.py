@@ -244,7 +244,7 @@ class FakeWorker:
 
     async def progress(self, key: Key, stage: link.Stage.ValueType, **figures: int) -> None:
         news = link.Progress(request_id=key[0], attempt=key[1], stage=stage, **figures)  # type: ignore[arg-type]
-        await self.say(progress=news)
+        await self.say(step=link.StepReport(progress=[news]))
 
     def delta(self, spec: link.SequenceSpec, index: int, position: int, *, is_last: bool = False) -> link.TokenDelta:
         prompt = token_ids_of(spec)[: spec.num_prompt_tokens]

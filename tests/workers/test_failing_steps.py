@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 
 import pytest
 from default_rules import default_rules
@@ -159,6 +160,8 @@ def test_only_sequences_that_had_not_failed_decide_what_a_step_planned_ahead_cou
 
 class Carried:
     """What a worker reports, and how often it said that it lives."""
+
+    due_s = inf  # nothing is held back
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}

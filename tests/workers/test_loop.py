@@ -81,6 +81,8 @@ class HeldUp:
 class Carried:
     """Commands in the order they were carried out, and a signal for each."""
 
+    due_s = inf  # nothing is held back
+
     def __init__(self) -> None:
         self.commands: asyncio.Queue[str] = asyncio.Queue()
 
@@ -115,6 +117,30 @@ async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over(
     inbox.wake()
     await loop
     assert sorted(core.heard[1:]) == ["commit", "more"]
+
+
+class Holding(Carried):
+    """Holds something back until a time."""
+
+    def __init__(self, due_s: float) -> None:
+        super().__init__()
+        self.due_s = due_s
+
+    def send_due(self) -> None:
+        self.due_s = inf
+        self.commands.put_nowait("what was held back")
+
+
+async def test_what_was_held_back_goes_while_a_step_runs() -> None:
+    core, engine, inbox, clock = Notes(), HeldUp(), Inbox(), MonotonicClock()
+    carried = Holding(clock.now_s() + 0.05)
+    loop = asyncio.create_task(WorkerLoop(core, engine.start, inbox, carried, clock, 60.0).run())
+    await asyncio.to_thread(engine.started.wait)
+    assert await asyncio.wait_for(carried.commands.get(), 20) == "what was held back"
+    assert core.heard == []
+    core.drained = True
+    engine.go_on.set()
+    await loop
 
 
 class Steady(Notes):

@@ -73,6 +73,8 @@ class HeldRunner:
 class Beats:
     """Hears that a worker lives."""
 
+    due_s = inf  # nothing is held back
+
     def __init__(self) -> None:
         self.heard: asyncio.Queue[Load] = asyncio.Queue()
 

@@ -32,6 +32,7 @@ class SimLinks:
         self._on_dismissed = on_dismissed
         self._attaching = Attaching(jitter=lambda: 0.5 + owner.world.rng.random() / 2)
         self._ends: dict[RouterRef, End | None] = {}  # None: being dialled
+        self._welcomes: dict[RouterRef, link.Welcome] = {}
 
     @property
     def attached(self) -> tuple[RouterRef, ...]:
@@ -41,6 +42,9 @@ class SimLinks:
         end = self._ends.get(router)
         if end is not None:
             end.send(message.SerializeToString())
+
+    def wants_each_step(self, router: RouterRef) -> bool:
+        return router in self._welcomes and self._welcomes[router].wants_each_step
 
     def broadcast(self, message: link.AttachRequest) -> None:
         for router in self.attached:
@@ -74,6 +78,7 @@ class SimLinks:
                 case attaching.Finish(router):
                     self._handle(attaching.Ended(router, "the worker has drained"))
                 case attaching.Close(router):
+                    self._welcomes.pop(router, None)
                     end = self._ends.pop(router)
                     if end is not None:
                         end.close("closed by the worker")
@@ -108,6 +113,7 @@ class SimLinks:
             return
         message = link.AttachResponse.FromString(content)
         if message.HasField("welcome"):
+            self._welcomes[router] = message.welcome
             self._handle(attaching.Welcomed(router))
         else:
             for each in (message, *message.more):

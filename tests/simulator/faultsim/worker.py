@@ -8,6 +8,7 @@ its end, so that whatever touches its pages before that is seen.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, cast
 
 from faultsim.doors import Doors, FindPeer
@@ -90,6 +91,7 @@ class WorkerProcess(Host):
         self._steps = Isolating(self._compute)
         self._running: deque[StepPlan] = deque()
         self.num_steps = 0
+        self._reports_due_s = inf
         self._failed_steps = FailedSteps()
         self.exited = False
         self.on_exit: Callable[[], object] = lambda: None
@@ -285,7 +287,21 @@ class WorkerProcess(Host):
         if reports or step:
             self.world.note(self.name, reports)
             self.reporter.send(reports, step)
+            self._watch_reports()
         self.witness.check_moves(self.core, self.scheduler)
+
+    def _watch_reports(self) -> None:
+        """Let reports that wait for others go when it is time."""
+        due_s = self.reporter.due_s
+        if due_s < self._reports_due_s:
+            self._reports_due_s = due_s
+            self.world.at(due_s, self, self._send_reports)
+
+    def _send_reports(self) -> None:
+        self._reports_due_s = inf
+        if not self.exited:
+            self.reporter.send_due()
+            self._watch_reports()
 
     def _be_dismissed(self) -> None:
         self.world.note(self.name, "dismissed")
