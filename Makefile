@@ -50,7 +50,7 @@ CLIENTS := build/clients
 FUZZING_S ?= 300
 test-clients: $(INSTALLED) $(CLIENTS)/.installed
 	PDSERVE_CLIENTS="$(CURDIR)/$(CLIENTS)/bin" PDSERVE_FUZZING_S=$(FUZZING_S) \
-		$(BIN)/pytest -q tests/clients tests/cluster/test_openai.py tests/cluster/test_live_structured.py -m "not long"
+		$(BIN)/pytest -q tests/clients tests/cluster/test_openai.py tests/cluster/test_live_structured.py
 $(CLIENTS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(CLIENTS)
 	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/requirements.txt
