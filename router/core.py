@@ -138,8 +138,8 @@ class RouterCore:
         faults = self._delivery.prompts(worker, event.prompts, now_s) if event.prompts else []
         for request, placement, text in [*faults, *self._delivery.step(worker, event.deltas, now_s)]:
             self._retry.take_fault(worker, request, placement, text, now_s)
-        if event.step != IDLE:  # else its tokens came with a hand-off, and the step that runs goes on
-            worker.stepped(event.step, now_s)
+        if event.step != IDLE:  # else its tokens came without a step, and the one that runs goes on
+            worker.stepped(event.step, now_s - event.age_s)
             worker.step_s = event.elapsed_s
             self.predictor.observe_step(worker, event.step, event.elapsed_s, now_s)
 

@@ -123,6 +123,7 @@ class StepReported:
     step: Step = IDLE
     elapsed_s: float = 0.0  # of each
     prompts: Seq[PromptScored] = ()  # before the deltas
+    age_s: float = 0.0  # since the step ended
 
 
 @value

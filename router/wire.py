@@ -3,6 +3,7 @@
 What a worker sends is checked here as far as a single message shows it; ProtocolError names the field.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
 
 from pdserve.errors import ProtocolError
@@ -55,20 +56,22 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
     if kind != "step":
         return [_worker_event(link_id, message, kind)]
     report = message.step
-    events: list[WorkerEvent] = [_stage(link_id, progress) for progress in report.progress[:]]
     deltas, prompts = report.deltas[:], tuple([_prompt(prompt) for prompt in report.prompts[:]])
-    costs = [_cost(cost) for cost in report.costs[:]]
-    events += [StepReported(link_id, (), step, elapsed_s) for step, elapsed_s in costs[:-1]]
+    costs = report.costs[:]
+    events: list[WorkerEvent] = [_step(link_id, (), cost, ()) for cost in costs[:-1]]
+    events += [_stage(link_id, progress) for progress in report.progress[:]]
     if costs:
-        events.append(StepReported(link_id, deltas, *costs[-1], prompts))
+        events.append(_step(link_id, deltas, costs[-1], prompts))
     elif deltas or prompts:
         events.append(StepReported(link_id, deltas, prompts=prompts))
     return events
 
 
-def _cost(cost: link.StepCost) -> tuple[Step, float]:
+def _step(
+    link_id: LinkId, deltas: Seq[link.TokenDelta], cost: link.StepCost, prompts: Seq[PromptScored]
+) -> StepReported:
     step = Step(cost.prefill_tokens, cost.prefill_work, cost.decode_sequences, cost.decode_kv_tokens)
-    return step, cost.elapsed_us / 1e6
+    return StepReported(link_id, deltas, step, cost.elapsed_us / 1e6, prompts, cost.age_us / 1e6)
 
 
 def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None) -> WorkerEvent:

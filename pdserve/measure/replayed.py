@@ -21,7 +21,7 @@ from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify, read_
 from pdserve.sampling import SampledToken
 from pdserve.token_ids import TOKEN_ID_BYTES
 from pdserve.wire import layout_to_proto
-from pdserve.worker.messages import Progress, PromptScored, RouterRef, StepCost, Tokens
+from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
 from pdserve.worker.step_reports import StepReports
 
 BEAT_S = 0.5
@@ -31,7 +31,7 @@ _ATTACH = "/pdserve.v1.LinkService/Attach"
 _LAYOUT = KvLayout("replayed", 32, 8, 128, PAGE_SIZE, "bfloat16")
 
 _ROUTER = RouterRef(0)
-_Report: TypeAlias = "Tokens | Progress | PromptScored"
+_Report: TypeAlias = "Tokens | Progress"
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]"
 
 
@@ -126,7 +126,7 @@ class Replayed:
             now_s = loop.time()
             for call, (computed, reports) in ((prefill, self._prefill_step(now_s)), (decode, self._decode_step(now_s))):
                 held = to_report[call]
-                message = held.report(reports, StepCost(computed, step_s), now_s) if reports else None
+                message = held.report(reports, StepCost(computed, step_s, now_s), now_s) if reports else None
                 if message is None and held.due_s <= now_s:
                     message = held.rest(now_s)
                 if message is not None:

@@ -28,6 +28,7 @@ from pdserve.prefix_hash import PrefixHasher
 from pdserve.processor import choose_dtype, cpu_name, read_cpu_info
 from pdserve.roles import lacks_pages
 from pdserve.worker.failing import Run
+from pdserve.worker.page_memory import available_bytes
 from pdserve.worker.shared_weights import share_weights
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ def build_engine(
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
     limits = _limits(config, checkpoint, num_pages)
+    if device.type == "cpu":
+        _check_memory(config, num_pages * layout.page_bytes)
     model_name = config.served_model_name or checkpoint.name
     hasher = PrefixHasher(secret, model_name)
     return Engine(
@@ -154,6 +157,14 @@ def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device
         given = config.kv_cache_memory_bytes
         raise ConfigError(f"kv_cache_memory_bytes: {given} have no room for a page of {layout.page_bytes} bytes")
     return num_pages
+
+
+def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
+    """Raise ConfigError where pages take more memory than there is: the kernel would end a worker that serves."""
+    available = available_bytes()
+    if num_bytes > available:
+        field = "kv_cache_memory_bytes" if config.num_pages is None else "num_pages"
+        raise ConfigError(f"{field}: KV pages take {num_bytes} bytes, and {available} are left beside the model")
 
 
 def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:

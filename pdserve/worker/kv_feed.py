@@ -22,7 +22,7 @@ MAX_PAGES = 65_536  # in one message: 1 MiB of hashes, put together in a few ms
 
 
 class KvFeed:
-    """Takes the cache's changes after each step."""
+    """Takes the cache's changes whenever steps are reported."""
 
     def __init__(
         self, cache: KvCache, links: Links, publisher: "KvPublisher | None" = None, max_pages: int = MAX_PAGES

@@ -173,10 +173,11 @@ class Failed:
 
 @value
 class StepCost:
-    """What a step computed, and its wall time in seconds."""
+    """What a step computed, its wall time in seconds, and when it ended."""
 
     step: Step
     elapsed_s: float
+    at_s: float
 
 
 Report = Tokens | PromptScored | Progress | Failed

@@ -97,11 +97,13 @@ def refusal_samples(refused: Mapping[Refusal, int]) -> Iterator[Sample]:
 
 logger = logging.getLogger(__name__)
 
+_Outgoing = tuple[RouterRef, link.AttachRequest | None]  # None: there is nothing to send
+
 LOAD_EVERY_S = 0.05  # steps may be shorter: what several routers know of each other's requests is this old at most
 
 
 class Reporter:
-    """Turns reports into messages: at most one a step and router, however many sequences it served."""
+    """Turns reports into messages: with a step at most one for each router, but for failures."""
 
     def __init__(self, links: Links, clock: Clock, kv_feed: KvFeed | None = None) -> None:
         self._links = links
@@ -124,7 +126,7 @@ class Reporter:
         """Queue reports. With a step, every router is told its cost, whatever it brought them."""
         brought: dict[RouterRef, list[Tokens | PromptScored | Progress]] = {}
         failed: list[Failed] = []
-        num_tokens = 0
+        now_s, num_tokens = self._clock.now_s(), 0
         for report in reports:
             if isinstance(report, Failed):
                 failed.append(report)
@@ -134,23 +136,20 @@ class Reporter:
         cost = None
         if step is not None:
             plan, result = step
-            cost = StepCost(wire.computed(plan), result.elapsed_s)
+            cost = StepCost(wire.computed(plan), result.elapsed_s, now_s)
             self.steps.note(cost.step, cost.elapsed_s, num_tokens)
-        now_s = self._clock.now_s()
-        for router in self._links.attached if cost is not None else brought:
-            self._send(router, self._held_for(router).report(brought.get(router, ()), cost, now_s))
+        messages: list[_Outgoing] = [
+            (router, self._held_for(router).report(brought.get(router, ()), cost, now_s))
+            for router in (self._links.attached if cost is not None else brought)
+        ]
         for each in failed:
-            self._send(each.router, self._held_for(each.router).rest(now_s))
-            self._send(each.router, wire.failed(each))
-        if self._kv_feed is not None:
-            self._kv_feed.flush()
+            messages += [(each.router, self._held_for(each.router).rest(now_s)), (each.router, wire.failed(each))]
+        self._send(messages)
 
     def send_due(self) -> None:
         """Queue what has been held back long enough."""
         now_s = self._clock.now_s()
-        for router, held in self._held.items():
-            if held.due_s <= now_s:
-                self._send(router, held.rest(now_s))
+        self._send([(router, held.rest(now_s)) for router, held in self._held.items() if held.due_s <= now_s])
 
     def _held_for(self, router: RouterRef) -> StepReports:
         held = self._held.get(router)
@@ -160,9 +159,15 @@ class Reporter:
             held = self._held[router] = StepReports(each_at_once=self._links.wants_each_step(router))
         return held
 
-    def _send(self, router: RouterRef, message: link.AttachRequest | None) -> None:
-        if message is not None:
-            self._links.send(router, message)
+    def _send(self, messages: Iterable[_Outgoing]) -> None:
+        """Queue messages, where there are any, and behind them what has changed in the prefix cache."""
+        has_sent = False
+        for router, message in messages:
+            if message is not None:
+                self._links.send(router, message)
+                has_sent = True
+        if has_sent and self._kv_feed is not None:
+            self._kv_feed.flush()
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Report the load to every router, and log as errors what should not be."""
@@ -172,14 +177,13 @@ class Reporter:
             logger.error("draining: %s", load.drain_reason)
         self._pages_leaked, self._drain_reason = load.pages_leaked, load.drain_reason
         self._beat_s = now_s = self._clock.now_s()
-        for router, held in self._held.items():
-            self._send(router, held.rest(now_s))
-        for router in self._links.attached:
-            self._links.send(router, wire.heartbeat(load, num_steps, self.refused, router))
+        messages: list[_Outgoing] = [(router, held.rest(now_s)) for router, held in self._held.items()]
+        attached = self._links.attached
+        self._send([*messages, *((each, wire.heartbeat(load, num_steps, self.refused, each)) for each in attached)])
         if self._pairs:
             self._repeat()
         if self._kv_feed is not None:
-            self._kv_feed.flush()
+            self._kv_feed.flush()  # whoever reads its events elsewhere does so without a router, too
 
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         """Tell routers how full this worker is, if several send it work: none knows of what the others send.

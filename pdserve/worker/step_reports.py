@@ -1,8 +1,9 @@
 """Decides when what steps bring is reported to a router, and what goes together.
 
-A message costs a router more than what it carries, and so does each part of one. Where steps are shorter than anybody
-sees, their tokens go together: of a sequence the first and the last at once, the others with the first step that ends
-WINDOW_S after they last went, and at most LATEST_S late. With steps over WINDOW_S each is reported as it ends.
+A message costs a router a fixed time, and so does each sequence's entry in it. So tokens of several short steps go into
+one message: with the first step that ends WINDOW_S after they last went, and at most LATEST_S late. What steps over
+WINDOW_S bring is sent as they end. A sequence's first and last tokens, tokens of a hand-off, stages and what a prompt's
+step cost are always sent at once.
 """
 
 from collections.abc import Iterable
@@ -37,7 +38,7 @@ class StepReports:
         self, reports: Iterable[Tokens | Progress | PromptScored], cost: StepCost | None, now_s: float
     ) -> link.AttachRequest | None:
         """Return the message that goes now, if any. `cost`: of the step that brought the reports; None: no step did."""
-        ends: dict[tuple[HandoffKey, int], None] = {}
+        at_once: dict[tuple[HandoffKey, int], None] = {}
         stages: list[Progress] = []
         prompts: list[PromptScored] = []
         for report in reports:
@@ -45,19 +46,20 @@ class StepReports:
                 name = report.key, report.index
                 self._tokens.setdefault(name, []).append(report)
                 if report.finish is not None or not report.position or cost is None:
-                    ends[name] = None
+                    at_once[name] = None
             elif isinstance(report, Progress):
                 stages.append(report)
             else:
                 prompts.append(report)
+        is_urgent = bool(at_once or stages or prompts)
         if cost is not None:
             self._costs.append(cost)
-            is_due = now_s - self._sent_s >= WINDOW_S or cost.step.prefill_tokens > 0
-            if is_due or self._each_at_once:
+            is_urgent |= cost.step.prefill_tokens > 0
+            if self._each_at_once or max(now_s - self._sent_s, cost.elapsed_s) >= WINDOW_S:
                 return self._message(self._take_all(now_s), stages, prompts, now_s)
         message = None
-        if ends or stages or prompts:
-            message = self._message([self._tokens.pop(name) for name in ends], stages, prompts, now_s)
+        if is_urgent:
+            message = self._message([self._tokens.pop(name) for name in at_once], stages, prompts, now_s)
         if not self._tokens and not self._costs:
             self._held_s = inf
         elif self._held_s == inf:

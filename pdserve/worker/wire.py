@@ -82,10 +82,11 @@ def step_report(
     """
     message = link.AttachRequest()
     report = message.step
-    report.SetInParent()
     for each in costs:
         step, cost = each.step, report.costs.add()
         cost.elapsed_us = round(each.elapsed_s * 1e6)
+        if now_s > each.at_s:
+            cost.age_us = round((now_s - each.at_s) * 1e6)
         if step.prefill_tokens:
             cost.prefill_tokens, cost.prefill_work = step.prefill_tokens, step.prefill_work
         if step.sequences:

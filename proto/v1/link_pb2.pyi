@@ -680,7 +680,9 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepCost]:
-        """The steps that have ended, oldest first. None where tokens came with a hand-off."""
+        """The steps that have ended since costs were last reported, oldest first: before these stages and tokens, but for the
+        last one, which brought them.
+        """
 
     def __init__(
         self,
@@ -709,6 +711,7 @@ class StepCost(_message.Message):
     PREFILL_WORK_FIELD_NUMBER: _builtins.int
     DECODE_SEQUENCES_FIELD_NUMBER: _builtins.int
     DECODE_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_US_FIELD_NUMBER: _builtins.int
     elapsed_us: _builtins.int
     """Wall time of the step, microseconds: from the end of the one before, where the worker did not rest in between."""
     prefill_tokens: _builtins.int
@@ -719,6 +722,8 @@ class StepCost(_message.Message):
     """Sequences that decoded in it."""
     decode_kv_tokens: _builtins.int
     """KV tokens that the sequences which decoded have read."""
+    age_us: _builtins.int
+    """Time since it ended, microseconds."""
     def __init__(
         self,
         *,
@@ -727,10 +732,11 @@ class StepCost(_message.Message):
         prefill_work: _builtins.int = ...,
         decode_sequences: _builtins.int = ...,
         decode_kv_tokens: _builtins.int = ...,
+        age_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_us", b"age_us", "decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

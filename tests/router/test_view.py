@@ -8,13 +8,14 @@ from router_driver import Driver, placed_request
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer.session import HandoffKey
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.reports import Stage
 from pdserve.roles import Role
-from pdserve.router.events import LinkId, LinkLost, Registration, StepReported
+from pdserve.router.events import LinkId, LinkLost, Registration, StageReached, StepReported
 from pdserve.router.view import PlacementKey, Share, WorkerView
 from pdserve.router.wire import worker_events
-from pdserve.worker.messages import StepCost
+from pdserve.worker.messages import Progress, RouterRef, StepCost
 from pdserve.worker.wire import computed, step_report
 
 BUDGET = 512
@@ -89,9 +90,19 @@ def test_other_routers_prompts_never_make_what_is_left_negative_nor_more_than_wa
 
 def test_a_step_that_does_both_is_told_in_its_parts() -> None:
     chunks = (Chunk([1] * 100, 300, (), ()), Chunk([1], 70, (), ()), Chunk([1], 50, (), ()))
-    message = step_report((StepCost(computed(StepPlan(chunks)), 0.25),), (), (), (), 0.0)
+    message = step_report((StepCost(computed(StepPlan(chunks)), 0.25, 0.0),), (), (), (), 0.0)
     (event,) = worker_events(LinkId(1), message)
     assert event == StepReported(LinkId(1), message.step.deltas, Step(100, attention_work(100, 300), 2, 122), 0.25)
+
+
+def test_steps_that_are_told_together_come_before_the_stages_of_the_last_one() -> None:
+    decoding, computing = Step(0, 0, 2, 122), Step(100, 10_000, 2, 124)
+    costs = StepCost(decoding, 0.002, 5.0), StepCost(computing, 0.012, 5.012)
+    done = Progress(RouterRef(1), HandoffKey(RequestId(bytes(16)), Attempt(0)), Stage.PREFILL_DONE, 5.012)
+    early, stage, last = worker_events(LinkId(1), step_report(costs, (), (done,), (), 5.013))
+    assert early == StepReported(LinkId(1), (), decoding, 0.002, age_s=0.013)
+    assert isinstance(stage, StageReached)
+    assert last == StepReported(LinkId(1), [], computing, 0.012, age_s=0.001)
 
 
 @pytest.mark.parametrize(

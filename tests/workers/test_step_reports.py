@@ -26,9 +26,9 @@ def token(number: int, position: int, finish: Finish | None = None, logprobs: To
     return Tokens(ROUTER, KEYS[number], 0, position, SampledToken(100 * number + position, logprobs), finish)
 
 
-def decoded(*numbers: int, prefill_tokens: int = 0) -> StepCost:
+def decoded(*numbers: int, prefill_tokens: int = 0, elapsed_s: float = SHORT_S) -> StepCost:
     """Return the cost of a step that is told from others by its KV tokens."""
-    return StepCost(Step(prefill_tokens, prefill_tokens, len(numbers), 7 * sum(numbers)), SHORT_S)
+    return StepCost(Step(prefill_tokens, prefill_tokens, len(numbers), 7 * sum(numbers)), elapsed_s, 0.0)
 
 
 def gained(message: link.AttachRequest | None) -> list[tuple[int, list[int]]]:
@@ -64,12 +64,16 @@ def test_what_waits_goes_when_it_is_due_though_no_step_ends() -> None:
     assert reports.rest(1.0) is None
 
 
-def test_steps_as_long_as_a_window_are_reported_one_by_one() -> None:
-    reports = running()
-    for position in range(2, 6):
-        assert gained(reports.report([token(1, position)], decoded(1), (position - 1) * WINDOW_S)) == [
-            (position, [100 + position])
-        ]
+@pytest.mark.parametrize("step_s", [WINDOW_S, 1.1 * LATEST_S, 2 * WINDOW_S])
+def test_what_a_step_over_a_window_brings_goes_as_it_ends_also_after_one_that_was_short(step_s: float) -> None:
+    reports, now_s = running(), 0.0
+    for position, elapsed_s in enumerate([step_s, 0.9 * WINDOW_S, step_s, step_s, step_s], 2):
+        if reports.due_s < now_s + elapsed_s:
+            assert gained(reports.rest(reports.due_s)) == [(position - 1, [99 + position])]
+        now_s += elapsed_s
+        message = reports.report([token(1, position)], decoded(1, elapsed_s=elapsed_s), now_s)
+        assert (message is None) == (elapsed_s < WINDOW_S)
+    assert reports.due_s == inf
 
 
 @pytest.mark.parametrize(
@@ -87,11 +91,14 @@ def test_the_first_and_the_last_token_wait_for_nothing_and_take_only_their_own_a
     assert gained(reports.rest(3 * SHORT_S)) == [(2, [102, 103])]
 
 
-def test_a_step_that_computed_a_prompt_is_reported_at_once_with_all_before() -> None:
+def test_what_a_prompts_step_cost_is_told_at_once_and_others_tokens_wait_on() -> None:
     reports = running()
     assert reports.report([token(1, 2)], decoded(1), SHORT_S) is None
-    message = reports.report([token(1, 3), token(2, 0)], decoded(1, prefill_tokens=50), 2 * SHORT_S)
-    assert gained(message) == [(2, [102, 103]), (0, [200])]
+    message = reports.report([token(1, 3)], decoded(1, prefill_tokens=50), 2 * SHORT_S)
+    assert gained(message) == []
+    assert message is not None
+    assert [each.prefill_tokens for each in message.step.costs] == [0, 50]
+    assert gained(reports.rest(3 * SHORT_S)) == [(2, [102, 103])]
 
 
 def test_a_stage_goes_at_once_and_what_came_without_a_step_too() -> None:
@@ -164,7 +171,7 @@ def test_each_token_and_each_cost_goes_once_in_order_and_in_time(
             brought.append(token(each, positions[each], finish))
             came_s[KEYS[each].request_id, positions[each]] = now_s
             positions[each] += 1
-        take(reports.report(brought, StepCost(Step(int(has_prompt), 0, 1, number), elapsed_s), now_s), now_s)
+        take(reports.report(brought, StepCost(Step(int(has_prompt), 0, 1, number), elapsed_s, now_s), now_s), now_s)
         for each in gaining & ending:
             assert len(sent[KEYS[each].request_id]) == positions[each], "an end waits for nothing"
     take(reports.rest(now_s), now_s)
