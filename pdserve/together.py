@@ -1,8 +1,7 @@
 """Messages that wait for a stream are written as one: each write costs both ends more than what it carries."""
 
-import asyncio
-from collections.abc import MutableSequence
-from typing import Protocol, Self, TypeVar
+from collections.abc import Callable, MutableSequence
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 TOGETHER_BYTES = 262_144  # from which on no more messages are written together; not tuned
 
@@ -13,25 +12,49 @@ class Message(Protocol):
     @property
     def more(self) -> MutableSequence[Self]: ...
     def ByteSize(self) -> int: ...  # noqa: N802 - protobuf's
+    def CopyFrom(self, other: Self) -> None: ...  # noqa: N802
 
 
 M = TypeVar("M", bound=Message)
+Deferred: TypeAlias = Callable[[], M | None]  # puts a message together when it is its turn; None: there is none
+E_co = TypeVar("E_co", covariant=True)
 
 
-async def next_message(outbound: "asyncio.Queue[M | None]") -> M | None:
+class Outbound(Protocol[E_co]):
+    """What waits for a stream, as in an `asyncio.Queue`."""
+
+    async def get(self) -> E_co: ...
+    def get_nowait(self) -> E_co: ...
+    def put_nowait(self, item: None) -> None: ...
+    def empty(self) -> bool: ...
+
+
+async def next_message(outbound: Outbound[M | Deferred[M] | None]) -> M | None:
     """Wait for a message; return it with those that wait behind it, up to a size. None is the last in a queue.
 
-    The message is changed, so it must be in no other queue.
+    The queue's messages stay as they are: the same one may be in another queue.
     """
-    message = await outbound.get()
-    if message is None:
-        return None
-    num_bytes = 0 if outbound.empty() else message.ByteSize()
+    first: M | None = None
+    while first is None:
+        entry = await outbound.get()
+        if entry is None:
+            return None
+        first = _made(entry)
+    if outbound.empty():
+        return first
+    together, num_bytes = type(first)(), first.ByteSize()
+    together.CopyFrom(first)
     while num_bytes < TOGETHER_BYTES and not outbound.empty():
-        another = outbound.get_nowait()
-        if another is None:
+        entry = outbound.get_nowait()
+        if entry is None:
             outbound.put_nowait(None)
             break
-        num_bytes += another.ByteSize()
-        message.more.append(another)
-    return message
+        another = _made(entry)
+        if another is not None:
+            num_bytes += another.ByteSize()
+            together.more.append(another)
+    return together
+
+
+def _made(entry: M | Deferred[M]) -> M | None:
+    return entry() if callable(entry) else entry

@@ -178,7 +178,8 @@ class Links(LinkServiceServicer):
         try:
             await self._read_registration(stream, messages)
             async for message in messages:
-                self._take(stream, message)
+                for each in (message, *message.more):
+                    self._take(stream, each)
         except (ProtocolError, TimeoutError) as error:
             logger.warning("worker %r is dropped: %s", stream.registration.worker_id, error)
             if isinstance(error, ProtocolError):

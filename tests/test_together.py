@@ -1,11 +1,14 @@
 import asyncio
 
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.together import TOGETHER_BYTES, next_message
+from pdserve.together import TOGETHER_BYTES, Deferred, next_message
 
 
-def queue_of(*messages: link.AttachResponse | None) -> "asyncio.Queue[link.AttachResponse | None]":
-    outbound = asyncio.Queue[link.AttachResponse | None]()
+Entry = link.AttachResponse | Deferred[link.AttachResponse] | None
+
+
+def queue_of(*messages: Entry) -> "asyncio.Queue[Entry]":
+    outbound = asyncio.Queue[Entry]()
     for message in messages:
         outbound.put_nowait(message)
     return outbound
@@ -27,3 +30,17 @@ async def test_the_end_of_a_stream_comes_after_all_that_waits() -> None:
     outbound = queue_of(share(1), share(2), None)
     assert await next_message(outbound) == link.AttachResponse(share=share(1).share, more=[share(2)])
     assert await next_message(outbound) is None
+
+
+async def test_what_is_put_together_when_it_is_its_turn_may_be_nothing() -> None:
+    outbound = queue_of(lambda: None, lambda: share(1), lambda: None, lambda: share(2))
+    assert await next_message(outbound) == link.AttachResponse(share=share(1).share, more=[share(2)])
+    assert outbound.empty()
+
+
+async def test_a_message_that_waits_in_two_queues_stays_as_it_is() -> None:
+    shared = share(1)
+    together = await next_message(queue_of(shared, share(2)))
+    assert together is not None
+    assert (len(together.more), len(shared.more)) == (1, 0)
+    assert await next_message(queue_of(shared)) is shared

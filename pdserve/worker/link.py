@@ -21,6 +21,7 @@ from pdserve.names import Lookups, Resolve, resolve
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, identify
+from pdserve.together import Deferred, next_message
 from pdserve.worker import attaching, wire
 from pdserve.worker.attaching import Attaching, Dial
 from pdserve.worker.messages import Event, RouterLost, RouterRef
@@ -32,17 +33,14 @@ MAX_WARNED = 64  # addresses, before all is logged once more
 ATTACH = "/pdserve.v1.LinkService/Attach"
 
 
-Deferred = Callable[[], link.AttachRequest | None]  # puts a message together when it is its turn; None: there is none
-Message = link.AttachRequest | Deferred
+Message = link.AttachRequest | Deferred[link.AttachRequest]
 Call = grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """None in the queue: write nothing more."""
-
     task: asyncio.Task[None]
-    queue: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
+    outbound: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)  # None: write nothing more
     welcome: link.Welcome = field(default_factory=link.Welcome)
 
 
@@ -106,12 +104,12 @@ class Links:
         stream = self._streams.get(router)
         if stream is None:
             return
-        if stream.queue.qsize() >= MAX_QUEUED:
-            reason = f"it does not read: {stream.queue.qsize()} messages wait"
+        if stream.outbound.qsize() >= MAX_QUEUED:
+            reason = f"it does not read: {stream.outbound.qsize()} messages wait"
             logger.error("router %d: %s", router, reason)
             self._handle(attaching.Ended(router, reason))
             return
-        stream.queue.put_nowait(message)
+        stream.outbound.put_nowait(message)
 
     def finish(self) -> None:
         """Write what is queued, then end every stream, and dial no more; `run` returns when routers have read it."""
@@ -221,14 +219,11 @@ class Links:
 
 async def _write(stream: _Stream, call: Call) -> None:
     while True:
-        message = await stream.queue.get()
+        message = await next_message(stream.outbound)
         try:
             if message is None:
                 await call.done_writing()
                 return
-            if not isinstance(message, link.AttachRequest):
-                message = message()
-            if message is not None:
-                await call.write(message)
+            await call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end and says why

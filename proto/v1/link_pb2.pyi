@@ -156,6 +156,7 @@ class AttachRequest(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     PAIR_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
         """First message of the stream; again when loading has finished, and at each role taken."""
@@ -180,6 +181,12 @@ class AttachRequest(_message.Message):
     def kv_events(self) -> Global___KvEvents:
         """What changed in the prefix cache, to routers that want to know."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachRequest]:
+        """Messages that follow this one, and have none themselves: one write costs less than several. None after the first
+        Register of a stream.
+        """
+
     def __init__(
         self,
         *,
@@ -189,10 +196,11 @@ class AttachRequest(_message.Message):
         failed: Global___Failed | None = ...,
         pair: Global___PairMeasured | None = ...,
         kv_events: Global___KvEvents | None = ...,
+        more: _abc.Iterable[Global___AttachRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "register", b"register", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "register", b"register", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "more", b"more", "pair", b"pair", "register", b"register", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "heartbeat", "step", "failed", "pair", "kv_events"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -149,13 +149,17 @@ class Recording(LinkServiceServicer):
     ) -> None:
         await anext(request_iterator)
         await context.write(link.AttachResponse(welcome=link.Welcome(router_id="r", wants_kv_events=True)))
-        async for message in request_iterator:
+        async for first in request_iterator:
             self.attached.set()
-            self.kinds.append(message.WhichOneof("message"))
-            if message.HasField("kv_events"):
-                self.num_pages += len(message.kv_events.stored) // HASH_BYTES
-                if self.num_pages == NUM_PAGES:
-                    self.heard_all.set()
+            for message in (first, *first.more):
+                self._note(message)
+
+    def _note(self, message: link.AttachRequest) -> None:
+        self.kinds.append(message.WhichOneof("message"))
+        if message.HasField("kv_events"):
+            self.num_pages += len(message.kv_events.stored) // HASH_BYTES
+            if self.num_pages == NUM_PAGES:
+                self.heard_all.set()
 
 
 async def test_what_a_worker_has_to_say_does_not_wait_for_a_snapshot() -> None:
