@@ -3,7 +3,6 @@ import asyncio
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.together import TOGETHER_BYTES, Deferred, next_message
 
-
 Entry = link.AttachResponse | Deferred[link.AttachResponse] | None
 
 
