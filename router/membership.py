@@ -22,6 +22,8 @@ from pdserve.router.routing import peerless
 from pdserve.router.view import WorkerView
 
 _MAX_ENDED = 64  # processes, for workers that attach later
+_LATE_S = 0.25  # after which a router looks at its workers so much later only because it stood still itself
+_CATCH_UP_S = 1.0  # then it reads what they have sent meanwhile, before it looks again
 
 
 class Membership:
@@ -35,6 +37,7 @@ class Membership:
         self._limits = limits
         self._processes = KnownProcesses(_MAX_ENDED)
         self.silence_due_s = inf  # no worker has been silent too long before that
+        self._has_waited = False  # workers were given time to be heard, and have not been looked at since
         self.has_pair = False  # some pair of workers could serve a request now
 
     # ---- who can serve
@@ -140,8 +143,12 @@ class Membership:
         self.lose(worker, reason, now_s)
 
     def drop_silent(self, now_s: float) -> None:
-        """Drop the workers that have sent nothing for too long."""
+        """Drop the workers that have sent nothing for too long, while this process could have read it."""
         if now_s < self.silence_due_s:
+            return
+        self._has_waited = not self._has_waited and now_s - self.silence_due_s >= _LATE_S
+        if self._has_waited:
+            self.silence_due_s = now_s + _CATCH_UP_S
             return
         limit_s = self._limits.worker_silence_s
         for worker in tuple(self._workers):

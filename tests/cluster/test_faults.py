@@ -4,16 +4,19 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 
 import grpc
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster
+from looking import until
 from model_zoo import assert_right, prompt
 from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.router.config import Limits
 
 FREED_WITHIN_S = 2
 LONG = 3000  # tokens: some seconds of work, for the small model too
@@ -54,6 +57,10 @@ class Bystanders:
 
 def prefilling(status: admin.ClusterStatus) -> bool:
     return any(w.load.waiting_tokens > 0 for w in status.workers if w.registration.worker_id.startswith("prefill"))
+
+
+def decoding(status: admin.ClusterStatus) -> bool:
+    return sum(w.load.num_running for w in status.workers if w.registration.worker_id.startswith("decode")) == 4
 
 
 def transferring(status: admin.ClusterStatus) -> bool:
@@ -125,6 +132,17 @@ def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
             assert_right(oracle, asked, answer.result().tokens[0], 20)
     others.assert_undisturbed()
     cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+def test_a_router_that_stood_still_longer_than_workers_may_be_silent_keeps_them(
+    cluster: LiveCluster, oracle: PreTrainedModel
+) -> None:
+    others = Bystanders(cluster, oracle)
+    cluster.wait_for(decoding, 20)
+    with cluster.frozen("router"):
+        since_s = monotonic()
+        until(lambda: monotonic() - since_s > Limits().worker_silence_s + 1)
+    assert [answer.ledger.attempts for answer in others.assert_undisturbed()] == [1] * 4
 
 
 @pytest.mark.long

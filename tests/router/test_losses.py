@@ -255,6 +255,27 @@ def test_a_silent_worker_is_dropped_and_a_loading_one_is_not() -> None:
     assert d.core.workers.get(loading) is not None
 
 
+def test_workers_are_not_lost_because_the_router_stood_still_itself() -> None:
+    d = Driver(Limits(pool_grace_s=0))
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.wait(9.0)  # it is asked to look 5 s late; what was sent meanwhile is read after that
+    assert not [c for c in d.last if isinstance(c, DropLink)]
+    d.post(LoadReported(prefill, ReportedLoad(100)))
+    assert d.core.next_wakeup_s() == 110.0
+    d.wait(1.0)
+    assert [c.link for c in d.last if isinstance(c, DropLink)] == [decode], "it has sent nothing"
+    assert d.refusal(request).status is Status.UNAVAILABLE
+
+
+def test_a_router_that_is_always_late_drops_silent_workers_all_the_same() -> None:
+    d = Driver(Limits(pool_grace_s=0))
+    d.pair()
+    for _ in range(2):
+        d.wait(9.0)
+    assert len([c for c in d.last if isinstance(c, DropLink)]) == 2
+
+
 def test_a_name_that_attaches_again_replaces_its_former_stream() -> None:
     d = Driver(Limits(pool_grace_s=0))
     _, old = d.pair()
