@@ -78,6 +78,7 @@ class Operators:
                 role = Role.DECODE if worker.name.startswith("d") else Role.PREFILL
                 if not worker.role.is_in(role):
                     self._ask(router, worker, role)
+        self._world.after(RESTORE_S, None, self._restore)  # a process that was frozen may attach later
 
     def _ask(self, router: RouterProcess, worker: WorkerView, role: Role) -> None:
         self._world.note("operator", f"{worker.name} is to be {role}")

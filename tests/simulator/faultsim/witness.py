@@ -134,7 +134,7 @@ class RouterWitness:
         return []
 
     def check(self, stale: Iterable[Stale]) -> None:
-        """Raise ViolationError where a continuation has grown that might not."""
+        """Raise ViolationError where a continuation has grown by tokens that it might not gain."""
         for request, delta, num_tokens in stale:
             if len(request.sequences[delta.index].token_ids) != num_tokens:
                 text = f"took tokens of {delta.index} from attempt {delta.attempt}, though a later one has committed"
@@ -145,4 +145,9 @@ class RouterWitness:
             committed = self._committed.get((RequestId(delta.request_id), delta.index))
             request = self._requests.get(delta.request_id)
             if committed is not None and delta.attempt < committed and request is not None:
-                yield request, delta, len(request.sequences[delta.index].token_ids)
+                ends = [
+                    each.position + len(each.token_ids)
+                    for each in deltas  # those of the attempt in charge may come in the same message
+                    if (each.request_id, each.attempt, each.index) == (delta.request_id, committed, delta.index)
+                ]
+                yield request, delta, max([len(request.sequences[delta.index].token_ids), *ends])
