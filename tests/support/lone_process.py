@@ -93,7 +93,7 @@ class EndlessRouter(LinkServiceServicer):
         del context
         yield link.AttachResponse(welcome=link.Welcome(router_id="endless", incarnation=1))
         placed = False
-        for request in requests:
+        for request in (each for first in requests for each in (first, *first.more)):
             if request.HasField("register"):
                 self.registered = request.register
             if request.HasField("register") and request.register.ready and not placed:

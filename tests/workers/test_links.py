@@ -38,9 +38,10 @@ class Welcoming(LinkServiceServicer):
         await context.write(link.AttachResponse(welcome=link.Welcome(router_id="r")))
         await context.write(self.word)
         self.registered.put_nowait(first.register.worker_id)
-        async for message in request_iterator:
-            if message.HasField("register"):
-                self.roles.put_nowait((message.register.role, message.register.role_epoch))
+        async for first in request_iterator:
+            for message in (first, *first.more):
+                if message.HasField("register"):
+                    self.roles.put_nowait((message.register.role, message.register.role_epoch))
 
 
 @asynccontextmanager
