@@ -66,7 +66,7 @@ class HandoffClient:
     def beat(self) -> None:
         """Tell every peer that this process's engine loop goes on."""
         for dial in self._dialling.attached:
-            self._write(dial, wire.alive())
+            self._write(dial, wire.ALIVE)
 
     async def close(self) -> None:
         """Write what is queued, then end every stream and dial no more."""

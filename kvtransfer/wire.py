@@ -72,8 +72,7 @@ def ack_from_proto(message: Response) -> HelloAck:
     return HelloAck(_introduction(ack), ack.mover_metadata)
 
 
-def alive() -> Request:
-    return Request(alive=handoff.Alive())
+ALIVE = Request(alive=handoff.Alive())
 
 
 def to_receiver(message: Request) -> tuple[HandoffKey, session.FromSender]:

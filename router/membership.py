@@ -22,8 +22,8 @@ from pdserve.router.routing import peerless
 from pdserve.router.view import WorkerView
 
 _MAX_ENDED = 64  # processes, for workers that attach later
-_LATE_S = 0.25  # after which a router looks at its workers so much later only because it stood still itself
-_CATCH_UP_S = 1.0  # then it reads what they have sent meanwhile, before it looks again
+_LATE_S = 0.25  # a router that looks at its workers this much later than it meant to has stood still itself
+_CATCH_UP_S = 1.0  # in which it then reads what they have sent, before it looks again
 
 
 class Membership:

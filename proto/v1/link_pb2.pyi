@@ -183,8 +183,8 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachRequest]:
-        """Messages that follow this one, and have none themselves: one write costs less than several. None after the first
-        Register of a stream.
+        """Messages that follow this one, in their order. They have none of these themselves. A stream's first Register stands
+        alone.
         """
 
     def __init__(

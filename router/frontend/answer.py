@@ -203,7 +203,7 @@ class Pace:
     def __init__(
         self, interval: int | None, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]
     ) -> None:
-        """`interval`: tokens of an answer that are written together, except its first and last.
+        """`interval`: tokens of an answer that are written together, except its first and last; None: as they come.
 
         `fail` receives what a write raises. Doors do not raise: it is a bug, and stops the process.
         """

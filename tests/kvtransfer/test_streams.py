@@ -68,7 +68,7 @@ async def test_one_that_is_malformed_costs_none_of_those_that_come_with_it() -> 
         assert not (await call.read()).more, "the answer to hello, which every stream gets, stands alone"
         assert (await call.read()).HasField("grant")
         late = wire.from_sender(KEY, Quiesced("late"))
-        await call.write(wire.Request(alive=wire.alive().alive, more=[wire.Request(), late]))
+        await call.write(wire.Request(alive=wire.ALIVE.alive, more=[wire.Request(), late]))
         assert await decode.heard.next() == SenderAlive(PREFILL)
         assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced("late"))
         assert decode.refused.total() == 1

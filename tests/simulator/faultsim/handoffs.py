@@ -35,7 +35,7 @@ class SenderStreams:
 
     def beat(self) -> None:
         for dial in self._dialling.attached:
-            self._write(dial, wire.alive())
+            self._write(dial, wire.ALIVE)
 
     def handle(self, event: dialling.Event) -> None:
         for command in self._dialling.handle(event):
