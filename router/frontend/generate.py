@@ -1,6 +1,6 @@
 """The native gRPC door: InferenceService."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -9,7 +9,8 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router import wire
 from pdserve.router.commands import Finished
 from pdserve.router.frontend.answer import Answer, Gain
-from pdserve.router.frontend.grpc_door import NOT_SERVED, CallWriter, Outcome, deny, read_answer
+from pdserve.router.frontend.call_writer import CallWriter
+from pdserve.router.frontend.grpc_door import NOT_SERVED, Outcome, deny, read_answer
 from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import AnyContext
 from pdserve.wire import logprobs_to_proto
@@ -83,14 +84,13 @@ class InferenceEndpoint:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
 
     async def _generate(self, request: inference.GenerateRequest, context: AnyContext) -> None:
-        writer = CallWriter(context)
-
-        def take(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> Awaitable[None] | None:
+        def replies(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> Sequence[bytes]:
             reply = reply_bytes(answer.hex_id, gains, outcome)
-            return writer.write(reply) if reply else None
+            return (reply,) if reply else ()
 
         try:
-            await read_answer(self._intake, request, context, take)
+            async with CallWriter(context) as writer:
+                await read_answer(self._intake, request, context, writer, replies)
         except NOT_SERVED as error:
             await deny(context, error)
 

@@ -1,18 +1,19 @@
 """What every gRPC door does alike: it asks for a key, bounds messages, reads answers, and ends calls with a status."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Never, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from pdserve.errors import RequestError, Status
+from pdserve.errors import InvariantError, RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
+from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError
 from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext, Continuation, Handler, abort
@@ -22,7 +23,7 @@ HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
 
 Outcome = Finished | Refused
-Take = Callable[[Answer, Sequence[Gain], Outcome | None], Awaitable[None] | None]  # None: nothing to wait for
+Replies = Callable[[Answer, Sequence[Gain], Outcome | None], Iterable[object]]  # what a call says of what was gained
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
@@ -55,84 +56,60 @@ def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None
         request.tracestate = ",".join(given.get("tracestate", ()))
 
 
-class CallWriter:
-    """Writes replies to a call."""
-
-    def __init__(self, context: AnyContext) -> None:
-        self._context = context
-        self._is_begun = False
-
-    def write(self, reply: object) -> Awaitable[None]:
-        """Write a reply: the result is to be awaited before the next one."""
-        if self._is_begun:
-            return self._context.write(reply)
-        return self._write_first(reply)
-
-    async def _write_first(self, reply: object) -> None:
-        # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
-        await self._context.send_initial_metadata(())
-        self._is_begun = True
-        await self._context.write(reply)
-
-
 class Reading:
-    """Gives an answer's gains to its call one after another. The answer's `Client`; made by the task that runs it."""
+    """Gives an answer's gains to a call as replies. The answer's `Client`."""
 
-    def __init__(self) -> None:
-        self._gains: Sequence[Gain] = ()
-        self._outcome: Outcome | None = None
-        self._has_news = False
-        self._waits: asyncio.Future[None] | None = None  # for news; an Event costs more
-        self._task = asyncio.current_task()
-        self.was_cut_off = False  # its reader is too slow
+    def __init__(self, writer: CallWriter, replies: Replies) -> None:
+        self.answer: Answer | None = None  # to be set before the event loop runs next
+        self._writer = writer
+        self._replies = replies
+        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
-        self._gains, self._outcome, self._has_news = gains, outcome, True
-        if self._waits is not None and not self._waits.done():
-            self._waits.set_result(None)
-        return False
+        if self.answer is None:
+            raise InvariantError("an answer gained something before its request was admitted")
+        try:
+            is_free = self._writer.write(self._replies(self.answer, gains, outcome))
+        except Exception as error:  # noqa: BLE001 - it ends this call alone, whose handler raises it
+            self._end(error)
+            return False
+        if outcome is not None:
+            self._end(outcome)
+        elif not is_free:
+            self._writer.when_free(self.answer.resume)
+        return is_free
 
     def cut_off(self, outcome: Refused) -> None:
-        self._outcome, self.was_cut_off = outcome, True
-        if self._task is not None:
-            self._task.cancel()
+        self._end(RefusedError(outcome, was_cut_off=True))
 
-    async def run(self, answer: Answer, take: Take) -> Outcome:
-        """Let `take` have all gains, the last with the outcome; return how the answer ended.
+    def _end(self, how: Outcome | Exception) -> None:
+        if self._outcome.done():
+            return  # the client has gone, or the server stops
+        if isinstance(how, Exception):
+            self._outcome.set_exception(how)
+        else:
+            self._outcome.set_result(how)
 
-        An answer that is cut off ends in the middle of what `take` does.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                if not self._has_news:
-                    self._waits = loop.create_future()
-                    await self._waits
-                self._has_news = False
-                outcome = self._outcome
-                taking = take(answer, self._gains, outcome)
-                if taking is not None:
-                    await taking
-                if outcome is not None:
-                    return outcome
-                answer.resume()
-        except asyncio.CancelledError:
-            if self._task is None or self._outcome is None or not self.was_cut_off or self._task.uncancel():
-                raise  # the client has gone, or the server stops
-            return self._outcome
+    async def end(self) -> None:
+        """Return when all replies are written. Raises RefusedError."""
+        outcome = await self._outcome
+        await self._writer.drain()
+        if isinstance(outcome, Refused):
+            raise RefusedError(outcome)
 
 
-async def read_answer(intake: Intake, request: inference.GenerateRequest, context: AnyContext, take: Take) -> None:
-    """Open a call's request and let `take` have its answer to the end; raises NOT_SERVED."""
-    reading = Reading()
+async def read_answer(
+    intake: Intake, request: inference.GenerateRequest, context: AnyContext, writer: CallWriter, replies: Replies
+) -> None:
+    """Open a call's request and write `replies` of its answer to the end; raises NOT_SERVED."""
+    reading = Reading(writer, replies)
     _take_trace(request, context)
     answer = await intake.open(request, reading, bearer(context.invocation_metadata()), _remaining_s(context))
+    reading.answer = answer
     try:
-        outcome = await reading.run(answer, take)
+        await reading.end()
     finally:
         intake.leave(answer)
-    if isinstance(outcome, Refused):
-        raise RefusedError(outcome, was_cut_off=reading.was_cut_off)
 
 
 async def deny(context: AnyContext, error: DeniedError | OverLimitError | RequestError | RefusedError) -> Never:

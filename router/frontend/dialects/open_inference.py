@@ -13,6 +13,7 @@ from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import DeniedError, OverLimitError
 from pdserve.router.frontend.dialects.open_inference_request import (
     OUTPUTS,
@@ -42,15 +43,17 @@ class OpenInference(GRPCInferenceServiceServicer):
         texts: list[str] = []
         ends: list[int] = []
 
-        async def take(_answer: Answer, gains: Sequence[Gain], _outcome: Outcome | None) -> None:
+        def replies(_answer: Answer, gains: Sequence[Gain], _outcome: Outcome | None) -> Sequence[object]:
             texts.extend(gain.text for gain in gains)
             ends.extend(gain.finish_reason for gain in gains)
+            return ()
 
         try:
             asked = native(request)
             if asked.streams:
                 raise invalid(STREAM[0], "ModelStreamInfer streams, this call does not")
-            await read_answer(self._intake, asked.request, context, take)
+            async with CallWriter(context) as writer:
+                await read_answer(self._intake, asked.request, context, writer, replies)
         except NOT_SERVED as error:
             await deny(context, error)
         return reply(asked, request, "".join(texts), max(ends))
@@ -58,12 +61,14 @@ class OpenInference(GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override]  # replies are written to the context
         self, request_iterator: AsyncIterator[protocol.ModelInferRequest], context: AnyContext
     ) -> None:
-        stream, refused = _Stream(self._intake, context), list[Refused]()
+        refused: list[Refused] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                async for request in request_iterator:
-                    await stream.room.acquire()
-                    tasks.create_task(stream.serve(request), name="infer")
+            async with CallWriter(context) as writer:
+                stream = _Stream(self._intake, context, writer)
+                async with asyncio.TaskGroup() as tasks:
+                    async for request in request_iterator:
+                        await stream.room.acquire()
+                        tasks.create_task(stream.serve(request), name="infer")
         except* RefusedError as group:
             refused += [error.refused for error in group.exceptions if isinstance(error, RefusedError)]
         if refused:
@@ -132,12 +137,11 @@ class OpenInference(GRPCInferenceServiceServicer):
 class _Stream:
     """The requests of one ModelStreamInfer call."""
 
-    def __init__(self, intake: Intake, context: AnyContext) -> None:
+    def __init__(self, intake: Intake, context: AnyContext, writer: CallWriter) -> None:
         self.room = asyncio.Semaphore(MAX_CONCURRENT)
         self._intake = intake
         self._context = context
-        self._writing = asyncio.Lock()
-        self._is_interrupted = False  # in the middle of a write
+        self._writer = writer
 
     async def serve(self, request: protocol.ModelInferRequest) -> None:
         """Write one request's replies. Raises RefusedError where the stream is read too slowly."""
@@ -159,24 +163,19 @@ class _Stream:
             raise invalid("message", f"{request.ByteSize()} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}")
         asked, texts = native(request), list[str]()
 
-        async def take(_answer: Answer, gains: Sequence[Gain], _outcome: Outcome | None) -> None:
+        def replies(_answer: Answer, gains: Sequence[Gain], _outcome: Outcome | None) -> Sequence[object]:
+            found = []
             for gain in gains:
                 texts.append(gain.text)
                 if gain.finish_reason or (asked.streams and gain.text):
-                    await self._write(infer_response=reply(asked, request, "".join(texts), gain.finish_reason))
+                    response = reply(asked, request, "".join(texts), gain.finish_reason)
+                    found.append(protocol.ModelStreamInferResponse(infer_response=response))
                     texts.clear()
+            return found
 
-        await read_answer(self._intake, asked.request, self._context, take)
+        await read_answer(self._intake, asked.request, self._context, self._writer, replies)
 
     async def _fail(self, request: protocol.ModelInferRequest, text: str) -> None:
-        await self._write(error_message=text, infer_response=protocol.ModelInferResponse(id=request.id))
-
-    async def _write(self, **fields: object) -> None:
-        async with self._writing:
-            if self._is_interrupted:
-                await asyncio.Event().wait()  # gRPC takes no other write; all tasks of this stream are being cancelled
-            try:
-                await self._context.write(protocol.ModelStreamInferResponse(**fields))  # type: ignore[arg-type]
-            except asyncio.CancelledError:
-                self._is_interrupted = True
-                raise
+        named = protocol.ModelInferResponse(id=request.id)
+        self._writer.write((protocol.ModelStreamInferResponse(error_message=text, infer_response=named),))
+        await self._writer.drain()

@@ -19,9 +19,10 @@ from pdserve.errors import Status
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
+from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import DeniedError
 from pdserve.router.frontend.dialects.vllm_messages import Replies, native
-from pdserve.router.frontend.grpc_door import NOT_SERVED, CallWriter, Outcome, RefusedError, deny, read_answer
+from pdserve.router.frontend.grpc_door import NOT_SERVED, Outcome, RefusedError, deny, read_answer
 from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import AnyContext, abort
 
@@ -48,23 +49,20 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         self._archive: tuple[bytes, str] | None = None
 
     async def Generate(self, request: vllm.GenerateRequest, context: AnyContext) -> None:
-        writer = CallWriter(context)
         try:
             asked = native(request, self._intake.max_model_len())
             tenant = self._tenant(bearer(context.invocation_metadata()))
-            replies = Replies(asked, streams=request.stream)
+            made = Replies(asked, streams=request.stream)
 
-            async def take(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> None:
-                replies.prompt_ids = answer.prompt_ids
+            def replies(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> list[vllm.GenerateResponse]:
+                made.prompt_ids = answer.prompt_ids
                 cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
-                found = replies.take(gains, cached_tokens)
-                if isinstance(outcome, Finished):
-                    found += replies.complete(cached_tokens)
-                for reply in found:
-                    await writer.write(reply)
+                found = made.take(gains, cached_tokens)
+                return found + made.complete(cached_tokens) if isinstance(outcome, Finished) else found
 
             with self._abortable(tenant, request.request_id):
-                await read_answer(self._intake, asked, context, take)
+                async with CallWriter(context) as writer:
+                    await read_answer(self._intake, asked, context, writer, replies)
         except NOT_SERVED as error:
             await deny(context, error)
 
