@@ -144,7 +144,7 @@ async def test_writing_to_a_client_that_has_gone_fails_again_and_again() -> None
             await writer.drain()
             await has_gone.wait()
             for _ in range(2):
-                with pytest.raises(Exception, match="Failed .execute_batch") as raised:
+                with pytest.raises(Exception, match=r"Failed .execute_batch.") as raised:
                     await write(writer, b"second")
             outcome.set_result(raised.value)
 
