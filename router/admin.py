@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import grpc
 
@@ -40,11 +41,16 @@ class AdminEndpoint(AdminServiceServicer):
     async def WatchStatus(  # type: ignore[override]
         self, request: admin.WatchStatusRequest, context: AnyContext
     ) -> None:
+        shell, placements = self._shell, self._shell.core.placements
+        more_s = max(0.0, request.min_interval_ms / 1e3 - MIN_INTERVAL_S)
         while True:
-            num_changes = self._shell.num_changes
+            num_changes, workers_s = shell.num_changes, placements.workers_changed_s
             await context.write(admin.WatchStatusResponse(status=self.status()))
             await asyncio.sleep(MIN_INTERVAL_S)
-            await self._shell.until(lambda num=num_changes: self._shell.num_changes != num)  # type: ignore[misc]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(more_s):
+                    await shell.until(lambda at_s=workers_s: placements.workers_changed_s != at_s)  # type: ignore[misc]
+            await shell.until(lambda num=num_changes: shell.num_changes != num)  # type: ignore[misc]
 
     async def ReportDecisions(
         self, request: admin.ReportDecisionsRequest, context: object

@@ -70,10 +70,16 @@ class AdminClient(OperatorClient):
         async with self._stub("GetStatus") as (stub, proof):
             return await stub.GetStatus(admin.GetStatusRequest(), metadata=proof, timeout=CALL_TIMEOUT_S)
 
-    async def watch(self, *, wait_for_ready: bool = False) -> AsyncIterator[admin.ClusterStatus]:
-        """Yield the cluster now and after each change, until the router ends the stream."""
+    async def watch(
+        self, interval_s: float = 0.0, *, wait_for_ready: bool = False
+    ) -> AsyncIterator[admin.ClusterStatus]:
+        """Yield the cluster now and after each change, until the router ends the stream.
+
+        Of changes other than to which workers serve, none is yielded sooner than `interval_s` after the last.
+        """
+        request = admin.WatchStatusRequest(min_interval_ms=round(interval_s * 1e3))
         async with self._stub("WatchStatus", None, wait_for_ready=wait_for_ready) as (stub, proof):
-            async for reply in stub.WatchStatus(admin.WatchStatusRequest(), metadata=proof):
+            async for reply in stub.WatchStatus(request, metadata=proof):
                 yield reply.status
 
     async def drain(self, worker_id: WorkerId, *, cancel: bool = False) -> None:

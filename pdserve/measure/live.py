@@ -219,7 +219,7 @@ class LiveCluster:
 async def started(spec: ClusterSpec, report: Report) -> AsyncIterator[tuple[LocalCluster, LiveCluster, StatusBoard]]:
     """Run a cluster for the length of the block, which begins when it is ready; the board has its router's status."""
     board = StatusBoard()
-    async with running(spec, Listener(on_status=board.put, on_notice=report)) as cluster:
+    async with running(spec, Listener(on_status=board.put, on_notice=report, status_interval_s=0.0)) as cluster:
         await cluster.ready.wait()
         async with connected(cluster.state) as live:
             yield cluster, live, board

@@ -70,12 +70,17 @@ class WatchStatusRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MIN_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    min_interval_ms: _builtins.int
+    """The least time between two states, unless a worker comes, goes, is ready or begins to drain: 100 ms, if that is more."""
     def __init__(
         self,
+        *,
+        min_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval_ms", b"min_interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -181,6 +181,22 @@ async def test_watching_tells_of_changes(start_router: StartRouter) -> None:
     watch.cancel()
 
 
+async def test_a_slow_watch_tells_at_once_of_workers_and_of_nothing_else(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    slow = admin.WatchStatusRequest(min_interval_ms=3_600_000)
+    watch = router.admin.WatchStatus(slow, metadata=await router.proof("WatchStatus"))
+    assert len((await watch.read()).status.workers) == 2
+    other = router.admin.WatchStatus(admin.WatchStatusRequest(), metadata=await router.proof("WatchStatus"))
+    for _ in range(4):  # as workers report their load
+        await other.read()
+    async with asyncio.timeout(5):
+        await router.worker(link.ROLE_DECODE, "d1")
+        assert len((await watch.read()).status.workers) == 3
+    other.cancel()
+    watch.cancel()
+
+
 async def test_a_port_in_use_is_the_operators_error(start_router: StartRouter) -> None:
     router = await start_router()
     port = int(router.addresses.public.rpartition(":")[2])
