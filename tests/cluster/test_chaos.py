@@ -24,7 +24,7 @@ def test_killed_workers_and_failed_copies_cost_no_client_anything(
     requests = known_requests(str(model), "float32", 40, Lengths(prompt=256, answer=32), SEED)
     flags = {**FLAGS, "test_fail_copies": 1 / 16}
     spec = ClusterSpec(str(model), "chaos", num_prefill=2, num_decode=2, name="chaos", worker_flags=flags)
-    trial = ChaosTrial("chaos", spec, 120, 8, FaultPlan(every_s=4.0, seed=SEED))
+    trial = ChaosTrial("chaos", spec, 300, 8, FaultPlan(every_s=3.0, seed=SEED))
     verdict = asyncio.run(run_chaos(trial, requests, lambda _: None))
     assert verdict.tally.num_right == trial.num_requests, verdict
     assert verdict.left_over == ""
