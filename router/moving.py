@@ -17,22 +17,15 @@ from pdserve.roles import Role
 from pdserve.router.commands import Warn
 from pdserve.router.events import LinkId, MovesAsked
 from pdserve.router.placements import Placements
-from pdserve.router.predict import Prompt
+from pdserve.router.predict import PAGES_BESIDE, Prompt
 from pdserve.router.request import Request, Sequence
 from pdserve.router.view import WorkerView
 from pdserve.values import value
 
 MAX_LEAVING = 8
 MAX_COMING = 8
-_AGAIN_S = 1.0  # between two moves of a continuation
+_AGAIN_S = 1.0  # between two moves of a continuation, or two tries to move it to the same worker
 _LEAST_EXTRA_PAGES = 2
-# Half and twice of these make no difference that can be measured (docs/measurements/simulated-goodput.md).
-_FEW = 2  # that are on their way from a worker for want of pages: most of a batch stays where it is
-_PAGES_AHEAD = 2  # for each sequence: a worker with fewer free pages is about to preempt
-_ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that has room
-# Between two moves of a continuation off workers that want pages, where 1 to 30 s make no difference either, or to a
-# worker to which it could not move, where no other value was tried.
-_SETTLE_S = 5.0
 
 
 class Why(Enum):
@@ -118,20 +111,22 @@ class Moving:
 
     def _start(self, source: WorkerView, why: Why, now_s: float) -> bool:
         """Start as many moves for one reason as may be; return whether there are any."""
-        num_free = (_FEW if why is Why.PAGES else MAX_LEAVING) - self._shadows.num_leaving(source)
-        if num_free <= 0:
+        num_leaving = self._shadows.num_leaving(source)
+        if num_leaving >= MAX_LEAVING or (why is Why.PAGES and num_leaving):  # pages of those on their way may be enough
             return False
         order = self._orders.get(source.link) if why is Why.ASKED else None
         targets = self._targets(source, None if order is None else order.target)
         began: list[str] = []
         candidates = self._in_turn(source, why, order, now_s) if targets else []
+        num_lacking = -_pages_left(source) if why is Why.PAGES else inf
         fewest_tokens = min([candidate.num_tokens for candidate in candidates], default=0)
         for candidate in candidates:
             target = self._begin(source, candidate, targets, why, now_s)
             if target is not None:
                 began.append(target.name)
+                num_lacking -= _pages(source, candidate) + PAGES_BESIDE
             targets = [each for each in targets if each.refused_tokens > fewest_tokens]
-            if len(began) == num_free or not targets:
+            if num_leaving + len(began) == MAX_LEAVING or not targets or num_lacking <= 0:
                 break
         if began:
             there = ", ".join(sorted(set(began)))
@@ -152,7 +147,7 @@ class Moving:
         else:
             if self._is_ordered(source):
                 yield Why.ASKED
-            if _pages_left(source, _PAGES_AHEAD) < 0:
+            if _pages_left(source) < 0:
                 yield Why.PAGES
 
     def _is_ordered(self, source: WorkerView) -> bool:
@@ -192,8 +187,7 @@ class Moving:
             order.names &= {(each.request_id, sequence.index) for each, sequence in self._decoding(source)}
             if not order.names:  # all have ended, or moved
                 del self._orders[source.link]
-        pause_s = _SETTLE_S if why is Why.PAGES else _AGAIN_S
-        rested = [candidate for candidate in candidates if now_s - candidate.sequence.move_asked_s >= pause_s]
+        rested = [candidate for candidate in candidates if now_s - candidate.sequence.move_asked_s >= _AGAIN_S]
         if why is Why.PAGES:  # first that which would take most pages
             rested.sort(key=lambda candidate: -(candidate.num_tokens + candidate.num_left))
         return rested
@@ -221,12 +215,12 @@ class Moving:
         takes_s = self._shadows.takes_s(now_s)
         if num_left * step_s < takes_s:
             return None
-        num_pages = ceil(candidate.num_tokens / page_size)
+        num_pages = _pages(source, candidate) + PAGES_BESIDE
         speeds = [
             (target.worker.pending_prefill_tokens > 0, speed_s, target.worker.name, target.worker)
             for target in targets
-            if now_s - candidate.sequence.refused_s.get(target.worker.link, -inf) >= _SETTLE_S
-            if why is not Why.PAGES or _pages_left(target.worker, _ROOM_AHEAD) >= num_pages
+            if now_s - candidate.sequence.refused_s.get(target.worker.link, -inf) >= _AGAIN_S
+            if why is not Why.PAGES or _pages_left(target.worker) >= num_pages
             if (speed_s := self._speed_s(candidate, target)) is not None
         ]
         if not speeds:
@@ -266,6 +260,11 @@ class Moving:
         return links.latency_s + beside * num_bytes / links.bytes_per_s((source.name, target.name))
 
 
-def _pages_left(worker: WorkerView, ahead: int) -> float:
-    """Return how many pages are free beyond so many for each sequence that decodes."""
-    return worker.num_free_pages - ahead * (worker.num_sequences - worker.num_arriving)
+def _pages(source: WorkerView, candidate: _Candidate) -> int:
+    """Return how many pages a continuation has."""
+    return ceil(candidate.num_tokens / source.registration.layout.page_size)
+
+
+def _pages_left(worker: WorkerView) -> float:
+    """Return how many pages are free beyond what each sequence that decodes is about to need; below 0, it preempts."""
+    return worker.num_free_pages - PAGES_BESIDE * (worker.num_sequences - worker.num_arriving)
