@@ -15,8 +15,8 @@ _MEMORY = 50  # answers in running means
 _START_TOKENS = 128.0  # of an answer, before one was seen
 PairName = tuple[str, str]  # of a fetch: holder and receiver
 _START_SHARE = 0.8  # of a pair's fetches that arrive, before one was seen
-_STEP = 0.3  # weight of a pair's latest fetch: after two that did not arrive, no more are tried
-_LIFE_S = 60.0  # in which what a pair has shown fades to 1/e: so it is tried again
+_STEP = 0.3  # weight of the latest that was seen: after two fetches that did not arrive, no more are tried
+_LIFE_S = 60.0  # in which what was seen fades to 1/e
 _START_DELAY_S = 0.005  # of messages between router, holder and receiver, beyond the transfer
 _RATE_S = 10.0  # over which, at least, rates of what was sent to a worker are taken
 
@@ -133,41 +133,41 @@ class Rates:
         self._sums.pop(worker.link, None)
 
 
-@dataclass(slots=True)
-class _Record:
-    """How the fetches of a pair have come out lately."""
+class Fading:
+    """A mean of what was seen lately. It fades to where it began: what has gone wrong is tried again some day."""
 
-    at_s: float
-    share: float = _START_SHARE
-    delay_s: float = _START_DELAY_S
+    def __init__(self, start: float, now_s: float) -> None:
+        self._start = self._mean = start
+        self._at_s = now_s
 
-    def fade(self, now_s: float) -> None:
-        keep = exp(min(0.0, self.at_s - now_s) / _LIFE_S)
-        self.share = _START_SHARE + (self.share - _START_SHARE) * keep
-        self.delay_s = _START_DELAY_S + (self.delay_s - _START_DELAY_S) * keep
-        self.at_s = now_s
+    def value(self, now_s: float) -> float:
+        return self._start + (self._mean - self._start) * exp(min(0.0, self._at_s - now_s) / _LIFE_S)
+
+    def observe(self, seen: float, now_s: float) -> None:
+        before = self.value(now_s)
+        self._mean, self._at_s = before + _STEP * (seen - before), now_s
 
 
 class Fetches:
     """Learns which share of each pair's fetches arrives, and with what delay."""
 
     def __init__(self) -> None:
-        self._records: dict[PairName, _Record] = {}
+        self._records: dict[PairName, tuple[Fading, Fading]] = {}  # share and delay
 
     def expected(self, pair: PairName, now_s: float) -> tuple[float, float]:
         """Return the share that will probably come, and the delay beyond what the link takes, seconds."""
         record = self._records.get(pair)
         if record is None:
             return _START_SHARE, _START_DELAY_S
-        record.fade(now_s)
-        return record.share, record.delay_s
+        share, delay = record
+        return share.value(now_s), max(0.0, delay.value(now_s))
 
     def observe(self, pair: PairName, share: float, late_s: float, now_s: float) -> None:
         """Take in which share of a fetch came, and how much later than predicted without what is learnt here."""
-        record = self._records.setdefault(pair, _Record(now_s))
-        record.fade(now_s)
-        record.share += _STEP * (share - record.share)
-        record.delay_s = max(0.0, record.delay_s + _STEP * (late_s - record.delay_s))
+        start = Fading(_START_SHARE, now_s), Fading(_START_DELAY_S, now_s)
+        shares, delays = self._records.setdefault(pair, start)
+        shares.observe(share, now_s)
+        delays.observe(late_s, now_s)
 
     def forget(self, worker: str) -> None:
         self._records = {pair: record for pair, record in self._records.items() if worker not in pair}

@@ -112,7 +112,7 @@ class Moving:
     def _start(self, source: WorkerView, why: Why, now_s: float) -> bool:
         """Start as many moves for one reason as may be; return whether there are any."""
         num_leaving = self._shadows.num_leaving(source)
-        if num_leaving >= MAX_LEAVING or (why is Why.PAGES and num_leaving):  # pages of those on their way may be enough
+        if num_leaving >= MAX_LEAVING or (why is Why.PAGES and num_leaving):  # those on their way may be enough
             return False
         order = self._orders.get(source.link) if why is Why.ASKED else None
         targets = self._targets(source, None if order is None else order.target)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from heapq import heapify, heappop, heappush
-from math import exp, inf
+from math import inf
 
 from pdserve.errors import InvariantError, Status
 from pdserve.perfmodel.curve import attention_work
@@ -11,6 +11,7 @@ from pdserve.router.because import Cause
 from pdserve.router.commands import CancelAttempt, Command, End, Finished, Move, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.events import LinkId, Registration
+from pdserve.router.learnt import Fading
 from pdserve.router.predict import Predictor
 from pdserve.router.recent import DemandCounts, Kind, Recent
 from pdserve.router.request import Placement, Request, Sequence
@@ -18,9 +19,7 @@ from pdserve.router.routing import Decision, Held, Placed, Policy, Workers, deci
 from pdserve.router.view import PlacementKey, Share, WorkerView
 
 DONE = "done"
-_START_S = 0.1  # that a move takes beside its bytes, before one was seen
-_MEMORY = 8  # moves in the running mean
-_LIFE_S = 60.0  # in which it is forgotten: moves that were slow are tried again
+_MOVE_S = 0.1  # that a move takes beside its bytes, before one was seen
 
 
 class Shadows:
@@ -33,7 +32,7 @@ class Shadows:
         self._recent = recent
         self._placements: dict[PlacementKey, Placement] = {}
         self.ended: Counter[str] = Counter()  # moves since start: "done", or what they failed of
-        self._takes_s, self._noted_s = _START_S, 0.0  # mean time of a move lately, and when the last one ended
+        self._takes_s = Fading(_MOVE_S, 0.0)
         self.sources: set[LinkId] = set()  # of moves that are over, until somebody has looked for further ones
 
     def num_leaving(self, worker: WorkerView) -> int:
@@ -52,16 +51,16 @@ class Shadows:
 
     def takes_s(self, now_s: float) -> float:
         """Return how long a move probably takes, beside its bytes."""
-        return _START_S + (self._takes_s - _START_S) * exp(min(0.0, self._noted_s - now_s) / _LIFE_S)
+        return self._takes_s.value(now_s)
 
     def note_end(self, shadow: Placement, how: str, now_s: float) -> None:
         """Note how a move ended: "done", or what it failed of. How long a failed one would have taken nobody knows."""
         self.ended[how] += 1
         if shadow.source is not None and shadow.decode is not None:
             self._recent.note(Kind.MOVE, shadow.source.name, f"a sequence moves to {shadow.decode.name}: {how}")
-        elapsed_s, takes_s = max(0.0, now_s - shadow.placed_s - shadow.copy_s), self.takes_s(now_s)
-        if how == DONE or elapsed_s > takes_s:
-            self._takes_s, self._noted_s = takes_s + (elapsed_s - takes_s) / _MEMORY, now_s
+        elapsed_s = max(0.0, now_s - shadow.placed_s - shadow.copy_s)
+        if how == DONE or elapsed_s > self.takes_s(now_s):
+            self._takes_s.observe(elapsed_s, now_s)
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing is on its way."""
