@@ -28,9 +28,6 @@ _LOCAL_SHARE = 0.8
 # Workers of a pool; of larger ones, so many at random and as many that hold a prefix. With 12 a placement among 64 + 64
 # takes a third longer, and 16 + 16 simulated workers attain no more (docs/measurements/predictions.md).
 _MAX_LOOKED_AT = 8
-# Choices whose cost differs by less are as good as equal: requests that come together do not all go to one worker.
-_NEAR = 0.02
-_NO_ROOM_S = 1.0  # added to the step of a decode worker without room: it is the last choice
 
 
 @value
@@ -108,14 +105,14 @@ class Goodput:
                 firsts[place] = replace(firsts[place], ttft_s=max(firsts[place].ttft_s, beside.ttft_s))
         costs_s = [first.ttft_s + harm_s for first, harm_s in zip(firsts, harms_s, strict=True)]
         if not demand.needs_decode or not workers:
-            place = _sample([(cost_s, worker) for cost_s, worker in zip(costs_s, prefills, strict=True)], demand.draw)
+            place = _best(list(zip(costs_s, prefills, strict=True)))
             first = firsts[place]
             prediction = Prediction(first.ttft_s, 0.0, first.because)
             return _Option(Pair(prefills[place], None), prediction, first.ttft_s, 0, first)
         num_later = self._num_later(prompt)
         first_s = min([first.ttft_s for first in firsts])
         steps = [predictor.decode_step(worker, prompt, first_s) for worker in workers]
-        rests_s = [(step_s if lacks is None else step_s + _NO_ROOM_S) * num_later for step_s, lacks in steps]
+        rests_s = [step_s * num_later if lacks is None else inf for step_s, lacks in steps]  # inf: the last choice
         least_s, nearest_s = min(rests_s), inf
         ways_s: dict[int, list[float]] = {}  # by place of the prefill worker
         scored: list[tuple[float, WorkerView]] = []
@@ -125,10 +122,10 @@ class Goodput:
             each_s = ways_s[place] = predictor.handoffs_s(prefills[place], workers, prompt, firsts[place].cached_tokens)
             total_s = costs_s[place] + min([way_s + rest_s for way_s, rest_s in zip(each_s, rests_s, strict=True)])
             scored.append((total_s, prefills[place]))
-            nearest_s = min(nearest_s, total_s * (1 + _NEAR))
-        one = list(ways_s)[_sample(scored, demand.draw)]
+            nearest_s = min(nearest_s, total_s)
+        one = list(ways_s)[_best(scored)]
         after_s = [way_s + rest_s for way_s, rest_s in zip(ways_s[one], rests_s, strict=True)]
-        other = _sample(list(zip(after_s, workers, strict=True)), demand.draw // 4099)
+        other = _best(list(zip(after_s, workers, strict=True)))
         prediction = _joined(firsts[one], steps[other], ways_s[one][other], num_later)
         cost_s = prediction.ttft_s + prediction.tpot_s * num_later + harms_s[one]
         pair, num_sequences = Pair(prefills[one], workers[other]), workers[other].num_sequences
@@ -272,12 +269,9 @@ def _keeps(prediction: Prediction, demand: Demand) -> bool:
     return prediction.tpot_s <= (demand.tpot_slo_s or inf)
 
 
-def _sample(scored: Seq[tuple[float, WorkerView]], bits: int) -> int:
-    """Return the place of one of the best: of those nearly as good as the best, the better of two at random."""
-    limit = min([score for score, _ in scored]) * (1 + _NEAR)
-    near = [place for place, (score, _) in enumerate(scored) if score <= limit]
-    one, other = near[bits % len(near)], near[(bits // 65537) % len(near)]
-    return one if one == other else min(one, other, key=lambda place: (scored[place][0], scored[place][1].num_placed))
+def _best(scored: Seq[tuple[float, WorkerView]]) -> int:
+    """Return the place of the least score; of equal ones, of the worker on which least was placed."""
+    return min(range(len(scored)), key=lambda place: (scored[place][0], scored[place][1].num_placed))
 
 
 def _some(group: Group, prompt: Prompt, draw: int) -> Group:

@@ -27,7 +27,6 @@ _NEAR_OBJECTIVE = 0.5
 # By so much one first token moves the median of observed : predicted, of what prompts take beside their steps. On four
 # recorded live runs the median error is 31 % without it, 24 % with it, and 30 % with the median of the last hundred.
 _MEDIAN_STEP = 0.01
-_MOST_MEDIAN = 2.0
 # Of a sequence: its last one is half full, and one is kept for it to grow into. And the share of all that may be used:
 # answers are longer than their mean, too. With 1 page and all of them, pools that grow under load attain up to 6 points
 # less.
@@ -129,7 +128,7 @@ class Predictor:
         """
         if median is not None:
             step = _MEDIAN_STEP if observed_s * median > predicted_s * self.ttft_median else -_MEDIAN_STEP
-            self.ttft_median = min(_MOST_MEDIAN, max(1 / _MOST_MEDIAN, self.ttft_median * exp(step)))
+            self.ttft_median *= exp(step)
         if objective_s is not None and predicted_s * max(1.0, self.ttft_margin.factor) >= _NEAR_OBJECTIVE * objective_s:
             self.ttft_margin.observe(predicted_s, observed_s)
 

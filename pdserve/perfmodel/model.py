@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
 
-ENOUGH_STEPS = 32  # observed, after which a curve is trusted
+# Observed, after which a curve is trusted, and is moved by so many together: solving takes longer than all else that a
+# step brings. If it was trusted after 32, simulated clusters would attain 3 points less: decode workers compute few
+# prompts.
+ENOUGH_STEPS = 8
 _FORGETTING = 0.99  # weight of a step, for each one after it
-_SOLVE_EVERY = 64  # steps, once enough were seen: solving takes longer than all else that a step brings
 _OUTLIER = 5.0  # a step counts as at most this multiple of its prediction
 _PULL = 1e-4  # ridge weight towards the present curve, for coefficients that recent steps do not separate
 
@@ -64,7 +66,7 @@ class Fit:
             seconds = min(seconds, _OUTLIER * predicted_s)
             scale_s = predicted_s  # so that the curve predicts the mean: relative to `seconds`, long steps weigh less
         self._unsolved.append(_row((each, context), seconds, scale_s))
-        if self.num_observed <= ENOUGH_STEPS or len(self._unsolved) >= _SOLVE_EVERY:
+        if self.num_observed <= ENOUGH_STEPS or len(self._unsolved) >= ENOUGH_STEPS:
             self._solve()
 
     def _solve(self) -> None:
@@ -139,9 +141,6 @@ class Margin:
         self.factor = min(_MOST, self._sorted[round(_QUANTILE * _WINDOW) - 1])
 
 
-# Fewer steps are enough where predictions were right from the start: decode workers compute few prompts. Without this
-# rule 2 + 2 simulated workers attain 42 % at 40 requests/s a GPU in place of 76.
-_FEW_STEPS, _GOOD_ERROR = 8, 0.2
 STALE_S = 10.0  # without a step, after which nothing is refused because of a prediction
 _MAX_PAIRS = 1 << 16  # known from workers' probes alone
 _LARGE_BYTES = 1 << 16  # smaller hand-offs show latency alone
@@ -246,15 +245,12 @@ class LearntCosts:
 
     def knows_prefill(self, now_s: float) -> bool:
         """Return whether requests may be refused on these predictions."""
-        return now_s - self._observed_s < STALE_S and _is_enough(
-            self.prefill_fit.num_observed, self.prefill_fit.relative_error
-        )
+        return now_s - self._observed_s < STALE_S and self.prefill_fit.num_observed >= ENOUGH_STEPS
 
     def knows_decode(self, now_s: float) -> bool:
         """Return the same of decode steps. Those that also prefill count too."""
-        return now_s - self._observed_s < STALE_S and _is_enough(
-            self.decode_fits.num_observed + self._num_mixed, self.decode_fits.latest.relative_error
-        )
+        num_observed = self.decode_fits.num_observed + self._num_mixed
+        return now_s - self._observed_s < STALE_S and num_observed >= ENOUGH_STEPS
 
     def seconds(self, step: Step) -> float:
         """Return how long a step takes that does one of both."""
@@ -279,10 +275,6 @@ class LearntCosts:
         below_s = below.seconds(whole, whole * kv_each)
         above_s = self.decode_fits.curve(whole + 1).seconds(whole + 1, (whole + 1) * kv_each)
         return below_s + part * (above_s - below_s)
-
-
-def _is_enough(num_steps: int, error: float) -> bool:
-    return num_steps >= ENOUGH_STEPS or (num_steps >= _FEW_STEPS and error < _GOOD_ERROR)
 
 
 class LearntLinks:

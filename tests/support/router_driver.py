@@ -92,7 +92,7 @@ class Driver:
     def teach(self, prefill_token_s: float, decode_step_s: float) -> None:
         """Let the predictor see enough steps of every worker for a policy to refuse by it."""
         for worker in tuple(self.core.workers):
-            for tokens in range(1, ENOUGH_STEPS + 1):
+            for tokens in range(1, 4 * ENOUGH_STEPS + 1):
                 prompt, answers = Step(tokens, tokens**2), Step(sequences=1, kv_tokens=tokens)
                 self.post(StepReported(worker.link, [], prompt, prefill_token_s * tokens))
                 if worker.role is Role.DECODE:
