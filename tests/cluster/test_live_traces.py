@@ -17,7 +17,7 @@ from pdserve.tracecontext import TraceContext
 
 pytestmark = pytest.mark.slow
 CLIENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)
-CLOCK_S = 0.01  # the two clocks are read one after the other
+CLOCK_MS = 10.0  # the two clocks are read one after the other
 NUM_WAITS = 1000
 WITHIN_MS = 2.0
 DELAYED_MS = 1.0  # that the router waited for a processor: longer waits are other processes' doing
@@ -31,14 +31,15 @@ BY_PROCESS = {
 }
 
 
-def within(span: Received, other: Received) -> bool:
-    starts, ends = span.span.start_time_unix_nano, span.span.end_time_unix_nano
-    return (
-        other.span.start_time_unix_nano - CLOCK_S * 1e9
-        <= starts
-        <= ends
-        <= other.span.end_time_unix_nano + CLOCK_S * 1e9
-    )
+def outside_ms(span: Received, root: Received) -> float:
+    """Return by how much a span begins before the root, or ends after it.
+
+    A sender may learn after a short answer's end that its pages were taken: its span has to begin within the root.
+    """
+    before_ns = root.span.start_time_unix_nano - span.span.start_time_unix_nano
+    last_ns = span.span.start_time_unix_nano if span.name == "handoff.send" else span.span.end_time_unix_nano
+    assert span.span.start_time_unix_nano <= span.span.end_time_unix_nano
+    return max(before_ns, last_ns - root.span.end_time_unix_nano) / 1e6
 
 
 @pytest.mark.long
@@ -59,7 +60,8 @@ def test_a_trace_goes_through_all_processes_and_their_logs_name_it(tmp_path: Pat
     assert root.span.parent_span_id.hex() == CLIENT.span_id
     below = [span for span in spans if span is not root]
     assert all(span.span.parent_span_id == root.span.span_id for span in below)
-    assert all(within(span, root) for span in below if span.instance != "router")
+    late_ms = {each.name: outside_ms(each, root) for each in below if each.instance != "router"}
+    assert max(late_ms.values()) <= CLOCK_MS, late_ms
     for process, names in BY_PROCESS.items():
         assert names <= {span.name for span in below if span.instance == process}
     (prefill,) = (span for span in below if (span.instance, span.name) == ("prefill-0", "prefill"))
