@@ -206,8 +206,6 @@ def _costs(kind: learnt.Kind, costs: LearntCosts) -> admin.LearntCosts:
         decode_kv_token_s=costs.decode.context_s,
         num_prefill_steps=costs.prefill_fit.num_observed,
         num_decode_steps=costs.decode_fits.num_observed,
-        prefill_error=costs.prefill_fit.relative_error,
-        decode_error=costs.decode_fits.latest.relative_error,
         decode_batches=[
             admin.LearntBatches(
                 max_sequences=max_sequences,

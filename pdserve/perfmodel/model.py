@@ -43,7 +43,6 @@ class Fit:
         Only the prior's shape counts: it may be of another device, which is slower or faster by any factor.
         """
         self.curve = start
-        self.relative_error = 0.0  # running mean of |predicted - observed| / observed
         self.num_observed = 0
         self._products = np.zeros((4, 4))  # of the columns of all rows, older ones faded
         self._unsolved: list[_Row] = []  # since the curve was last moved
@@ -55,8 +54,6 @@ class Fit:
             return
         predicted_s = self.curve.seconds(each, context)
         self.num_observed += 1
-        error = min(1.0, abs(predicted_s - seconds) / seconds)
-        self.relative_error += (error - self.relative_error) / min(self.num_observed, ENOUGH_STEPS)
         if self.num_observed <= ENOUGH_STEPS or predicted_s <= 0:
             scale_s = seconds
             start_s = self._start.seconds(each, context)

@@ -599,8 +599,6 @@ class LearntCosts(_message.Message):
     DECODE_KV_TOKEN_S_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DECODE_STEPS_FIELD_NUMBER: _builtins.int
-    PREFILL_ERROR_FIELD_NUMBER: _builtins.int
-    DECODE_ERROR_FIELD_NUMBER: _builtins.int
     DECODE_BATCHES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
@@ -622,10 +620,6 @@ class LearntCosts(_message.Message):
     """Steps with prompts seen so far; with none, the figures are those the router started from."""
     num_decode_steps: _builtins.int
     """Steps that only decoded, seen so far."""
-    prefill_error: _builtins.float
-    """Mean of |predicted - seen| / seen over the last prefill steps."""
-    decode_error: _builtins.float
-    """The same over the last decode steps."""
     device: _builtins.str
     """What these workers compute on, as they registered."""
     @_builtins.property
@@ -648,15 +642,13 @@ class LearntCosts(_message.Message):
         decode_kv_token_s: _builtins.float = ...,
         num_prefill_steps: _builtins.int = ...,
         num_decode_steps: _builtins.int = ...,
-        prefill_error: _builtins.float = ...,
-        decode_error: _builtins.float = ...,
         decode_batches: _abc.Iterable[Global___LearntBatches] | None = ...,
         device: _builtins.str = ...,
         layout: _link_pb2.KvLayout | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batches", b"decode_batches", "decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_step_s", b"decode_step_s", "device", b"device", "layout", b"layout", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batches", b"decode_batches", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_step_s", b"decode_step_s", "device", b"device", "layout", b"layout", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

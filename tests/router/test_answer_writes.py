@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 from router_fakes import TOKENIZER
@@ -12,10 +13,13 @@ from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, StopStringFound
-from pdserve.router.frontend.answer import Answer, Gain, Pace
+from pdserve.router.frontend.answer import Answer, Client, Gain, Pace
+from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.generate import reply_bytes
+from pdserve.router.frontend.grpc_door import Reading
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
+from pdserve.rpc import AnyContext
 from pdserve.sampling import PromptLogprobs
 from pdserve.text.stop import OutputText
 
@@ -47,7 +51,7 @@ def unexpected(error: Exception) -> None:
 
 
 def answer_for(
-    door: Door,
+    door: Client,
     n: int = 1,
     max_unsent_bytes: int = 1000,
     interval: int | None = None,
@@ -77,6 +81,18 @@ def gain(answer: Answer, token_id: int, index: int = 0, finish_reason: int = 0) 
 
 async def turn() -> None:
     await asyncio.sleep(0)
+
+
+async def test_a_reply_that_cannot_be_made_ends_its_call_alone() -> None:
+    def replies(*_gained: object) -> list[object]:
+        raise ValueError("cannot be made")
+
+    reading = Reading(CallWriter(cast("AnyContext", None)), replies)  # nothing is written
+    reading.answer = answer_for(reading)
+    gain(reading.answer, 10)
+    await turn()  # what the door raised here would stop the process
+    with pytest.raises(ValueError, match="cannot be made"):
+        await reading.end()
 
 
 async def test_what_comes_in_one_turn_is_written_together() -> None:
