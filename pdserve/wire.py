@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from pdserve.demand import NUM_BANDS, Demand
 from pdserve.errors import ProtocolError, RequestError, invalid
 from pdserve.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, KvLayout
 from pdserve.perfmodel.curve import Curve, DecodePiece
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.reports import NUM_BANDS, Demand
 from pdserve.roles import Role
 from pdserve.sampling import MAX_LOGPROBS, Format, SamplingParams, StructuredOutput, TokenLogprobs
 
@@ -40,6 +40,7 @@ def decode_pieces(learnt: admin.LearntCosts) -> tuple[DecodePiece, ...]:
 
 
 _FIELDS = tuple(name for name in SamplingParams.__annotations__ if name != "structured_output")
+_LISTS = {"stop_token_ids", "allowed_token_ids"}
 _FORMATS: dict[str | None, Format] = {name: name for name in get_args(Format)}
 
 
@@ -56,19 +57,24 @@ def params_to_proto(params: SamplingParams) -> inference.SamplingParams:
 
 def params_from_proto(message: inference.SamplingParams) -> SamplingParams:
     """Return sampling as `params_to_proto` writes it; ProtocolError for what it never writes."""
-    fields = {name: getattr(message, name) for name in _FIELDS}
-    fields["logit_bias"] = tuple(sorted(message.logit_bias.items()))
-    fields["logprobs"] = message.logprobs if message.HasField("logprobs") else None
-    fields["prompt_logprobs"] = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
-    fields["stop_token_ids"] = tuple(message.stop_token_ids)
-    fields["allowed_token_ids"] = tuple(message.allowed_token_ids)
-    fields["bad_word_ids"] = tuple([tuple(word.ids) for word in message.bad_word_ids])
+    try:
+        return SamplingParams(**given_params(message))
+    except RequestError as error:
+        raise ProtocolError(error.message) from error
+
+
+def given_params(message: inference.SamplingParams) -> dict[str, Any]:
+    """Return the fields of SamplingParams that a message sets; RequestError as `structured_from_proto`."""
+    given = {field.name: value for field, value in message.ListFields() if field.name in _FIELDS}
+    for name in _LISTS & given.keys():
+        given[name] = tuple(given[name])
+    if message.logit_bias:
+        given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    if message.bad_word_ids:
+        given["bad_word_ids"] = tuple([tuple(word.ids) for word in message.bad_word_ids])
     if message.HasField("structured_output"):
-        try:
-            fields["structured_output"] = structured_from_proto(message.structured_output)
-        except RequestError as error:
-            raise ProtocolError(error.message) from error
-    return SamplingParams(**fields)
+        given["structured_output"] = structured_from_proto(message.structured_output)
+    return given
 
 
 def structured_to_proto(structured: StructuredOutput) -> inference.StructuredOutput:

@@ -8,9 +8,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.demand import NUM_BANDS, Demand, band_of
 from pdserve.errors import Status
 from pdserve.ids import RequestId
+from pdserve.reports import NUM_BANDS, Demand, band_of
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.request import Request
 from pdserve.router.timeline import Ledger, Timeline, Usage

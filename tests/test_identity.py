@@ -10,6 +10,7 @@ import grpc
 import pytest
 from stream_ends import DECODE, SECRET, prefill_worker
 
+from pdserve.clock import VirtualClock
 from pdserve.kvtransfer.doors import Connect, ReceiverLost
 from pdserve.rpc import (
     CHALLENGE_METADATA_KEY,
@@ -21,7 +22,6 @@ from pdserve.rpc import (
     identify,
 )
 from pdserve.secret_proof import CHALLENGE_S, Challenges
-from pdserve.virtual_time import VirtualClock
 
 SERVED, OTHER = "/test.Service/Served", "/test.Service/Other"
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]

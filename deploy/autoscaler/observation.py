@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
 from pdserve.autoscaler.actuator import Held, State
-from pdserve.demand import Demand
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.reports import Demand
 from pdserve.roles import POOLS, Role
 from pdserve.values import value
 from pdserve.wire import ENOUGH_STEPS, ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve

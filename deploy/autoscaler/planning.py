@@ -18,7 +18,7 @@ from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import Sized, Sizer, devices_of
 from pdserve.autoscaler.traffic import Fading, Traffic, mean
 from pdserve.autoscaler.urgent import Misses
-from pdserve.demand import Demand
+from pdserve.reports import Demand
 from pdserve.roles import POOLS, Role
 from pdserve.values import value
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import exp, sqrt
 
-from pdserve.demand import NUM_BANDS, Demand, middle_of
+from pdserve.reports import NUM_BANDS, Demand, middle_of
 from pdserve.values import value
 
 Lengths = tuple[tuple[float, float], ...]  # tokens, and the share of requests that have so many; rising

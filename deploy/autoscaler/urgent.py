@@ -13,7 +13,7 @@ from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.observation import Capacity, Observation, Replica
 from pdserve.autoscaler.pools import Signal
 from pdserve.autoscaler.traffic import SURE
-from pdserve.demand import Demand
+from pdserve.reports import Demand
 from pdserve.roles import Role
 from pdserve.router.because import Cause
 from pdserve.router.predict import USABLE_SHARE

@@ -23,6 +23,7 @@ from pdserve.capacity.wires import (
     stage,
 )
 from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, SimWorker, Steps
+from pdserve.clock import VirtualClock, garbage_left
 from pdserve.ids import RequestId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -49,7 +50,6 @@ from pdserve.router.events import DrainAsked, Event, LinkId, PairMeasured, RoleA
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams
-from pdserve.virtual_time import VirtualClock, garbage_left
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S

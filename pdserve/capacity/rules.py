@@ -36,9 +36,9 @@ from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain
 from pdserve.autoscaler.observation import Capacity, Observation, Replica
 from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.urgent import num_refused
-from pdserve.demand import Demand
 from pdserve.measure.outcomes import Objective
 from pdserve.perfmodel.curve import Step, StepCosts
+from pdserve.reports import Demand
 from pdserve.roles import Role
 from pdserve.values import value
 

@@ -16,12 +16,12 @@ from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import Fleet, Sizes
 from pdserve.capacity.shape import Shape
-from pdserve.demand import Demand
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.plots import Line, Plot, plot, stepped
 from pdserve.measure.summary import percentiles
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
+from pdserve.reports import Demand
 from pdserve.roles import POOLS, Role
 from pdserve.values import value
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from pdserve.capacity.leaping import OTHER
 from pdserve.capacity.worker import Reported, SimWorker
+from pdserve.clock import VirtualClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.kvtransfer import doors
@@ -15,7 +16,6 @@ from pdserve.reports import ReportedLoad, Stage
 from pdserve.router.commands import Finished, Refused, SequenceSpec
 from pdserve.router.events import KvChanged, LinkId, LoadReported, StageReached
 from pdserve.values import value
-from pdserve.virtual_time import VirtualClock
 from pdserve.worker import messages
 from pdserve.worker.messages import Event
 

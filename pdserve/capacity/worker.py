@@ -9,6 +9,7 @@ from math import inf, sqrt
 
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.shape import Shape
+from pdserve.clock import VirtualClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.step import StepPlan
@@ -23,7 +24,6 @@ from pdserve.roles import POOLS, Role
 from pdserve.router.events import LinkId, Registration
 from pdserve.token_ids import ALL_IDS
 from pdserve.values import value
-from pdserve.virtual_time import VirtualClock
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Due, Event

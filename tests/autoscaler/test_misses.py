@@ -8,7 +8,7 @@ from scaled_world import World, policy
 from pdserve.autoscaler.decisions import Drain, Flip
 from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.urgent import Misses
-from pdserve.demand import Demand
+from pdserve.reports import Demand
 from pdserve.roles import Role
 from pdserve.router.because import Cause
 

@@ -2,10 +2,10 @@
 
 from pdserve.autoscaler.actuator import Held, State
 from pdserve.autoscaler.observation import Capacity, Observation, Observer
-from pdserve.demand import Demand
 from pdserve.perfmodel.curve import Curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.reports import Demand
 from pdserve.roles import Role
 from pdserve.wire import demand_to_proto
 

@@ -13,13 +13,13 @@ from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.server import samples
-from pdserve.demand import Demand
+from pdserve.clock import VirtualClock
 from pdserve.launch.admin import AdminClient
 from pdserve.metrics import DECISIONS, DESIRED
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.reports import Demand
 from pdserve.roles import Role
-from pdserve.virtual_time import VirtualClock
 from pdserve.wire import ROLE_NUMBERS, demand_to_proto
 
 

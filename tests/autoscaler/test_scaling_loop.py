@@ -13,10 +13,10 @@ from pdserve.autoscaler.actuator import ActuatorError, Held, State
 from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.server import end_replicas
-from pdserve.demand import Demand
 from pdserve.errors import CommandError
 from pdserve.measure.read_workload import warm_up
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.reports import Demand
 from pdserve.roles import Role
 from pdserve.wire import demand_to_proto
 

@@ -8,10 +8,10 @@ from pdserve.autoscaler.sizing import Sizer
 from pdserve.autoscaler.traffic import Fading
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.shape import Shape
-from pdserve.demand import NUM_BANDS, Demand, band_of
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
+from pdserve.reports import NUM_BANDS, Demand, band_of
 from pdserve.roles import POOLS, Role
 
 NUM_REQUESTS = 500

@@ -19,6 +19,7 @@ from stream_ends import (
 )
 
 from pdserve import processes
+from pdserve.clock import VirtualClock
 from pdserve.errors import Refusal
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvtransfer import wire
@@ -27,7 +28,6 @@ from pdserve.kvtransfer.session import Peer, Quiesced, Taken
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import MAX_LOGPROBS
-from pdserve.virtual_time import VirtualClock
 
 
 async def test_a_wrong_secret_is_refused() -> None:

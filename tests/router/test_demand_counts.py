@@ -3,8 +3,8 @@
 import pytest
 from router_driver import LENGTH, Driver, placed_request
 
-from pdserve.demand import NUM_BANDS, Demand, band_of
 from pdserve.errors import ProtocolError
+from pdserve.reports import NUM_BANDS, Demand, band_of
 from pdserve.router.config import Limits
 from pdserve.router.events import ClientGone, LinkLost
 from pdserve.wire import demand_from_proto, demand_to_proto

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from pdserve.clock import VirtualClock
 from pdserve.errors import InvariantError, Refusal, Status
 from pdserve.ids import Attempt, RequestId
 from pdserve.proto.v1 import link_pb2 as link
@@ -13,7 +14,6 @@ from pdserve.router.commands import Command as CoreCommand
 from pdserve.router.desk import Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientGone, DrainAsked, Event, LinkId, LinkLost, StopStringFound, Tick
 from pdserve.router.shell import Shell
-from pdserve.virtual_time import VirtualClock
 
 NAME = RequestId(bytes(16))
 STOPPED = StopStringFound(NAME, 0)

@@ -9,6 +9,7 @@ from router_driver import Driver
 from router_fakes import StartRouter
 
 from pdserve.cli.doctor import asked
+from pdserve.clock import VirtualClock
 from pdserve.doctor.machine import Level
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
@@ -21,7 +22,6 @@ from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import LinkLost, Registration
 from pdserve.router.shell import Shell
-from pdserve.virtual_time import VirtualClock
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 

@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from pdserve.certificates import CALLERS, Part, may_call, read_identity
+from pdserve.clock import VirtualClock
 from pdserve.credentials import PORT_KEPT_S, Connections, Credentials
 from pdserve.errors import ConfigError, Refusal
 from pdserve.launch.authority import Authority
 from pdserve.rpc import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, identify
-from pdserve.virtual_time import VirtualClock
 
 DAY = timedelta(days=1)
 TRUST_DOMAIN = "c.example"

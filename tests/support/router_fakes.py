@@ -28,7 +28,7 @@ from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.prompts import ServedModel
+from pdserve.router.frontend.served import ServedModel
 from pdserve.router.server import Addresses, run
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, Metadata, channel_options, identify, read_secret
 from pdserve.text.chat import ChatTemplate

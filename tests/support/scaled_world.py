@@ -9,8 +9,8 @@ from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
 from pdserve.autoscaler.observation import Capacity, Observation, Replica
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
-from pdserve.demand import NUM_BANDS, Demand, band_of
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
+from pdserve.reports import NUM_BANDS, Demand, band_of
 from pdserve.roles import Role
 
 STEP_S = 0.02

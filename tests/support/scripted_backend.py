@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pdserve.clock import VirtualClock
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Indices, PostError
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
@@ -15,7 +16,6 @@ from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
-from pdserve.virtual_time import VirtualClock
 
 HANDOFF, OTHER = (HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(2))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from stream_ends import Heard
 
+from pdserve.clock import VirtualClock
 from pdserve.credentials import Credentials
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
@@ -24,7 +25,6 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.virtual_time import VirtualClock
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Event, Load

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from loopback import loopback_mover
 
+from pdserve.clock import VirtualClock
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.virtual_time import VirtualClock
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.reporting import Reporter

@@ -8,6 +8,7 @@ from typing import cast
 from scripted_backend import FIRST, scripted_rig
 from stream_ends import Heard
 
+from pdserve.clock import VirtualClock
 from pdserve.credentials import Credentials
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.client import HandoffClient
@@ -19,7 +20,6 @@ from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.virtual_time import VirtualClock
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef

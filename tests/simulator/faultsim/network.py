@@ -7,7 +7,7 @@ ends the stream; a reset tells both ends, at different times; a dead process's p
 from collections.abc import Callable
 
 from faultsim.world import Process, World
-from pdserve.virtual_time import Action
+from pdserve.clock import Action
 
 KEEPALIVE_S = 15.0  # a silent path ends its streams: rpc's ping interval and time-out
 CONNECT_TIMEOUT_S = 2.0

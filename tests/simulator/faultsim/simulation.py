@@ -9,8 +9,8 @@ from faultsim.clients import Answer, Wish
 from faultsim.cluster import REAPED_S, START_S, Cluster
 from faultsim.scenario import Scenario, draw
 from faultsim.world import ViolationError, World
+from pdserve.clock import garbage_left
 from pdserve.kvtransfer.doors import HEARTBEAT_S
-from pdserve.virtual_time import garbage_left
 from pdserve.worker.admission import NUM_STILL_LOOKS
 
 SERVE_S = 10.0  # what is left of 200 requests when faults have stopped, on workers of 32 pages
