@@ -14,9 +14,9 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.backend import Standing
 from pdserve.router.frontend.channel import Channel
+from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.hub import Hub
 from pdserve.token_ids import ALL_IDS
 

@@ -30,8 +30,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.frontend.doors import LAST_WORDS_S, Doors, open_doors
-from pdserve.router.frontend.prompts import ServedModel
-from pdserve.router.frontend.served import load_model
+from pdserve.router.frontend.served import ServedModel, load_model
 from pdserve.router.frontends import run_frontends
 from pdserve.router.hub import Hub
 from pdserve.router.policies import POLICIES

@@ -30,8 +30,8 @@ def new_key(
     """
     from pydantic import TypeAdapter, ValidationError
 
-    from pdserve.router.frontend.api_keys import TenantName
-    from pdserve.router.frontend.api_keys import new_key as made
+    from pdserve.router.frontend.clients import TenantName
+    from pdserve.router.frontend.clients import new_key as made
 
     try:
         TypeAdapter(TenantName).validate_python(tenant)

@@ -10,7 +10,6 @@ from pdserve.ids import RequestId
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.desk import Answer
 from pdserve.router.events import RequestArrived
-from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.values import value
 
 State = dict[str, dict[str, Any]]  # of the live page: sections of entries by name
@@ -39,22 +38,6 @@ class EngineState:
     num_tokens: int  # in pages that are in use on decode workers
     max_num_tokens: int  # that these have pages for
     max_num_seqs: int  # that these run at once
-
-
-class Tenants(Protocol):
-    """What tenants use of their limits; counted for all frontends together."""
-
-    async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
-        """Take a request in, whose `end` follows; or return why not, and change nothing."""
-
-    def spend(self, tenant: str, num_tokens: int) -> None:
-        """Note tokens of a prompt, or of an answer that has ended."""
-
-    def end(self, tenant: str) -> None:
-        """Note that a request has ended."""
-
-    def deny(self, reason: str) -> None:
-        """Count a call or a connection that is denied; `reason` is one of clients.DENIALS."""
 
 
 class Outcomes(Protocol):

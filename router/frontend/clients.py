@@ -1,19 +1,135 @@
-"""Who may call the public doors: clients with a key of the file. Knows no protocol; doors translate what it raises."""
+"""The clients of the public ports: the file that names them, their keys, and what their tenants may ask for.
 
-from dataclasses import replace
+    tenants:
+      acme:
+        keys:
+          - {id: web, sha256: 5f2b...}   # hash of a key; two at once, while clients change over
+        max_priority: 10
+        requests_per_s: 20
+        max_concurrent: 64
+
+Keys are long random strings, so their plain hashes give nothing away. This module knows no protocol: each endpoint
+translates the errors.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Protocol
 
-from pdserve.errors import echo, invalid
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from pdserve.errors import ConfigError
+from pdserve.files import read_private
 from pdserve.router.commands import Refused
-from pdserve.router.frontend.api_keys import Client, read_keys
-from pdserve.router.frontend.backend import Tenants
-from pdserve.router.frontend.prompts import Terms
 from pdserve.values import value
 from pdserve.watched import Watched
+from pdserve.yaml_models import read_model
 
+KEY_PREFIX = "pds_"
+KEY_BYTES = 32
+INDEX_BYTES = 16  # of a hash, by which keys are found; no two keys of a file share them
+METADATA_KEY = "authorization"
+SCHEME = "bearer "
 NO_KEY, WRONG_KEY, HANDSHAKE = DENIALS = ("no_key", "wrong_key", "handshake")
 _TEXTS = {NO_KEY: "no API key is shown: authorization: Bearer KEY", WRONG_KEY: "the API key is not known here"}
+
+TenantName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # the input may be a key
+
+
+class KeyHash(_Model):
+    """One key of a tenant."""
+
+    id: str = Field(min_length=1, max_length=64, description="Names the key in logs.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, in hexadecimal.")
+
+
+class TenantLimits(_Model):
+    """What a tenant may ask for, by all its keys together. What is left out is not limited."""
+
+    max_priority: int = Field(0, ge=-(2**31), lt=2**31, description="Requests of a higher priority get this one.")
+    requests_per_s: float | None = Field(None, gt=0, le=1e6, description="Requests a second, on average.")
+    burst: int | None = Field(
+        None, ge=1, le=10**6, description="Requests that may come at once; by default those of a second."
+    )
+    tokens_per_s: float | None = Field(
+        None, gt=0, le=1e9, description="Tokens a second on average, of prompts and answers together."
+    )
+    max_concurrent: int | None = Field(None, ge=1, le=10**6, description="Requests under way at once.")
+
+
+class Tenant(TenantLimits):
+    """A tenant's entry."""
+
+    keys: tuple[KeyHash, ...] = Field(description="Any of these is taken; with none, the tenant is locked out.")
+
+
+class KeysFile(_Model):
+    """The file as a whole."""
+
+    tenants: dict[TenantName, Tenant]
+
+    @model_validator(mode="after")
+    def _each_key_is_one_tenants(self) -> "KeysFile":
+        hashes = [key.sha256[: 2 * INDEX_BYTES] for tenant in self.tenants.values() for key in tenant.keys]
+        if len(set(hashes)) < len(hashes):
+            raise ValueError("tenants: a key is there twice")
+        return self
+
+
+@value
+class Client:
+    """The owner of a key."""
+
+    tenant: str
+    limits: TenantLimits
+
+
+class ApiKeys:
+    """The clients of a file, by their keys."""
+
+    def __init__(self, file: KeysFile) -> None:
+        hashes = [(bytes.fromhex(key.sha256), name) for name, tenant in file.tenants.items() for key in tenant.keys]
+        self._clients = {digest[:INDEX_BYTES]: (digest, Client(name, file.tenants[name])) for digest, name in hashes}
+
+    def find(self, key: bytes) -> Client | None:
+        """Return the owner of a key. The time that this takes tells a caller nothing about any key.
+
+        The lookup is by hash: a caller who learnt how much of a hash is right could not make a key from that.
+        """
+        digest = hashlib.sha256(key).digest()
+        known, client = self._clients.get(digest[:INDEX_BYTES], (bytes(len(digest)), None))
+        return client if hmac.compare_digest(known, digest) else None
+
+
+def read_keys(path: Path) -> ApiKeys:
+    """Read the file; ConfigError names line and field of what is wrong, or says that others could write the file."""
+    read_private(path, "api_keys_file")
+    try:
+        return ApiKeys(read_model(KeysFile, path))
+    except ConfigError as error:
+        raise ConfigError(f"api_keys_file: {error}") from error
+
+
+def bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+    """Return the key that a call shows, `authorization: Bearer KEY`; None where it shows none."""
+    for name, shown in metadata or ():
+        if name == METADATA_KEY and isinstance(shown, str) and shown[: len(SCHEME)].lower() == SCHEME:
+            return shown[len(SCHEME) :].strip().encode()
+    return None
+
+
+def new_key() -> tuple[str, str]:
+    """Return a key, and its hash as the file has it."""
+    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    return key, hashlib.sha256(key.encode()).hexdigest()
 
 
 class DeniedError(Exception):
@@ -25,20 +141,43 @@ class DeniedError(Exception):
         self.message = _TEXTS[reason]
 
 
-class OverLimitError(Exception):
-    """The caller's tenant asks for more than its limits; `refused` has the hints for trying again."""
+class RefusedError(Exception):
+    """A request was refused; `refused` says why, and when it may be worth trying again."""
 
-    def __init__(self, refused: Refused, tenant: str) -> None:
+    def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
         self.refused = refused
+
+
+class OverLimitError(RefusedError):
+    """A request was refused because its tenant has used its limits."""
+
+    def __init__(self, refused: Refused, tenant: str) -> None:
+        super().__init__(refused)
         self.tenant = tenant
+
+
+class Tenants(Protocol):
+    """Counts what tenants use of their limits, in all processes that serve clients together."""
+
+    async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
+        """Admit a request, whose `end` follows; or return why not, and change nothing."""
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        """Count tokens of a prompt, or of an answer that has ended."""
+
+    def end(self, tenant: str) -> None:
+        """Count a request as ended."""
+
+    def deny(self, reason: str) -> None:
+        """Count a call or a connection that is denied; `reason` is one of DENIALS."""
 
 
 class Clients:
     """The clients of one router."""
 
     def __init__(self, file: Path | None, tenants: Tenants) -> None:
-        """`file`: the API keys; None asks nobody for one."""
+        """`file`: the API keys; None: callers need no key."""
         self._keys = None if file is None else Watched((file,), partial(read_keys, file))
         self._tenants = tenants
 
@@ -47,7 +186,7 @@ class Clients:
         """How often a file that had changed was refused."""
         if self._keys is None:
             return 0
-        self._keys.look()  # calls may come to other processes alone
+        self._keys.look()  # all calls may go to other processes, and only calls look at the file
         return self._keys.num_refused
 
     def note_failed_handshake(self) -> None:
@@ -55,7 +194,7 @@ class Clients:
         self._tenants.deny(HANDSHAKE)
 
     def identify(self, key: bytes | None) -> Client | None:
-        """Return whose key a call shows; None where no keys are asked for. Raises DeniedError."""
+        """Return the owner of a call's key; None where callers need no key. Raises DeniedError."""
         if self._keys is None:
             return None
         client = None if key is None else self._keys.look().find(key)
@@ -65,38 +204,36 @@ class Clients:
             raise DeniedError(reason)
         return client
 
-    async def visit(self, key: bytes | None) -> "Visit | None":
-        """Begin a request of the tenant; its visit must `end` once. None where no keys are asked for.
+    async def visit(self, key: bytes | None) -> "Visit":
+        """Begin a request; its visit must `end` once.
 
         Raises DeniedError, and OverLimitError where the tenant has used its limits.
         """
         client = self.identify(key)
-        if client is None:
-            return None
-        refused = await self._tenants.begin(client.tenant, client.limits)
-        if refused is not None:
-            raise OverLimitError(refused, client.tenant)
+        if client is not None:
+            refused = await self._tenants.begin(client.tenant, client.limits)
+            if refused is not None:
+                raise OverLimitError(refused, client.tenant)
         return Visit(client, self._tenants)
 
 
 @value
 class Visit:
-    """One request of a client."""
+    """One request of a client. Nothing is counted where callers need no key: then `client` is None."""
 
-    client: Client
+    client: Client | None
     tenants: Tenants
 
+    @property
+    def tenant(self) -> str:
+        return "" if self.client is None else self.client.tenant
+
     def spend(self, num_tokens: int) -> None:
-        """Note tokens of its prompt, or of its answer once that has ended."""
-        self.tenants.spend(self.client.tenant, num_tokens)
+        """Count tokens of its prompt, or of its answer once that has ended."""
+        if self.client is not None:
+            self.tenants.spend(self.client.tenant, num_tokens)
 
     def end(self) -> None:
-        """Note that it has ended."""
-        self.tenants.end(self.client.tenant)
-
-    def terms(self, asked: Terms) -> Terms:
-        """Return what the client may have of a request's terms; RequestError where it claims to be another."""
-        tenant, limits = self.client.tenant, self.client.limits
-        if asked.tenant not in ("", tenant):
-            raise invalid("tenant", f"{echo(asked.tenant, repr)} is not the tenant of this API key, {tenant!r} is")
-        return replace(asked, tenant=tenant, priority=min(asked.priority, limits.max_priority))
+        """Count it as ended."""
+        if self.client is not None:
+            self.tenants.end(self.client.tenant)

@@ -20,11 +20,17 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.dialects.open_inference import OpenInference
-from pdserve.router.frontend.generate import INFERENCE_SERVICE, InferenceEndpoint
-from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
+from pdserve.router.frontend.grpc_door import (
+    HARD_LIMIT_BYTES,
+    INFERENCE_SERVICE,
+    InferenceEndpoint,
+    LimitSizes,
+    RequireKey,
+)
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.prompts import Prompts, ServedModel
+from pdserve.router.frontend.prompts import Prompts
 from pdserve.router.frontend.records import Records
+from pdserve.router.frontend.served import ServedModel
 from pdserve.rpc import check_bind, join_address, listen, running, server_options
 
 if TYPE_CHECKING:
@@ -79,10 +85,9 @@ async def open_doors(
     serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.standing().can_serve)
     shown = HealthMethods({"": lambda: backend.standing().is_live, **serves})
     try:
-        async with (
-            _listening(config, _server(config, intake, shown), backend.connections, port_key) as public,
-            _listening_http(config, intake) as http,
-        ):
+        server = _server(config, intake, shown)
+        public = listen(server, config.host, config.port, port_key, _credentials(config, backend.connections))
+        async with running(server, LAST_WORDS_S), _listening_http(config, intake) as http:
             logger.info("serving %s on %s", model.name, public)
             if http:
                 logger.info("serving OpenAI's API at %s", http)
@@ -121,16 +126,6 @@ def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.
     names = (INFERENCE_SERVICE, *DIALECTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
-
-
-@asynccontextmanager
-async def _listening(
-    config: RouterConfig, server: grpc.aio.Server, connections: Connections, key: str
-) -> AsyncIterator[str]:
-    """Run a server for the length of the block; yield its address."""
-    address = listen(server, config.host, config.port, key, _credentials(config, connections))
-    async with running(server, LAST_WORDS_S):
-        yield address
 
 
 def _credentials(config: RouterConfig, connections: Connections) -> grpc.ServerCredentials | None:

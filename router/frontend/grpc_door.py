@@ -1,23 +1,29 @@
-"""What every gRPC door does alike: it asks for a key, bounds messages, reads answers, and ends calls with a status."""
+"""InferenceService over gRPC, and what the services of other APIs have in common with it.
+
+All ask for a key, bound messages, write answers as they come, and end calls with a status.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Never, TypeAlias, cast
+from typing import Any, Never, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from pdserve.errors import InvariantError, RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router import wire
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
-from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError
+from pdserve.router.frontend.clients import Clients, DeniedError, RefusedError, bearer
 from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext, Continuation, Handler, abort
+from pdserve.wire import logprobs_to_proto
 
+INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 OPEN = "/grpc.health.v1.Health/"  # methods that need no key
 HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
@@ -27,16 +33,8 @@ Replies = Callable[[Answer, Sequence[Gain], Outcome | None], Iterable[object]]  
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
-class RefusedError(Exception):
-    """An answer ended without its text."""
-
-    def __init__(self, refused: Refused, *, was_cut_off: bool = False) -> None:
-        super().__init__(refused.message)
-        self.refused = refused
-        self.was_cut_off = was_cut_off  # nobody reads
-
-
-NOT_SERVED = (DeniedError, OverLimitError, RequestError, RefusedError)  # what read_answer raises
+class CutOffError(RefusedError):
+    """An answer was cut off because its client reads too slowly."""
 
 
 def _remaining_s(context: AnyContext) -> float:
@@ -80,7 +78,7 @@ class Reading:
         return is_free
 
     def cut_off(self, outcome: Refused) -> None:
-        self._end(RefusedError(outcome, was_cut_off=True))
+        self._end(CutOffError(outcome))
 
     def _end(self, how: Outcome | Exception) -> None:
         if self._outcome.done():
@@ -112,15 +110,17 @@ async def read_answer(
         intake.leave(answer)
 
 
-async def deny(context: AnyContext, error: DeniedError | OverLimitError | RequestError | RefusedError) -> Never:
-    """End a call with one of NOT_SERVED."""
-    match error:
-        case DeniedError():
-            await abort(context, grpc.StatusCode.UNAUTHENTICATED, error.message)
-        case OverLimitError() | RefusedError():
-            await refuse(context, error.refused)
-        case RequestError():
-            await abort(context, CODES[error.status], error.message)
+@asynccontextmanager
+async def denying(context: AnyContext) -> AsyncIterator[None]:
+    """End a call with a status where the block raises one of NOT_SERVED."""
+    try:
+        yield
+    except DeniedError as error:
+        await abort(context, grpc.StatusCode.UNAUTHENTICATED, error.message)
+    except RefusedError as error:
+        await refuse(context, error.refused)
+    except RequestError as error:
+        await refuse(context, Refused(error.status, error.message))
 
 
 async def refuse(context: AnyContext, refused: Refused) -> Never:
@@ -145,12 +145,12 @@ class RequireKey(grpc.aio.ServerInterceptor):
                 self._clients.identify(bearer(handler_call_details.invocation_metadata))
             except DeniedError as error:
                 # Streaming on both sides: such a handler answers before it has read anything.
-                return grpc.stream_stream_rpc_method_handler(partial(_deny_all, error))
+                return grpc.stream_stream_rpc_method_handler(partial(_deny, error))
         return await continuation(handler_call_details)
 
 
-async def _deny_all(denied: DeniedError, _messages: object, context: _Context) -> None:
-    await deny(context, denied)
+async def _deny(denied: DeniedError, _messages: object, context: _Context) -> None:
+    await abort(context, grpc.StatusCode.UNAUTHENTICATED, denied.message)
 
 
 class LimitSizes(grpc.aio.ServerInterceptor):
@@ -182,3 +182,93 @@ class LimitSizes(grpc.aio.ServerInterceptor):
 
         make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
         return make(check, response_serializer=handler.response_serializer)
+
+
+# ---- InferenceService
+
+
+def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Outcome | None) -> bytes:
+    """Return a GenerateResponse as bytes; none where there is nothing to say."""
+    reply = b"".join([_delta(gain) for gain in gains])
+    for gain in gains:
+        if gain.prompt_logprobs:
+            entries = [logprobs_to_proto(entry) for part in gain.prompt_logprobs for entry in part.entries()]
+            reply += inference.GenerateResponse(prompt_logprobs=entries).SerializeToString()
+    if isinstance(outcome, Finished):
+        usage, ledger = wire.usage_message(outcome.usage), wire.ledger_message(outcome.ledger)
+        reply += inference.GenerateResponse(usage=usage, ledger=ledger).SerializeToString()
+    return b"\n\x20" + hex_id.encode() + reply if reply else b""  # request_id, of 32 bytes; fields follow in any order
+
+
+def _delta(gain: Gain) -> bytes:
+    """Return a gain as a field `deltas` of GenerateResponse. Those of most replies are put together by hand."""
+    if gain.index or gain.logprobs or gain.finish_reason:
+        delta = inference.SequenceDelta(
+            index=gain.index,
+            token_ids=gain.token_ids,
+            text=gain.text,
+            logprobs=gain.logprobs,
+            finish_reason=inference.FinishReason.ValueType(gain.finish_reason),
+            stop_match=gain.stop_match if isinstance(gain.stop_match, str) else "",
+        ).SerializeToString()
+    else:
+        ids, text = b"".join(map(_varint, gain.token_ids)), gain.text.encode()
+        delta = b"\x12" + _varint(len(ids)) + ids if ids else b""
+        if text:
+            delta += b"\x1a" + _varint(len(text)) + text
+    return b"\x12" + _varint(len(delta)) + delta
+
+
+def _varint(number: int) -> bytes:
+    """Return a number as protobuf has it: seven bits a byte, the lowest first."""
+    if number < 1 << 7:
+        return _BYTES[number]
+    low = _BYTES[number & 0x7F | 0x80]
+    if number < 1 << 14:
+        return low + _BYTES[number >> 7]
+    return low + _varint(number >> 7)
+
+
+_BYTES = [bytes([byte]) for byte in range(256)]
+
+
+class InferenceEndpoint:
+    """Opens requests at the intake and writes their answers."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve InferenceService. Generate writes bytes, which gRPC takes as they are."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self._generate, request_deserializer=inference.GenerateRequest.FromString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self._list_models,
+                request_deserializer=inference.ListModelsRequest.FromString,
+                response_serializer=inference.ListModelsResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
+
+    async def _generate(self, request: inference.GenerateRequest, context: AnyContext) -> None:
+        def replies(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> Sequence[bytes]:
+            reply = reply_bytes(answer.hex_id, gains, outcome)
+            return (reply,) if reply else ()
+
+        async with denying(context), CallWriter(context) as writer:
+            await read_answer(self._intake, request, context, writer, replies)
+
+    async def _list_models(self, request: inference.ListModelsRequest, context: object) -> inference.ListModelsResponse:
+        served = self._intake.model
+        models = [
+            inference.Model(
+                name=name,
+                max_model_len=self._intake.max_model_len(),
+                vocab_size=served.vocab_size,
+                has_chat_template=served.chat is not None,
+            )
+            for name in served.names
+        ]
+        return inference.ListModelsResponse(models=models)

@@ -3,10 +3,11 @@
 import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, echo, invalid
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
@@ -14,10 +15,13 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Client, Pace
 from pdserve.router.frontend.backend import Backend
-from pdserve.router.frontend.clients import Clients, OverLimitError, Visit
-from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
+from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError, RefusedError, Visit
+from pdserve.router.frontend.prompts import Prompts, Terms, check_terms, fitted
 from pdserve.router.frontend.records import Opened, Records
+from pdserve.router.frontend.served import ServedModel, check_model
 from pdserve.text.stop import OutputText
+
+NOT_SERVED = (DeniedError, RefusedError, RequestError)  # what `Intake.open` raises, and ends of answers
 
 
 class Intake:
@@ -54,31 +58,25 @@ class Intake:
         when the request had been read, by default the time of the call. The door calls `leave` once it is done with
         the answer. Raises DeniedError, OverLimitError or RequestError: then there is nothing to leave.
         """
-        received_s = self.backend.clock.now_s() if received_s is None else received_s
-        opened, visit = self._records.open(request, received_s), None
+        clock = self.backend.clock
+        opened = self._records.open(request, clock.now_s() if received_s is None else received_s)
         try:
             visit = await self.clients.visit(key)
+        except OverLimitError as error:
+            self._records.reject(opened, error.refused, error.tenant, clock.now_s())
+            raise
+        try:
             event, terms = await self._arrival(request, visit, opened, remaining_s)
         except BaseException as error:
-            if visit is not None:
-                visit.end()
-            self._note_rejected(opened, visit, error)
+            visit.end()
+            if isinstance(error, RequestError):
+                self.backend.outcomes.reject(error.status)
+                refused = Refused(error.status, error.message)
+                self._records.reject(opened, refused, visit.tenant, clock.now_s())
             raise
         answer = self._answer(event, terms, client, partial(self._note_end, event, visit, opened))
         self.backend.admit(event, answer)
         return answer
-
-    def _note_rejected(self, opened: Opened, visit: Visit | None, error: BaseException) -> None:
-        now_s = self.backend.clock.now_s()
-        match error:
-            case RequestError():
-                self.backend.outcomes.reject(error.status)
-                tenant = "" if visit is None else visit.client.tenant
-                self._records.reject(opened, Refused(error.status, error.message), tenant, now_s)
-            case OverLimitError():
-                self._records.reject(opened, error.refused, error.tenant, now_s)
-            case _:
-                pass  # the caller shows no key that is known here, or has left
 
     def leave(self, answer: Answer) -> None:
         """Note that a door is done with an answer. A request that has not ended is cancelled."""
@@ -87,20 +85,18 @@ class Intake:
             self.backend.leave(answer.request_id)
 
     async def _arrival(
-        self, request: inference.GenerateRequest, visit: Visit | None, opened: Opened, remaining_s: float
+        self, request: inference.GenerateRequest, visit: Visit, opened: Opened, remaining_s: float
     ) -> tuple[RequestArrived, Terms]:
         check_model(request.model, self.model)
         model, seed = self.model, secrets.randbits(64)
         terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
-        if visit is not None:
-            terms = visit.terms(terms)
+        terms = _permitted(terms, visit)
         deadline_s, clock = opened.received_s + min(terms.deadline_s, remaining_s), self.backend.clock
         terms = await self.prompts.with_bad_words(request, terms, deadline_s - clock.now_s())
         await self.prompts.check_structured(terms, deadline_s - clock.now_s())
         max_model_len = self.max_model_len()
         token_ids = await self.prompts.token_ids(request, max_model_len, deadline_s - clock.now_s())
-        if visit is not None:
-            visit.spend(len(token_ids))
+        visit.spend(len(token_ids))
         event = RequestArrived(
             request_id=new_request_id(),
             token_ids=token_ids,
@@ -136,10 +132,9 @@ class Intake:
             on_end=on_end,
         )
 
-    def _note_end(self, event: RequestArrived, visit: Visit | None, opened: Opened, answer: Answer) -> None:
-        if visit is not None:
-            visit.spend(answer.num_tokens)
-            visit.end()
+    def _note_end(self, event: RequestArrived, visit: Visit, opened: Opened, answer: Answer) -> None:
+        visit.spend(answer.num_tokens)
+        visit.end()
         if answer.outcome is not None:
             self._records.end(answer, opened, answer.outcome, self.backend.clock.now_s())
             self.backend.outcomes.end(event, answer.outcome, answer.finish_reasons)
@@ -149,3 +144,13 @@ class Intake:
         of_workers = self.backend.standing().max_model_len
         known = (self.model.max_model_len, self._config.max_model_len, of_workers)
         return min(length for length in known if length is not None)
+
+
+def _permitted(terms: Terms, visit: Visit) -> Terms:
+    """Return a request's terms within its client's limits; RequestError where it names another tenant."""
+    client = visit.client
+    if client is None:
+        return terms
+    if terms.tenant not in ("", client.tenant):
+        raise invalid("tenant", f"{echo(terms.tenant, repr)} is not the tenant of this API key, {client.tenant!r} is")
+    return replace(terms, tenant=client.tenant, priority=min(terms.priority, client.limits.max_priority))

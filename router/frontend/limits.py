@@ -13,7 +13,7 @@ from pdserve.clock import Clock
 from pdserve.errors import Status
 from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
-from pdserve.router.frontend.api_keys import TenantLimits
+from pdserve.router.frontend.clients import TenantLimits
 
 BUSY_RETRY_S = 1.0  # when one of a tenant's requests ends is not known
 

@@ -28,13 +28,11 @@ from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.router.desk import Answer
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.backend import Abort, EngineState, Standing, State
 from pdserve.router.frontend.channel import Channel
-from pdserve.router.frontend.clients import Clients
+from pdserve.router.frontend.clients import Clients, TenantLimits
 from pdserve.router.frontend.doors import open_doors
-from pdserve.router.frontend.prompts import ServedModel
-from pdserve.router.frontend.served import load_model
+from pdserve.router.frontend.served import ServedModel, load_model
 from pdserve.signals import STOP_SIGNALS, die_with_parent, end_served
 from pdserve.telemetry import configure_logging
 from pdserve.token_ids import pack

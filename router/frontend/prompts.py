@@ -6,61 +6,34 @@ a thread and back. Errors name the field, its value and the limit.
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.grammar.checker import Checker
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.conversation import message_of, options_of
+from pdserve.router.frontend.served import ServedModel
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
-from pdserve.text.chat import ChatTemplate
-from pdserve.text.parsers.reasoning import Reasoning
-from pdserve.text.parsers.tool_calls import FORMATS, ToolFormat
+from pdserve.text.chat import ChatMessage, ChatOptions, JsonObject
 from pdserve.text.stop import check_stops
-from pdserve.text.tokenizer import Tokenizer
 from pdserve.token_ids import TokenIds, largest, pack
-from pdserve.wire import structured_from_proto
+from pdserve.wire import given_params
 
 MAX_TENANT_BYTES = 64
 MAX_LABEL_BYTES = 128
 MAX_ANSWER_TOKENS = 2**31 - 1
-# Sampling fields that workers do not need.
-OF_ROUTER = frozenset({"include_stop_str_in_output", "skip_special_tokens", "fill_model_len"})
 NUM_THREADS = 2
 INLINE_BYTES = 2048  # of a request that is tokenized on the event loop: under half a millisecond
 INLINE_BAD_WORDS = 8  # each is tokenized twice
 SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What the router needs of a model: everything but its weights."""
-
-    name: str
-    max_model_len: int  # by its own config
-    vocab_size: int  # may be less than the tokenizer knows
-    defaults: GenerationDefaults
-    tokenizer: Tokenizer
-    chat: ChatTemplate | None
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # by their names in templates, such as eos_token
-    eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
-    tool_format: ToolFormat = FORMATS["hermes"]
-    reasoning: Reasoning | None = None  # None: answers have none
-    model_type: str = ""  # as its config names it
-    architectures: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # more names in requests
-    archived: Callable[[], bytes] | None = None  # a ZIP archive of the tokenizer's files; takes a moment
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names in requests, the first of them the one in answers."""
-        return (self.name, *self.aliases)
+Decoded = TypeVar("Decoded")
 
 
 class Prompts:
@@ -148,8 +121,8 @@ class Prompts:
 
     def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
         assert self._model.chat is not None
-        messages = [message_of(message) for message in request.chat.messages]
-        rendered = self._model.chat.render(messages, options_of(request.chat))
+        messages = [_message_of(message) for message in request.chat.messages]
+        rendered = self._model.chat.render(messages, _options_of(request.chat))
         ids = self._model.tokenizer.encode(rendered, add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 
@@ -248,14 +221,6 @@ def _check_label(label: str) -> None:
     raise invalid("request_label", f"{echo(label, repr)} is not printable ASCII")
 
 
-def check_model(name: str, model: ServedModel) -> None:
-    """Raise RequestError(NOT_FOUND) unless a name, empty or not, means the model that is served."""
-    if name not in ("", *model.names):
-        raise RequestError(
-            Status.NOT_FOUND, f"model: {echo(name, repr)} is not served here; {echo(model.name, repr)} is"
-        )
-
-
 def fitted(num_prompt_tokens: int, terms: Terms, max_model_len: int) -> SamplingParams:
     """Return a request's sampling, with a max_tokens it left out cut to the room there is; RequestError for no room."""
     params, room = terms.params, max_model_len - num_prompt_tokens
@@ -296,20 +261,61 @@ def _slo_s(field: str, milliseconds: float | None) -> float | None:
 
 def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: GenerationDefaults) -> SamplingParams:
     """Return what is asked for over the defaults. The model's max_tokens limits what is asked for, too."""
-    given = {field.name: value for field, value in asked.ListFields() if field.name not in OF_ROUTER}
-    given |= {
-        "seed": asked.seed if asked.HasField("seed") else random_seed,
-        "logit_bias": tuple(asked.logit_bias.items()),
-        "stop_token_ids": tuple(asked.stop_token_ids),
-        "allowed_token_ids": tuple(asked.allowed_token_ids),
-        "bad_word_ids": tuple([tuple(word.ids) for word in asked.bad_word_ids]),
-    }
-    given.pop("bad_words", None)  # they are tokenized with the prompt
-    if "structured_output" in given:
-        given["structured_output"] = structured_from_proto(asked.structured_output)
+    given = given_params(asked)
     if asked.fill_model_len and not asked.HasField("max_tokens"):
         given["max_tokens"] = MAX_ANSWER_TOKENS
-    params = SamplingParams(**defaults.sampling() | given)
+    params = SamplingParams(**{"seed": random_seed} | defaults.sampling() | given)
     if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
         return params
     return replace(params, max_tokens=defaults.max_tokens)
+
+
+# ---- conversations
+
+
+def _options_of(chat: inference.Chat) -> ChatOptions:
+    begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
+    return ChatOptions(
+        tools=_objects("tools", chat.tools_json) if chat.tools_json else None,
+        documents=_objects("documents", chat.documents_json) if chat.documents_json else None,
+        template_kwargs=json_object("chat_template_kwargs", chat.template_kwargs_json or "{}"),
+        add_generation_prompt=begins,
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def _message_of(message: inference.ChatMessage) -> ChatMessage:
+    calls = _objects("tool_calls", message.tool_calls_json) if message.tool_calls_json else []
+    return ChatMessage(
+        role=message.role,
+        content=message.content if message.HasField("content") or not calls else None,
+        tool_calls=[_with_arguments(call) for call in calls],
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning_content=message.reasoning_content,
+    )
+
+
+def _with_arguments(call: JsonObject) -> JsonObject:
+    """Return a call with its arguments as the object that templates expect; OpenAI's API has them as a text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = json_object("tool_calls.function.arguments", function["arguments"] or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def json_object(field: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that a field's text is; RequestError(INVALID_ARGUMENT) unless it is one."""
+    return _decoded(field, text, dict[str, Any], "object")
+
+
+def _objects(field: str, text: str) -> list[dict[str, Any]]:
+    return _decoded(field, text, list[dict[str, Any]], "array of objects")
+
+
+def _decoded(field: str, text: str, kind: type[Decoded], what: str) -> Decoded:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise invalid(field, f"{echo(text, repr)} is no JSON {what}: {error}") from error

@@ -1,18 +1,55 @@
-"""Reads the model that a router serves, but for its weights."""
+"""The model that a router serves: everything but its weights."""
 
 import logging
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
-from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming, tokenizer_archive
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults, naming, tokenizer_archive
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.errors import RequestError, Status, echo
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.prompts import ServedModel
-from pdserve.text.parsers.reasoning import reasoning_of
-from pdserve.text.parsers.tool_calls import FORMATS, format_of
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.parsers.reasoning import Reasoning, reasoning_of
+from pdserve.text.parsers.tool_calls import FORMATS, ToolFormat, format_of
+from pdserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the router needs of a model: everything but its weights."""
+
+    name: str
+    max_model_len: int  # by its own config
+    vocab_size: int  # may be less than the tokenizer knows
+    defaults: GenerationDefaults
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # by their names in templates, such as eos_token
+    eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
+    tool_format: ToolFormat = FORMATS["hermes"]
+    reasoning: Reasoning | None = None  # None: answers have none
+    model_type: str = ""  # as its config names it
+    architectures: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # more names in requests
+    archived: Callable[[], bytes] | None = None  # a ZIP archive of the tokenizer's files; takes a moment
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in requests, the first of them the one in answers."""
+        return (self.name, *self.aliases)
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    """Raise RequestError(NOT_FOUND) unless a name, empty or not, means the model that is served."""
+    if name not in ("", *model.names):
+        raise RequestError(
+            Status.NOT_FOUND, f"model: {echo(name, repr)} is not served here; {echo(model.name, repr)} is"
+        )
 
 
 def load_model(config: RouterConfig) -> ServedModel:

@@ -15,8 +15,7 @@ from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, StopStringFound
 from pdserve.router.frontend.answer import Answer, Client, Gain, Pace
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.generate import reply_bytes
-from pdserve.router.frontend.grpc_door import Reading
+from pdserve.router.frontend.grpc_door import Reading, reply_bytes
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.rpc import AnyContext

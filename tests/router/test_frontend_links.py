@@ -20,8 +20,8 @@ from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientEvent, ClientTooSlow, RequestArrived, StepReported, StopStringFound
 from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend.api_keys import TenantLimits
 from pdserve.router.frontend.channel import Channel, core_decoder, frame
+from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.frontend.process import Remote
 from pdserve.router.frontend_link import MAX_UNANSWERED, FrontendLink
 from pdserve.router.frontends import Frontends, run_frontends

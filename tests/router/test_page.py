@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.clock import MonotonicClock
-from pdserve.router.frontend.api_keys import new_key
 from pdserve.router.frontend.backend import MAX_OF_STAGE, Standing, State
-from pdserve.router.frontend.clients import Clients
+from pdserve.router.frontend.clients import Clients, new_key
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.frontend.page import app as page_app
 from pdserve.router.frontend.page.app import MAX_OF_TENANT, MAX_WATCHERS, Page, difference, visible

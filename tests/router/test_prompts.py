@@ -9,7 +9,8 @@ from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend import doors
-from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_terms
+from pdserve.router.frontend.prompts import Prompts, Terms, check_terms
+from pdserve.router.frontend.served import ServedModel
 from pdserve.sampling import StructuredOutput
 from pdserve.text.chat import ChatTemplate
 from pdserve.token_ids import TokenIds

@@ -15,7 +15,8 @@ from pdserve.roles import Role
 from pdserve.router import wire as router_wire
 from pdserve.router.commands import Place, SequenceSpec
 from pdserve.router.events import LinkId, Registration
-from pdserve.router.frontend.prompts import SLICE_TOKENS, Prompts, ServedModel
+from pdserve.router.frontend.prompts import SLICE_TOKENS, Prompts
+from pdserve.router.frontend.served import ServedModel
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import from_wire, largest, pack, to_wire
 from pdserve.worker import wire as worker_wire

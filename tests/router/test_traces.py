@@ -15,7 +15,7 @@ from pdserve import tracing
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend import records
-from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.clients import new_key
 from pdserve.telemetry import JsonFormatter
 from pdserve.tracecontext import TraceContext, read_trace
 

@@ -28,7 +28,7 @@ from pdserve.launch.authority import Authority
 from pdserve.launch.folder import free_port
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.clients import new_key
 
 # A frontend that begins once somebody has opened the pipe of its number, and closed it.
 GATED = """

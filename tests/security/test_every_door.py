@@ -14,7 +14,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import open_inference_pb2 as oip
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.clients import new_key
 
 Ask = Callable[[RouterUnderTest, str], Awaitable[bool]]  # with a key; whether it is answered, and not over the limit
 

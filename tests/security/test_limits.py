@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.router.because import Cause
-from pdserve.router.frontend.api_keys import TenantLimits
+from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.frontend.limits import Use
 
 waits = st.sampled_from((0.0, 0.01, 0.4, 3.0))

@@ -21,7 +21,7 @@ from pdserve.errors import ConfigError
 from pdserve.launch.authority import Authority
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.clients import new_key
 
 DAY = timedelta(days=1)
 NUM_CLIENTS = 6

@@ -14,7 +14,7 @@ from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceService
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.clients import DeniedError, OverLimitError
+from pdserve.router.frontend.clients import DeniedError, OverLimitError, RefusedError
 from pdserve.router.frontend.dialects.open_inference_request import (
     OUTPUTS,
     STREAM,
@@ -24,9 +24,9 @@ from pdserve.router.frontend.dialects.open_inference_request import (
     native,
     reply,
 )
-from pdserve.router.frontend.grpc_door import NOT_SERVED, Outcome, RefusedError, deny, read_answer, refuse
+from pdserve.router.frontend.grpc_door import CutOffError, Outcome, denying, read_answer, refuse
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.prompts import check_model
+from pdserve.router.frontend.served import check_model
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext
 
 PLATFORM = "pdserve"
@@ -48,14 +48,11 @@ class OpenInference(GRPCInferenceServiceServicer):
             ends.extend(gain.finish_reason for gain in gains)
             return ()
 
-        try:
+        async with denying(context), CallWriter(context) as writer:
             asked = native(request)
             if asked.streams:
                 raise invalid(STREAM[0], "ModelStreamInfer streams, this call does not")
-            async with CallWriter(context) as writer:
-                await read_answer(self._intake, asked.request, context, writer, replies)
-        except NOT_SERVED as error:
-            await deny(context, error)
+            await read_answer(self._intake, asked.request, context, writer, replies)
         return reply(asked, request, "".join(texts), max(ends))
 
     async def ModelStreamInfer(  # type: ignore[override]  # replies are written to the context
@@ -69,8 +66,8 @@ class OpenInference(GRPCInferenceServiceServicer):
                     async for request in request_iterator:
                         await stream.room.acquire()
                         tasks.create_task(stream.serve(request), name="infer")
-        except* RefusedError as group:
-            refused += [error.refused for error in group.exceptions if isinstance(error, RefusedError)]
+        except* CutOffError as group:
+            refused += [error.refused for error in group.exceptions if isinstance(error, CutOffError)]
         if refused:
             await refuse(context, refused[0])
 
@@ -127,11 +124,9 @@ class OpenInference(GRPCInferenceServiceServicer):
         return protocol.ModelConfigResponse(config=config)
 
     async def _check(self, name: str, version: str, context: AnyContext) -> None:
-        try:
+        async with denying(context):
             check_model(name, self._intake.model)
             check_version(name, version)
-        except RequestError as error:
-            await deny(context, error)
 
 
 class _Stream:
@@ -144,16 +139,16 @@ class _Stream:
         self._writer = writer
 
     async def serve(self, request: protocol.ModelInferRequest) -> None:
-        """Write one request's replies. Raises RefusedError where the stream is read too slowly."""
+        """Write one request's replies. Raises CutOffError where the stream is read too slowly."""
         try:
             await self._serve(request)
+        except CutOffError:
+            raise
         except (DeniedError, OverLimitError) as error:
             await self._fail(request, str(error))
         except RequestError as error:
             await self._fail(request, f"{error.status.value}: {error.message}")
         except RefusedError as error:
-            if error.was_cut_off:
-                raise
             await self._fail(request, f"{error.refused.status.value}: {error.refused.message}")
         finally:
             self.room.release()

@@ -1,15 +1,17 @@
 """Requests of the Open Inference Protocol as ours, and texts as its tensors."""
 
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import Message
 
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import open_inference_pb2 as protocol
+from pdserve.router.frontend.prompts import json_object
 
 VERSION = "1"  # of the one model
 TEXT_INPUT, STREAM, SAMPLING = "text_input", ("stream", "streaming"), "sampling_parameters"
@@ -21,7 +23,7 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("max_tokens", "min_tokens", "seed", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
 )
-_REQUEST, _SLO = ("priority", "deadline_ms", "tenant"), ("ttft_ms", "tpot_ms")
+_REQUEST, _SLO = ("priority", "deadline_ms", "tenant", "stop"), ("ttft_ms", "tpot_ms")
 _UNUSED = frozenset({"sequence_id", "sequence_start", "sequence_end", "triton_enable_empty_final_response", "timeout"})
 
 
@@ -41,7 +43,7 @@ def native(message: protocol.ModelInferRequest) -> Asked:
     if TEXT_INPUT not in inputs:
         raise invalid(TEXT_INPUT, "the request has no such input")
     request = inference.GenerateRequest(model=message.model_name, text=_text(TEXT_INPUT, inputs.pop(TEXT_INPUT)))
-    parameters = _json_object(_text(SAMPLING, inputs.pop(SAMPLING))) if SAMPLING in inputs else {}
+    parameters = json_object(SAMPLING, _text(SAMPLING, inputs.pop(SAMPLING))) if SAMPLING in inputs else {}
     streams = [_flag(name, inputs.pop(name)) for name in STREAM if name in inputs]
     if inputs:
         raise invalid("inputs", f"{echo(min(inputs), repr)} is none of {TEXT_INPUT}, {STREAM[0]} and {SAMPLING}")
@@ -146,52 +148,25 @@ def _value(parameter: protocol.InferParameter) -> Value:
     return value
 
 
-def _json_object(text: str) -> dict[str, Value]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid(SAMPLING, f"it is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise invalid(SAMPLING, "it is not a JSON object")
-    return value
-
-
 def _set(request: inference.GenerateRequest, name: str, value: Value) -> None:
-    """Set the field that a parameter stands for."""
+    """Set the field that a parameter stands for. Clients that can send text alone may write its value as text."""
+    message: Message = request
+    if name in _SAMPLING:
+        message = request.sampling
+    elif name in _SLO:
+        message = request.slo
+    elif name not in _REQUEST:
+        known = ", ".join((*_SAMPLING, *_REQUEST, *_SLO))
+        raise invalid("parameters", f"{echo(name, repr)} is none of {known}")
+    field = message.DESCRIPTOR.fields_by_name[name]
+    takes_bool = field.type == FieldDescriptor.TYPE_BOOL
+    if takes_bool and value in ("true", "false"):
+        value = value == "true"
+    if name == "stop" and not isinstance(value, list):
+        value = [value]
     try:
-        if name in _SAMPLING:
-            _set_field(request.sampling, name, value)
-        elif name in _REQUEST:
-            _set_field(request, name, value)
-        elif name in _SLO:
-            _set_field(request.slo, name, value)
-        elif name == "stop":
-            request.stop.extend(map(_as_text, value) if isinstance(value, list) else [_as_text(value)])
-        else:
-            known = ", ".join((*_SAMPLING, *_REQUEST, *_SLO, "stop"))
-            raise invalid("parameters", f"{echo(name, repr)} is none of {known}")
-    except (TypeError, ValueError) as error:
+        if isinstance(value, bool) and not takes_bool:
+            raise ParseError("it is true or false")
+        ParseDict({name: value}, message)
+    except ParseError as error:
         raise invalid(name, f"{echo(str(value))} is not of its type: {error}") from error
-
-
-def _set_field(message: Message, name: str, value: Value) -> None:
-    setattr(message, name, _as(type(getattr(message, name)), value))
-
-
-def _as(kind: type[bool | int | float | str], value: Value) -> bool | int | float | str:
-    """Return a value as a field has it; clients that can send text alone may write numbers as text."""
-    if kind is str:
-        return _as_text(value)
-    if kind is bool:
-        if value not in (True, False, "true", "false"):
-            raise TypeError("true or false is needed")
-        return value in (True, "true")
-    if isinstance(value, (bool, list)) or (kind is int and isinstance(value, float)):
-        raise TypeError("a whole number is needed" if kind is int else "a number is needed")
-    return kind(value)
-
-
-def _as_text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError("text is needed")
-    return value

@@ -18,11 +18,10 @@ import pdserve
 from pdserve.errors import Status
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
-from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.clients import DeniedError
+from pdserve.router.frontend.clients import RefusedError, bearer
 from pdserve.router.frontend.dialects.vllm_messages import Replies, native
-from pdserve.router.frontend.grpc_door import NOT_SERVED, Outcome, RefusedError, deny, read_answer
+from pdserve.router.frontend.grpc_door import Outcome, denying, read_answer
 from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import AnyContext, abort
 
@@ -49,7 +48,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         self._archive: tuple[bytes, str] | None = None
 
     async def Generate(self, request: vllm.GenerateRequest, context: AnyContext) -> None:
-        try:
+        async with denying(context):
             asked = native(request, self._intake.max_model_len())
             tenant = self._tenant(bearer(context.invocation_metadata()))
             made = Replies(asked, streams=request.stream)
@@ -63,8 +62,6 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             with self._abortable(tenant, request.request_id):
                 async with CallWriter(context) as writer:
                     await read_answer(self._intake, asked, context, writer, replies)
-        except NOT_SERVED as error:
-            await deny(context, error)
 
     @contextmanager
     def _abortable(self, tenant: str, name: str) -> Iterator[None]:
@@ -86,10 +83,8 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
 
     async def Abort(self, request: vllm.AbortRequest, context: AnyContext) -> vllm.AbortResponse:
         """End requests of the caller's tenant by the names that it gave them. Unknown names are ignored."""
-        try:
+        async with denying(context):
             tenant = self._tenant(bearer(context.invocation_metadata()))
-        except DeniedError as error:
-            await deny(context, error)
         self._intake.backend.abort(tenant, tuple(request.request_ids))
         return vllm.AbortResponse()
 

@@ -1,23 +1,28 @@
 """The routes of the HTTP door. Generation is dispatched by hand; what is asked rarely goes through FastAPI."""
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 import pdserve
-from pdserve.errors import RequestError
+from pdserve.errors import invalid
 from pdserve.ids import new_request_id
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.backend import Backend
-from pdserve.router.frontend.clients import DeniedError, OverLimitError
-from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.errors import HttpError, error_of
-from pdserve.router.frontend.openai.fields import with_generation
+from pdserve.router.frontend.clients import Visit
+from pdserve.router.frontend.intake import NOT_SERVED, Intake
+from pdserve.router.frontend.openai.errors import JSON, HttpError, error_of
+from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest, with_generation
 from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
     Generator,
@@ -26,14 +31,17 @@ from pdserve.router.frontend.openai.generation import (
     key_of,
     read_body,
 )
-from pdserve.router.frontend.openai.reply import JSON, respond
-from pdserve.router.frontend.openai.tokens import add_tokens, check_body
-from pdserve.router.frontend.openai.translate import LABEL
+from pdserve.router.frontend.openai.reply import respond
+from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page.app import Page
-from pdserve.router.frontend.prompts import check_model, usable_label
+from pdserve.router.frontend.prompts import usable_label
+from pdserve.router.frontend.served import check_model
+from pdserve.text.tokenizer import Tokenizer
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
 _ALLOWED = ((b"allow", b"POST"),)
+MAX_TOKEN_BODY_BYTES = 1 << 20  # of the next two
+TOKEN_PATHS = TOKENIZE, DETOKENIZE = ("/tokenize", "/detokenize")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
@@ -70,11 +78,13 @@ class App:
                 return
             body, serve = await read_body(receive), self._generation.get(scope["path"])
             if serve is None:
-                check_body(scope["path"], body)
+                if scope["path"] in TOKEN_PATHS and len(body) > MAX_TOKEN_BODY_BYTES:
+                    limit = f"{MAX_TOKEN_BODY_BYTES} of {scope['path']}"
+                    raise HttpError(413, f"body: {len(body)} bytes are over the limit of {limit}")
                 await self.routes(dict(scope), _again(body), send)
             else:
                 await serve(scope, body, send)
-        except (HttpError, DeniedError, OverLimitError, RequestError, ValueError) as error:
+        except (HttpError, *NOT_SERVED, ValueError) as error:
             await _end(error_of(error), scope, send)
         finally:
             for name in ("connection", "cycle"):  # they refer to this scope: the garbage collector is left no cycle
@@ -102,17 +112,17 @@ def routes(intake: Intake) -> FastAPI:
     """Return what is served besides generation, with a description of everything at /openapi.json."""
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _not_served)
-    for kind in (RequestValidationError, HttpError, DeniedError, OverLimitError, RequestError, ValueError):
+    for kind in (RequestValidationError, HttpError, *NOT_SERVED, ValueError):
         app.add_exception_handler(kind, _refused)
     _add_state(app, intake.backend)
     _add_models(app, intake)
-    add_tokens(app, intake)
+    _add_tokens(app, intake)
     app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
     return app
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
-    return _response(error_of(error))
+    return error_of(error).response()
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
@@ -120,12 +130,7 @@ async def _not_served(request: Request, error: Exception) -> Response:
     text = f"{request.method} {request.url.path}: {error.detail}"
     headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
     code = "not_found" if error.status_code == 404 else None
-    return _response(HttpError(error.status_code, text, code=code, headers=headers))
-
-
-def _response(error: HttpError) -> Response:
-    headers = {name.decode(): value.decode() for name, value in (*JSON, *error.headers)}
-    return Response(error.body(), error.status, headers)
+    return HttpError(error.status_code, text, code=code, headers=headers).response()
 
 
 def _add_state(app: FastAPI, backend: Backend) -> None:
@@ -180,3 +185,63 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
         """A model."""
         check_model(model, intake.model)
         return card(model)
+
+
+def _add_tokens(app: FastAPI, intake: Intake) -> None:
+    """Add text to tokens and back. Both count against a tenant's limits, as requests for text do."""
+    model = intake.model
+
+    @app.post(TOKENIZE)
+    async def tokenize(body: TokenizeRequest, call: Request) -> Response:
+        """The tokens of a text, or of a conversation as the model's template writes it."""
+        async with _visit(intake, call) as visit:
+            limit, request = intake.max_model_len(), _prompt(body)
+            check_model(body.model or "", model)
+            tokens = [] if body.prompt == "" else await intake.prompts.token_ids(request, limit, inf)
+            visit.spend(len(tokens))
+            shown = {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": None}
+            tokenizer = model.tokenizer if body.return_token_strs else None
+            return Response(await asyncio.to_thread(_written, shown, tokenizer), media_type="application/json")
+
+    @app.post(DETOKENIZE)
+    async def detokenize(body: DetokenizeRequest, call: Request) -> Response:
+        """The text of tokens."""
+        async with _visit(intake, call) as visit:
+            check_model(body.model or "", model)
+            limit, num_tokens = intake.max_model_len(), len(body.tokens)
+            if num_tokens > limit:
+                raise invalid("tokens", f"{num_tokens} are over the limit of {limit} (max_model_len)")
+            visit.spend(num_tokens)
+            text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
+            return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """Special tokens and the chat template."""
+        template = None if model.chat is None else model.chat.source
+        return {**model.special_tokens, "chat_template": template, "vocab_size": model.vocab_size}
+
+
+@asynccontextmanager
+async def _visit(intake: Intake, call: Request) -> AsyncIterator[Visit]:
+    """Take a call in as a request of its tenant; DeniedError or OverLimitError where that cannot be."""
+    visit = await intake.clients.visit(key_of(call.scope))
+    try:
+        yield visit
+    finally:
+        visit.end()
+
+
+def _prompt(body: TokenizeRequest) -> inference.GenerateRequest:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "exactly one of prompt and messages is needed")
+    if body.prompt is None:
+        return inference.GenerateRequest(chat=chat_of(body))
+    return inference.GenerateRequest(text=body.prompt, add_special_tokens=body.add_special_tokens)
+
+
+def _written(shown: dict[str, Any], tokenizer: Tokenizer | None) -> bytes:
+    """Return a response; with a tokenizer, the text of each token is in it."""
+    if tokenizer is not None:
+        shown["token_strs"] = [tokenizer.piece(token_id).decode(errors="replace") for token_id in shown["tokens"]]
+    return msgspec.json.encode(shown)

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from pdserve.errors import RequestError, Status, echo
 from pdserve.router.because import Cause
 from pdserve.router.commands import Refused
-from pdserve.router.frontend.clients import DeniedError, OverLimitError
+from pdserve.router.frontend.clients import DeniedError, RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ _KINDS = frozenset({"str", "int", "float", "bool", "dict", "list"})  # of a unio
 _TOO_LONG = re.compile(r"\(max_model_len\)$")
 
 Header = tuple[bytes, bytes]
+JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,20 +77,23 @@ class HttpError(Exception):
         }
         return msgspec.json.encode({"error": {**error, **self.more}})
 
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        """Return the response, with headers besides its own."""
+        own = {name.decode(): content.decode() for name, content in (*JSON, *self.headers)}
+        return Response(self.body(), self.status, own | dict(headers or {}))
 
-def error_of(error: Exception | Refused) -> HttpError:
+
+def error_of(error: Exception) -> HttpError:
     """Return what HTTP has for an error of the intake, or for a request that was refused; others are logged."""
     match error:
         case HttpError():
             return error
         case DeniedError():
             return HttpError(401, error.message, headers=((b"www-authenticate", b"Bearer"),))
-        case OverLimitError():
+        case RefusedError():
             return _refused(error.refused)
-        case Refused():
-            return _refused(error)
         case RequestError():
-            return _of_request(error)
+            return _refused(Refused(error.status, error.message))
         case ValidationError():
             return _first_invalid(error.errors(include_url=False, include_context=False))
         case RequestValidationError():
@@ -100,32 +105,23 @@ def error_of(error: Exception | Refused) -> HttpError:
             return HttpError(500, "the router failed", headers=_try_no_more(500))
 
 
-def _of_request(error: RequestError) -> HttpError:
-    status, message, found = STATUS[error.status], error.message, _FIELD.match(error.message)
+def _refused(refused: Refused) -> HttpError:
+    status, message, found = STATUS[refused.status], refused.message, _FIELD.match(refused.message)
     param = found[1] if found else None
     if param in _NAMES:
         message, param = _NAMES[param] + message.removeprefix(param), _NAMES[param]
-    code = "context_length_exceeded" if _TOO_LONG.search(message) else None
-    headers = try_again(RETRY_AFTER_S) if status in (429, 503) else _try_no_more(status)
-    return HttpError(status, message, param, code, headers)
-
-
-def _refused(refused: Refused) -> HttpError:
-    status = STATUS[refused.status]
-    because, found = refused.because, _FIELD.match(refused.message)
-    more: dict[str, Any] = {}
-    if because is not None:
-        more["refused_because"] = because.cause.value
+    cause = None if refused.because is None else refused.because.cause
+    more: dict[str, Any] = {} if cause is None else {"refused_because": cause.value}
     if refused.predicted_ttft_s is not None:
         more["predicted_ttft_ms"] = round(refused.predicted_ttft_s * 1e3)
-    code = "rate_limit_exceeded" if because is not None and because.cause in OF_TENANT else None
+    code = "context_length_exceeded" if _TOO_LONG.search(message) else None
+    if cause in OF_TENANT:
+        code = "rate_limit_exceeded"
+    headers = _try_no_more(status)
     if status in (429, 503):
         # An idle cluster would not meet the objective either.
-        helps = because is None or because.cause is not Cause.IDLE_CLUSTER
-        headers = try_again(refused.retry_after_s or RETRY_AFTER_S, helps=helps)
-    else:
-        headers = _try_no_more(status)
-    return HttpError(status, refused.message, found[1] if found else None, code, headers, more)
+        headers = try_again(refused.retry_after_s or RETRY_AFTER_S, helps=cause is not Cause.IDLE_CLUSTER)
+    return HttpError(status, message, param, code, headers, more)
 
 
 def try_again(after_s: float, *, helps: bool = True) -> tuple[Header, ...]:

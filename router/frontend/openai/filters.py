@@ -9,9 +9,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pdserve.errors import echo, invalid
@@ -19,7 +18,7 @@ from pdserve.grammar.compiler import WHITESPACE
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.errors import HttpError
 from pdserve.router.frontend.openai.fields import ChatRequest, Generation
-from pdserve.router.frontend.prompts import ServedModel
+from pdserve.router.frontend.served import ServedModel
 from pdserve.text.parsers.call_reader import Arguments, CallBegun
 from pdserve.text.parsers.reasoning import ReasoningParser, split_at
 from pdserve.text.parsers.tool_calls import Content, Event, ToolCallParser, ToolFormat
@@ -215,45 +214,42 @@ def plan(body: Generation, request: inference.GenerateRequest, model: ServedMode
         field, wanted = "tools", forced_calls(use, model.tool_format, model.tokenizer)
     if wanted is not None:
         request.sampling.structured_output.CopyFrom(wanted)
-    reader = None if use is None else _ToolReader.of(use, model)
-    if reader is not None and reader.needs_special:
+    written, tokenizer = model.tool_format, model.tokenizer
+    ends: list[str] = []
+    if use is not None and any(has_special(marker, tokenizer) for marker in (written.begin, written.end)):
         request.sampling.skip_special_tokens = False
+        ends = [tokenizer.piece(token_id).decode(errors="replace") for token_id in model.eos_token_ids]
     begins_inside = None
     if isinstance(body, ChatRequest) and wanted is None and model.reasoning is not None:
         begins_answer = body.add_generation_prompt is not False and not body.continue_final_message
         begins_inside = begins_answer and model.reasoning.begins_inside(body.chat_template_kwargs or {})
-    if reader is None and begins_inside is None:
+    if use is None and begins_inside is None:
         return Plan(None, field)
     shows_reasoning = not (isinstance(body, ChatRequest) and body.include_reasoning is False)
-    return Plan(partial(MessageFilter, reader, begins_inside, shows_reasoning=shows_reasoning), field)
-
-
-@dataclass(frozen=True, slots=True)
-class _ToolReader:
-    """How tool calls are read from an answer."""
-
-    written: ToolFormat
-    use: ToolUse
-    needs_special: bool  # a marker is a token that texts usually leave out
-    ends: tuple[str, ...]  # of which one then stands at the end of an answer
-
-    @classmethod
-    def of(cls, use: ToolUse, model: ServedModel) -> "_ToolReader":
-        written = model.tool_format
-        needs_special = any(has_special(marker, model.tokenizer) for marker in (written.begin, written.end))
-        ends = [model.tokenizer.piece(token_id).decode(errors="replace") for token_id in model.eos_token_ids]
-        return cls(written, use, needs_special, tuple(ends) if needs_special else ())
+    return Plan(lambda: MessageFilter(use, written, ends, begins_inside, shows_reasoning=shows_reasoning), field)
 
 
 class MessageFilter:
     """Turns the text of one choice into deltas: content, tool calls and reasoning."""
 
-    def __init__(self, tools: _ToolReader | None, begins_inside: bool | None, *, shows_reasoning: bool) -> None:
-        """`begins_inside`: whether the prompt has begun the reasoning; None: there is none."""
-        self._tools = tools
-        self._calls = None if tools is None else ToolCallParser(tools.written)
-        self._ends = tools.ends if tools is not None else ()
-        self._held = ""  # that may become one of them
+    def __init__(
+        self,
+        use: ToolUse | None,
+        written: ToolFormat,
+        ends: Sequence[str],
+        begins_inside: bool | None,
+        *,
+        shows_reasoning: bool,
+    ) -> None:
+        """`use`: of tools; None: the text has no tool calls. `written`: how a tool call is written.
+
+        `ends`: the text of special tokens of which one may end the answer; empty: texts leave them out.
+        `begins_inside`: whether the prompt has begun the reasoning; None: the text has no reasoning.
+        """
+        self._use = use
+        self._calls = None if use is None else ToolCallParser(written)
+        self._ends = ends
+        self._held = ""  # text that may become one of `ends`
         self._reasoning = None if begins_inside is None else ReasoningParser(begins_inside=begins_inside)
         self._shows_reasoning = shows_reasoning
         self._num_calls = 0
@@ -275,7 +271,7 @@ class MessageFilter:
         deltas += self._answer(self._held)
         if self._calls is not None:
             deltas += [delta for event in self._calls.finish() for delta in self._delta(event)]
-        called = self._num_calls > 0 and self._tools is not None and not self._tools.use.is_named
+        called = self._num_calls > 0 and self._use is not None and not self._use.is_named
         return deltas, "tool_calls" if called and finish_reason == "stop" else finish_reason
 
     def _before_end(self, text: str) -> str:
@@ -300,7 +296,7 @@ class MessageFilter:
             return [{"content": event.text}]
         if isinstance(event, CallBegun):
             self._num_calls += 1
-        if self._num_calls > 1 and self._tools is not None and self._tools.use.one_at_most:
+        if self._num_calls > 1 and self._use is not None and self._use.one_at_most:
             return []
         index = self._num_calls - 1
         if isinstance(event, Arguments):

@@ -7,9 +7,8 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.api_keys import METADATA_KEY, bearer
-from pdserve.router.frontend.clients import DeniedError, OverLimitError
-from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.clients import METADATA_KEY, bearer
+from pdserve.router.frontend.intake import NOT_SERVED, Intake
 from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
 from pdserve.router.frontend.openai.errors import Header, HttpError, error_of
@@ -69,16 +68,16 @@ class Generator:
     def _reply(
         self, asked: Generation, scope: Scope, dialect: Dialect, shown: Shown, choices: Sequence[list[Choice]]
     ) -> Whole | Stream:
-        model = self._intake.model
+        model, given = self._intake.model, headers_of(scope)
         response = Response(dialect, model.name, model.tokenizer, shown)
-        label = label_of(asked, headers_of(scope)) or new_request_id().hex()
+        label = label_of(asked, given) or new_request_id().hex()
         headers: list[Header] = [(REQUEST_ID, label.encode())]
         if ignored := _ignored(asked):
             headers.append((IGNORED_FIELDS, ignored))
         connection = scope["state"]["connection"]
         if not asked.stream:
             return Whole(connection, response, headers, choices)
-        begins_at_once = headers_of(scope).get(BEGIN) == "at-once"
+        begins_at_once = given.get(BEGIN) == "at-once"
         cycle = scope["state"]["cycle"]
         return Stream(connection, cycle, response, headers, choices, begins_at_once=begins_at_once)
 
@@ -94,7 +93,7 @@ class Generator:
             for part, request in zip(reply.parts, requests, strict=True):
                 await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"])
             await reply.run(send)
-        except (HttpError, RequestError, DeniedError, OverLimitError) as error:
+        except (HttpError, *NOT_SERVED) as error:
             raise _shown_error(error, constrained_by, reply.headers) from None  # in no variable: it has this frame
         finally:
             reply.close(self._intake)

@@ -16,10 +16,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.clients import RefusedError
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.connection import Connection, header_lines
 from pdserve.router.frontend.openai.dialect import DONE, KEEP_ALIVE, Choice, Json, Response, ledger_of, total
-from pdserve.router.frontend.openai.errors import Header, error_of
+from pdserve.router.frontend.openai.errors import JSON, Header, error_of
 
 KEEP_ALIVE_S = 15.0  # of silence, after which a comment is written
 EVENT_STREAM = (
@@ -27,7 +28,6 @@ EVENT_STREAM = (
     b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
 ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: as ledgers, logs and the live page name it
-JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,14 +123,14 @@ class Whole(Reply):
     """Keeps the answers until they are complete."""
 
     async def run(self, send: Send) -> None:
-        """Write the response; HttpError where a part ended without its answer."""
+        """Write the response; RefusedError where a part ended without its answer."""
         while not (self._is_lost or self.has_ended or self.refusal):
             await self._news.wait()
             self._news.clear()
         if self._is_lost:
             return
         if self.refusal is not None:
-            raise error_of(self.refusal)
+            raise RefusedError(self.refusal)
         kept = [each for part in self.parts for each in zip(part.choices, part.gains, strict=True)]
         await respond(send, 200, self.response.body(kept, self._usage(), self._ledger()), [*JSON, *self.headers])
 
@@ -173,7 +173,7 @@ class Stream(Reply):
         self._timer.cancel()
 
     async def run(self, send: Send) -> None:
-        """Let the response be written; HttpError where a part ended without its answer before anything was written."""
+        """Let the response be written; RefusedError where a part ended without its answer before that began."""
         if self._is_lost:
             return
         self._is_opened = True
@@ -185,7 +185,7 @@ class Stream(Reply):
             self._put(KEEP_ALIVE)
         await self._news.wait()
         if self.refusal is not None and not self._is_begun:
-            raise error_of(self.refusal)
+            raise RefusedError(self.refusal)
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
         if self._is_over or self._is_lost:
@@ -203,7 +203,7 @@ class Stream(Reply):
                 self._is_over = True  # what other parts gain in the same turn is not begun with
                 self._news.set()
                 return False
-            events += [b"data: " + error_of(part.outcome).body() + b"\n\n", DONE]
+            events += [b"data: " + error_of(RefusedError(part.outcome)).body() + b"\n\n", DONE]
             self._is_over = True
         return self._put(b"".join(events))
 

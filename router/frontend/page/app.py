@@ -27,9 +27,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.backend import MAX_OF_STAGE, PERIOD_S, Backend, State
-from pdserve.router.frontend.clients import Clients, DeniedError
+from pdserve.router.frontend.clients import Clients, DeniedError, bearer
+from pdserve.router.frontend.openai.errors import HttpError, error_of
 
 PULSE_S = 1.0  # without a change: by this a page knows that it is still connected
 MAX_WATCHERS = 16
@@ -110,7 +110,7 @@ class Page:
     async def _file(self, request: Request) -> Response:
         found = self._files.get(request.path_params.get("name", "index.html"))
         if found is None:
-            return _error(404, "no such file")
+            return _error(HttpError(404, "no such file", code="not_found"))
         content, media_type, tag = found
         headers = {**_HEADERS, "ETag": tag}
         if request.headers.get("if-none-match") == tag:
@@ -120,25 +120,22 @@ class Page:
     async def _request(self, request: Request) -> Response:
         try:
             tenant = self._tenant(request.headers)
-        except _RefusedError as error:
-            return _error(error.status, error.message)
+        except (DeniedError, HttpError) as error:
+            return _error(error)
         known = await self._backend.live_request(request.path_params["request_id"])
         if known is None or tenant not in (None, known["tenant"]):
-            return _error(404, "the request is not known, or no longer")
+            return _error(HttpError(404, "the request is not known, or no longer", code="not_found"))
         return JSONResponse(known, headers=_HEADERS)
 
     def _tenant(self, headers: Mapping[str, str]) -> str | None:
-        """Return whose requests may be seen; None: everybody's. Raises _RefusedError."""
-        try:
-            client = self._clients.identify(bearer(headers.items()))
-        except DeniedError as error:
-            raise _RefusedError(401, error.message) from error
+        """Return the tenant whose requests may be seen; None: everybody's. Raises DeniedError or HttpError."""
+        client = self._clients.identify(bearer(headers.items()))
         if client is not None:
             return client.tenant
         host = headers.get("host", "")
         if host.rpartition(":")[0] not in _LOCAL and host not in _LOCAL:
             text = f"host: without API keys the page is shown at a loopback name, and not at {host[:100]!r}"
-            raise _RefusedError(403, text)
+            raise HttpError(403, text)
         return None
 
     async def _latest(self) -> State:
@@ -154,14 +151,14 @@ class Page:
         try:
             tenant = self._tenant(headers)
             self._check_room(tenant)
-        except _RefusedError as error:
-            await _error(error.status, error.message)(scope, receive, send)
+        except (DeniedError, HttpError) as error:
+            await _error(error)(scope, receive, send)
             return
         left = asyncio.ensure_future(_left(receive))
         self._watchers[tenant] += 1
         try:
             await self._stream(headers, send, left)
-        except _RefusedError:
+        except DeniedError:
             pass  # its key is no longer valid: the stream ends here
         finally:
             self._watchers -= Counter([tenant])  # drops a count of zero
@@ -169,9 +166,9 @@ class Page:
 
     def _check_room(self, tenant: str | None) -> None:
         if self.num_watchers >= MAX_WATCHERS:
-            raise _RefusedError(503, f"{MAX_WATCHERS} pages watch already")
+            raise HttpError(503, f"{MAX_WATCHERS} pages watch already")
         if tenant is not None and self._watchers[tenant] >= MAX_OF_TENANT:
-            raise _RefusedError(503, f"{MAX_OF_TENANT} pages of this tenant watch already")
+            raise HttpError(503, f"{MAX_OF_TENANT} pages of this tenant watch already")
 
     async def _stream(self, headers: Headers, send: Send, left: asyncio.Future[None]) -> None:
         """Send states until the watcher has left, or the router shuts down."""
@@ -195,24 +192,14 @@ class Page:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _RefusedError(Exception):
-    """What is asked for is not shown, with this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-
-
 async def _left(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _error(status: int, message: str) -> Response:
-    headers = _HEADERS | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
-    return JSONResponse({"error": {"message": message, "code": status}}, status_code=status, headers=headers)
+def _error(error: Exception) -> Response:
+    return error_of(error).response(_HEADERS)
 
 
 def _read_files() -> dict[str, tuple[bytes, str, str]]:

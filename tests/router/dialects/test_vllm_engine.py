@@ -15,7 +15,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.clients import new_key
 from pdserve.router.frontend.dialects.vllm_messages import Replies
 
 Params = vllm.SamplingParams

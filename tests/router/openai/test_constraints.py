@@ -16,7 +16,7 @@ from pdserve.grammar.compiler import Compiler
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest
 from pdserve.router.frontend.openai.filters import constraint_of, plan
-from pdserve.router.frontend.prompts import ServedModel
+from pdserve.router.frontend.served import ServedModel
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.parsers.reasoning import Reasoning
 from pdserve.text.parsers.tool_calls import FORMATS, FormatName

@@ -12,8 +12,8 @@ from router_fakes import MODEL
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.router.frontend.api_keys import new_key
-from pdserve.router.frontend.openai import filters, generation, tokens, translate
+from pdserve.router.frontend.clients import new_key
+from pdserve.router.frontend.openai import app, filters, generation, translate
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -216,7 +216,7 @@ async def test_what_nobody_foresaw_has_openais_shape(start_http: StartHttp, monk
         raise ValueError("unforeseen")
 
     monkeypatch.setattr(filters, "plan", fail)
-    monkeypatch.setattr(tokens, "check_model", fail)
+    monkeypatch.setattr(app, "check_model", fail)
     for path, body in ((COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
         response = await door.post(path, **body)
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")

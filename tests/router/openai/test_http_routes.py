@@ -4,7 +4,7 @@ from http_door import StartHttp
 from router_fakes import MODEL, TEMPLATE, TOKENIZER
 
 import pdserve
-from pdserve.router.frontend.openai import tokens
+from pdserve.router.frontend.openai.app import MAX_TOKEN_BODY_BYTES
 
 
 def ids(text: str) -> list[int]:
@@ -35,7 +35,7 @@ async def test_text_becomes_tokens_and_text_again(start_http: StartHttp) -> None
     assert (await door.post("/detokenize", tokens=["x"])).json()["error"]["param"] == "tokens.0"
     assert (await door.post("/tokenize", prompt="hello")).json()["token_strs"] is None
     for path in ("/tokenize", "/detokenize"):
-        large = await door.post(path, prompt="a" * tokens.MAX_BODY_BYTES, tokens=[])
+        large = await door.post(path, prompt="a" * MAX_TOKEN_BODY_BYTES, tokens=[])
         assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
     info = (await door.http.get("/tokenizer_info")).json()
     assert info["chat_template"] == TEMPLATE
