@@ -1,9 +1,10 @@
-"""Time as decisions see it: seconds on a clock that only goes forward.
+"""Time: a clock that only goes forward, for decisions; and identities of process starts, by the wall clock.
 
-Only durations cross a wire; readings of this clock mean nothing to another process.
+Only durations cross a wire; readings of a clock mean nothing to another process.
 """
 
 import gc
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,8 +13,11 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
+from pdserve.ids import Incarnation
+
 Action = Callable[..., object]
 
+_RANDOM_BITS = 22  # of an incarnation; the 42 bits above them last until 2109
 _LOADED_S = time.monotonic()  # early in a process's life: before anything that takes long to import
 
 
@@ -31,6 +35,15 @@ class MonotonicClock:
 def process_age_s() -> float:
     """Return how long this process has been there, less the fraction of a second before this module was loaded."""
     return time.monotonic() - _LOADED_S
+
+
+def new_incarnation() -> Incarnation:
+    """Mint a process start's identity, greater than all earlier ones: milliseconds since 1970, then random bits.
+
+    Incarnations of one name are only compared with each other: nobody reads a time out of them. `docs/handoff.md` says
+    what a wrong clock can do.
+    """
+    return Incarnation(time.time_ns() // 1_000_000 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS))
 
 
 class VirtualClock:

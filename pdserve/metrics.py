@@ -13,13 +13,16 @@ from collections.abc import Sequence as Seq
 from enum import StrEnum
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.utils import floatToGoString
 
 from pdserve.values import value
+
+if TYPE_CHECKING:
+    from pdserve.credentials import Connections
 
 
 class Kind(StrEnum):
@@ -246,14 +249,7 @@ def span_samples(counts: Mapping[str, int]) -> Iterator[Sample]:
     return (Sample(SPANS, counts.get(result, 0), (result,)) for result in SPAN_RESULTS)
 
 
-class Counted(Protocol):
-    """Connections to a port."""
-
-    num_opened: int
-    num_called: int
-
-
-def connection_samples(ports: Mapping[str, Counted]) -> Iterator[Sample]:
+def connection_samples(ports: "Mapping[str, Connections]") -> Iterator[Sample]:
     """Yield how many connections came to each port with TLS, by its name, and how many of them made a call."""
     yield from (Sample(TLS_CONNECTIONS, counted.num_opened, (port,)) for port, counted in ports.items())
     yield from (Sample(TLS_CONNECTIONS_CALLED, counted.num_called, (port,)) for port, counted in ports.items())

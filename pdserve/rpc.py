@@ -245,12 +245,8 @@ class RequireSecret(grpc.aio.ServerInterceptor):
     def _is_proved(self, shown: bytes, method: str) -> bool:
         nonce, rest = _split(shown, NONCE_BYTES)
         challenge, proof = _split(rest, CHALLENGE_BYTES)
-        if not is_proof(proof, self._secret, "caller", nonce, challenge, method.encode()):
-            return False
-        if not self._challenges.is_open(challenge):
-            return False
-        self._challenges.spend(challenge)
-        return True
+        is_proved = is_proof(proof, self._secret, "caller", nonce, challenge, method.encode())
+        return is_proved and self._challenges.take(challenge)
 
     def _challenge(self, hello: bytes) -> Metadata:
         """Return what goes with the denial of a call: nothing, unless its hello proves knowledge of the secret."""

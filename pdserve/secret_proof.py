@@ -52,8 +52,8 @@ class Challenges:
         issued = _ISSUED.pack(round(1e3 * self._clock.now_s()), new_nonce())
         return issued + proof_of(self._key, "challenge", issued)
 
-    def is_open(self, challenge: bytes) -> bool:
-        """Return whether a challenge is one of ours that can still be answered."""
+    def take(self, challenge: bytes) -> bool:
+        """Take the one answer to a challenge. False unless the challenge is ours and can still be answered."""
         now_s = self._clock.now_s()
         while self._spent and next(iter(self._spent.values())) < now_s:
             self._spent.popitem(last=False)
@@ -61,8 +61,7 @@ class Challenges:
         if not is_proof(code, self._key, "challenge", issued):
             return False
         issued_ms, _ = _ISSUED.unpack(issued)
-        return now_s - issued_ms / 1e3 <= CHALLENGE_S and challenge not in self._spent and len(self._spent) < MAX_SPENT
-
-    def spend(self, challenge: bytes) -> None:
-        """Take no other answer to an open challenge."""
-        self._spent[challenge] = self._clock.now_s() + CHALLENGE_S + 1.0
+        if now_s - issued_ms / 1e3 > CHALLENGE_S or challenge in self._spent or len(self._spent) >= MAX_SPENT:
+            return False
+        self._spent[challenge] = now_s + CHALLENGE_S + 1.0
+        return True

@@ -5,8 +5,6 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from pdserve.tracecontext import TraceContext
-
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}  # of each record
 
 
@@ -36,14 +34,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)
-
-
-def about(request_id: bytes | None, trace: TraceContext | None = None, **fields: object) -> dict[str, object]:
-    """Return the extra fields of a record about a request; one that was not admitted has no id."""
-    ids: dict[str, object] = {} if request_id is None else {"request_id": request_id.hex()}
-    if trace is not None:
-        ids["trace_id"] = trace.trace_id
-    return ids | fields
 
 
 def configure_logging(process: str, level: str = "info", log_format: str = "text") -> None:

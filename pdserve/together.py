@@ -1,5 +1,6 @@
 """Messages that wait for a stream are written as one: each write costs both ends more than what it carries."""
 
+from asyncio import Queue
 from collections.abc import Callable, MutableSequence
 from typing import Protocol, Self, TypeAlias, TypeVar
 
@@ -17,19 +18,9 @@ class Message(Protocol):
 
 M = TypeVar("M", bound=Message)
 Deferred: TypeAlias = Callable[[], M | None]  # puts a message together when it is its turn; None: there is none
-E_co = TypeVar("E_co", covariant=True)
 
 
-class Outbound(Protocol[E_co]):
-    """What waits for a stream, as in an `asyncio.Queue`."""
-
-    async def get(self) -> E_co: ...
-    def get_nowait(self) -> E_co: ...
-    def put_nowait(self, item: None) -> None: ...
-    def empty(self) -> bool: ...
-
-
-async def next_message(outbound: Outbound[M | Deferred[M] | None]) -> M | None:
+async def next_message(outbound: "Queue[M | None] | Queue[M | Deferred[M] | None]") -> M | None:
     """Wait for a message; return it with those that wait behind it, up to a size. None is the last in a queue.
 
     The queue's messages stay as they are: the same one may be in another queue.

@@ -1,4 +1,4 @@
-"""The core's end of a frontend's channel."""
+"""The core's end of the channel to a frontend's process."""
 
 import asyncio
 from array import array
@@ -24,31 +24,31 @@ MAX_UNANSWERED = 10  # pings
 
 
 class FrontendLink:
-    """Carries out what a frontend asks for. With the channel everything ends that it began."""
+    """Carries out what a frontend asks for. When the channel ends, so does everything that the frontend began."""
 
     def __init__(self, hub: Hub, abort: Callable[[messages.Abort], None]) -> None:
-        """`abort` has all frontends end requests of a tenant."""
+        """`abort` forwards a message to all frontends."""
         loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[None] = loop.create_future()  # its doors are open
+        self.ready: asyncio.Future[None] = loop.create_future()  # its endpoints are open
         self.lost: asyncio.Future[str] = loop.create_future()  # why the channel has ended
         self.channel = Channel(messages.frontend_decoder, self._take, self._end)
         self._hub = hub
         self._abort = abort
-        self._answers: dict[RequestId, _Forwarding] = {}  # until the frontend has counted their ends
-        self._begun: Counter[str] = Counter()  # requests, by tenant
+        self._answers: dict[RequestId, _Forwarding] = {}  # until the frontend has reported what it sent
+        self._begun: Counter[str] = Counter()  # requests under way, by tenant
         self._replies: set[asyncio.Task[None]] = set()
-        self._num_unanswered = 0  # pings
+        self._num_unanswered = 0  # pings in a row
         self._counted = messages.Pong({}, 0, 0)  # as last reported
-        self._standing: Standing | None = None  # that the frontend knows
+        self._standing: Standing | None = None  # as the frontend knows it
 
     def show(self, standing: Standing) -> None:
-        """Let the frontend know how the router stands."""
+        """Tell the frontend whether the router serves, if that has changed."""
         if standing != self._standing:
             self._standing = standing
             self.channel.post(messages.Stands(standing))
 
     def ping(self) -> None:
-        """Ask for a sign of life; end the channel where the last ones that were asked for did not come."""
+        """Send a ping; end the channel if the frontend has not answered the last MAX_UNANSWERED pings."""
         if self._num_unanswered == MAX_UNANSWERED:
             self.channel.close(f"it hangs: {MAX_UNANSWERED} pings wait for their answers")
         self._num_unanswered += 1
@@ -61,7 +61,7 @@ class FrontendLink:
                 self._admit(event, token_ids)
             case messages.Leave() | messages.TooSlow() | messages.Stopped() | messages.Counted():
                 answer = self._answers.get(message.request_id)
-                if answer is not None:  # else it is late news
+                if answer is not None:  # else the request has ended already
                     self._take_news(answer, message)
             case messages.Rejected(status):
                 hub.outcomes.reject(status)
@@ -156,7 +156,7 @@ class FrontendLink:
                 return msgspec.msgpack.encode(await hub.engine())
 
     def _end(self, why: str) -> None:
-        """End what the frontend began; it counts as if the clients had left."""
+        """End what the frontend began, as if its clients had left."""
         for task in self._replies:
             task.cancel()
         answers, self._answers = self._answers, {}
@@ -172,12 +172,12 @@ class FrontendLink:
 
 
 class _Forwarding:
-    """Sends a request's tokens and its end to its frontend. An `Answer` of the desk."""
+    """Sends a request's tokens and its end to its frontend. The desk's `Answer`."""
 
     def __init__(self, event: RequestArrived, channel: Channel) -> None:
         self.event = event
         self.outcome: Finished | Refused | None = None
-        self.num_tokens = 0  # that were sent to the frontend
+        self.num_tokens = 0  # sent to the frontend
         self.finish_reasons: list[int] = []  # of the continuations that have ended
         self._channel = channel
 

@@ -1,7 +1,7 @@
-"""Frontends as processes of their own: starts them, and starts another where one has ended.
+"""Runs frontends in processes of their own, and starts another when one has ended.
 
-Invariant: a frontend's end costs its own connections alone; their requests are cancelled, and nothing of them is left.
-With the router's process all of them end.
+Invariant: when a frontend ends, only its own connections are lost; their requests are cancelled, and nothing of them is
+left. When the router's process ends, all frontends end.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.channel import Abort, Stop
-from pdserve.router.frontend.doors import Doors, check_doors, http_url
+from pdserve.router.frontend.endpoints import Endpoints, check_endpoints, http_url
 from pdserve.router.frontend_link import FrontendLink
 from pdserve.router.hub import Hub
 from pdserve.rpc import join_address
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "pdserve.router.frontend.process")
 START_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 1.0  # of a process whose channel has ended
-STOP_TIMEOUT_S = 3.5  # for the last words of HTTP, of gRPC, and the last spans; then what is left is killed
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before another is started; twice as long each time
-STABLE_S = 60.0  # after which the pause is short again
-LOOK_S = 0.1  # between two looks at what changes with time in the router's standing
-PING_S = 1.0  # of which a frontend may miss `frontend_link.MAX_UNANSWERED`
+END_TIMEOUT_S = 1.0  # for a process to end after its channel
+STOP_TIMEOUT_S = 3.5  # for the last replies of HTTP and gRPC and the last spans; then the process is killed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before another frontend starts; doubled each time
+STABLE_S = 60.0  # a frontend that ran for longer makes the pause short again
+LOOK_S = 0.1  # between two looks at whether the router serves, which depends on time too
+PING_S = 1.0  # between pings; a frontend may leave `frontend_link.MAX_UNANSWERED` unanswered
 
 
 @asynccontextmanager
-async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Doors]:
+async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Endpoints]:
     """Serve clients in `num_frontends` processes for the length of the block.
 
     ConfigError where a port cannot be had, CommandError where a frontend ends as it starts.
     """
-    check_doors(config)
+    check_endpoints(config)
     with ExitStack() as reserved:
         port = _reserve(config.host, config.port, "port", reserved)
         http_port = None
@@ -53,15 +53,15 @@ async def run_frontends(config: RouterConfig, hub: Hub) -> AsyncIterator[Doors]:
                 public = join_address(config.host, port)
                 http = "" if http_port is None else http_url(config, http_port)
                 logger.info("%d frontends serve on %s %s", config.num_frontends, public, http)
-                yield Doors(public, http, frontends.show)
+                yield Endpoints(public, http, frontends.show)
             finally:
                 await frontends.stop()
 
 
 def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
-    """Keep a port (0: a free one) from all but this router's processes; return its number.
+    """Reserve a port (0: a free one) for this router's processes; return its number.
 
-    The socket never listens. It is bound without SO_REUSEPORT, so that a port in use is refused; that is set
+    The socket never listens. It is bound without SO_REUSEPORT, so a port in use is refused. SO_REUSEPORT is set
     afterwards, so that frontends can bind the port too.
     """
     try:
@@ -69,7 +69,7 @@ def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
             bound = reserved.enter_context(socket.socket(family, kind, protocol))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a router before may linger
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier router may linger
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound.bind((address[0], port, *address[2:]))
@@ -83,7 +83,7 @@ def _reserve(host: str, port: int, key: str, reserved: ExitStack) -> int:
 
 
 async def _start(number: int, config: RouterConfig) -> tuple[socket.socket, Process]:
-    """Start a frontend's process; return this end of its channel, too."""
+    """Start a frontend's process; return our end of its channel, and the process."""
     ours, theirs = socket.socketpair()
     with theirs, ExitStack() as failed:
         failed.enter_context(ours)
@@ -103,7 +103,7 @@ class Frontends:
     """The frontends of a router."""
 
     def __init__(self, config: RouterConfig, hub: Hub) -> None:
-        """`config`: with the numbers of the ports."""
+        """`config`: with the numbers of the reserved ports."""
         self._config = config
         self._hub = hub
         self._links: set[FrontendLink] = set()
@@ -112,7 +112,7 @@ class Frontends:
         self._stopping = asyncio.Event()
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Return once all doors are open; raises CommandError in a task where a frontend ends before."""
+        """Return once all endpoints are open. If a frontend ends before, its task raises CommandError."""
         self._count()
         opened = [asyncio.get_running_loop().create_future() for _ in range(self._config.num_frontends)]
         self._kept = [
@@ -126,7 +126,7 @@ class Frontends:
         await asyncio.wait(opened)
 
     async def stop(self) -> None:
-        """Let all of them close their doors, then end them."""
+        """Let all frontends close their endpoints, then end them."""
         self._stopping.set()
         for task in self._looking:
             task.cancel()
@@ -138,7 +138,7 @@ class Frontends:
             task.cancel()
 
     def show(self) -> None:
-        """Let frontends know how the router stands."""
+        """Tell frontends whether the router serves."""
         standing = self._hub.standing()
         for link in self._links:
             link.show(standing)
@@ -149,7 +149,7 @@ class Frontends:
                 link.ping()
 
     async def _keep(self, number: int, opened: asyncio.Future[None]) -> None:
-        """Run a frontend, and another whenever it has ended. `opened`: is done once its doors are open."""
+        """Run a frontend, and another whenever one has ended. `opened` is set once the endpoints are open."""
         loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
         while not self._stopping.is_set():
             began_s = loop.time()
@@ -168,10 +168,10 @@ class Frontends:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _run(self, number: int, opened: asyncio.Future[None]) -> str:
-        """Run a frontend's process until it ends; return why it did, or why it could not be started."""
+        """Run a frontend's process until it ends; return why it ended, or why it could not be started."""
         try:
             ours, process = await _start(number, self._config)
-        except OSError as error:  # of processes, descriptors or memory there are too few at the moment
+        except OSError as error:  # no process, descriptor or memory can be had at the moment
             return str(error)
         link, ended = FrontendLink(self._hub, self._abort), asyncio.ensure_future(process.wait())
         try:
@@ -184,7 +184,7 @@ class Frontends:
                 if not opened.done():
                     opened.set_result(None)
             elif not ended.done():
-                link.channel.close(f"its doors are not open after {START_TIMEOUT_S:g} s")
+                link.channel.close(f"its endpoints are not open after {START_TIMEOUT_S:g} s")
             await asyncio.wait((link.lost, ended), return_when=FIRST_COMPLETED)
             await asyncio.wait((link.lost, ended), timeout=END_TIMEOUT_S)
             link.channel.close("a process that it started has its channel")

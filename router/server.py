@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import grpc
 
 from pdserve.certificates import Part
-from pdserve.clock import MonotonicClock
+from pdserve.clock import MonotonicClock, new_incarnation
 from pdserve.credentials import Connections, Credentials
 from pdserve.health import answering
-from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
 from pdserve.perfmodel.profile import read_profile
 from pdserve.prefix_hash import PrefixHasher
@@ -29,7 +28,7 @@ from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
-from pdserve.router.frontend.doors import LAST_WORDS_S, Doors, open_doors
+from pdserve.router.frontend.endpoints import LAST_WORDS_S, Endpoints, open_endpoints
 from pdserve.router.frontend.served import ServedModel, load_model
 from pdserve.router.frontends import run_frontends
 from pdserve.router.hub import Hub
@@ -87,27 +86,29 @@ async def run(
         async with (
             asyncio.TaskGroup() as tasks,
             _listening(config, credentials, server) as internal,
-            _doors(config, model, hub, port_key) as doors,
+            _endpoints(config, model, hub, port_key) as endpoints,
         ):
-            watching = tasks.create_task(_report_health(shell, doors.changed), name="health")
+            watching = tasks.create_task(_report_health(shell, endpoints.changed), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
-            await server.start()  # after the doors: launchers take a cluster for ready by what is said here
+            await server.start()  # after the endpoints: launchers take a cluster for ready by what is said here
             answers.start(lambda: hub.standing().is_ready)
-            on_ready(Addresses(doors.public, internal, metrics, answers.address, doors.http, hub.ports))
+            on_ready(Addresses(endpoints.public, internal, metrics, answers.address, endpoints.http, hub.ports))
             logger.info("workers on %s", internal)
             await stop.wait()
-            doors.changed()
+            endpoints.changed()
             has_drained = await _drain(shell, config.drain_timeout_s)
             watching.cancel()
             guarding.cancel()
-            tasks.create_task(server.stop(LAST_WORDS_S), name="internal server's end")  # beside the doors'
+            tasks.create_task(server.stop(LAST_WORDS_S), name="internal server's end")  # beside the endpoints'
     return has_drained
 
 
-def _doors(config: RouterConfig, model: ServedModel, hub: Hub, port_key: str) -> AbstractAsyncContextManager[Doors]:
+def _endpoints(
+    config: RouterConfig, model: ServedModel, hub: Hub, port_key: str
+) -> AbstractAsyncContextManager[Endpoints]:
     """Serve clients in this process, or in others."""
     if config.num_frontends == 1:
-        return open_doors(config, model, hub, hub.clients, port_key)
+        return open_endpoints(config, model, hub, hub.clients, port_key)
     return run_frontends(config, hub)
 
 

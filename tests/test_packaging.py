@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "router" / "frontend" / "page" / "static"
+PAGE = ROOT / "router" / "frontend" / "static"
 COMPONENTS = ("router", "prefill_worker", "decode_worker", "kvtransfer", "kernels", "proto", "launch", "kubernetes")
 
 
@@ -54,7 +54,7 @@ def test_the_wheel_holds_every_component_its_protos_its_c_sources_and_its_types(
 
 
 def test_the_wheel_holds_the_files_of_the_live_page(names: list[str]) -> None:
-    files = {f"pdserve/router/frontend/page/static/{path.name}" for path in PAGE.iterdir()}
+    files = {f"pdserve/router/frontend/static/{path.name}" for path in PAGE.iterdir()}
     assert files <= set(names)
     assert any(name.endswith("index.html") for name in files)
 

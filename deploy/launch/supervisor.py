@@ -18,10 +18,9 @@ from typing import IO
 
 import grpc
 
-from pdserve.clock import Clock
+from pdserve.clock import Clock, new_incarnation
 from pdserve.errors import CommandError, ConfigError
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.incarnation import new_incarnation
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole

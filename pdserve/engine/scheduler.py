@@ -16,21 +16,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.sequence import (
-    Broken,
-    Computed,
-    Outcome,
-    RunningStep,
-    Sampled,
-    Sequence,
-    Split,
-    Started,
-    split,
-)
+from pdserve.engine.running import RunningStep, split
+from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Scored, Sequence, Split, Started
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
-from pdserve.sampling import SampledToken
+from pdserve.sampling import PromptLogprobs, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +159,7 @@ class Scheduler:
             count = min(budget, first.num_missing)
             budget -= count
             self.schedule(step, first, count)
-        return self._begin(step)
+        return self._begin(step) if step.chunks else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
         """Take in what the oldest step brought. Sequences that ended, or go to a hand-off, are no longer running."""
@@ -193,7 +184,7 @@ class Scheduler:
             if was_prompt:
                 outcomes.append(Computed(sequence))
             if place in result.prompts:
-                outcomes.append(sequence.scored(chunk.start + 1, result.prompts[place]))
+                outcomes.append(_scored(sequence, chunk.start + 1, result.prompts[place]))
             if not tokens:
                 continue
             if sequence.ends_with_prompt:
@@ -202,9 +193,7 @@ class Scheduler:
                 outcomes.append(self._go_on(sequence, tokens[0]))
         return tuple(outcomes)
 
-    def _begin(self, step: RunningStep) -> StepPlan | None:
-        if not step.chunks:
-            return None
+    def _begin(self, step: RunningStep) -> StepPlan:
         self.steps.append(step)
         return StepPlan(tuple(step.chunks), tuple(step.copies))
 
@@ -347,3 +336,8 @@ class Scheduler:
             self.release(sequence)
         self.running += children
         return [*sampled, Split(sequence, tuple(children))]
+
+
+def _scored(sequence: Sequence, position: int, logprobs: PromptLogprobs) -> Scored:
+    sequence.num_scored = max(sequence.num_scored, position + len(logprobs))
+    return Scored(sequence, position, logprobs)

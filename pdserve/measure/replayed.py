@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import grpc
 
+from pdserve.clock import new_incarnation
 from pdserve.engine.sequence import Finish
 from pdserve.ids import PROTOCOL_VERSION, Attempt, RequestId
-from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.session import HandoffKey
 from pdserve.perfmodel.curve import Step

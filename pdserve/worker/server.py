@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdserve.certificates import Part
 from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.clock import MonotonicClock
+from pdserve.clock import MonotonicClock, new_incarnation
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Connections, Credentials
 from pdserve.errors import ConfigError
@@ -19,7 +19,6 @@ from pdserve.grammar.compiler import Compiler
 from pdserve.grammar.matching import Grammars
 from pdserve.health import answering
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
-from pdserve.incarnation import new_incarnation
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.client import HandoffClient

@@ -1,1 +1,1 @@
-"""Everything between clients and a router's core: doors, checks, tokens, text, and who may ask for how much."""
+"""Everything between clients and a router's core: endpoints, checks, tokens, text, and limits of tenants."""

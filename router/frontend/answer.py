@@ -1,11 +1,11 @@
-"""One request's answer on its way from the core to a door: text made of tokens, and written together where it waits.
+"""One request's answer on its way from the core to an endpoint: tokens become text, and what waits is joined.
 
-Invariant: a door is given each gain once and in order; nothing after the end; and it is called again only after it
-has taken what it was given. What waits for the door meanwhile is bounded: a door that lets more wait is given nothing
-further, and its answer is cut off at the request's end.
+Invariant: the endpoint's sink gets each gain once and in order, and nothing after the end. The sink is called again
+only after it has taken what it was given. What waits meanwhile is bounded: a sink that lets more wait gets nothing
+further, and the answer is cut off at the request's end.
 
 An answer is written at the end of a turn of the event loop in which it gained something. Where steps are short, workers
-report several together (`worker/step_reports.py`).
+report several steps together (`worker/step_reports.py`).
 """
 
 import asyncio
@@ -14,21 +14,21 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdserve.errors import InvariantError
-from pdserve.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
-from pdserve.router.events import ClientTooSlow, StopStringFound
-from pdserve.router.frontend.prompts import Terms
+from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.sampling import PromptLogprobs
 from pdserve.text.stop import OutputText
 
 GAIN_BYTES = 16  # of a gain's frame and small fields, roughly
 TOKEN_BYTES = 4
 
+Outcome = Finished | Refused
+
 
 @dataclass(slots=True)
 class Gain:
-    """What one continuation gained since the door was last given something of it."""
+    """What one continuation gained since its sink was last called."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -36,7 +36,9 @@ class Gain:
     logprobs: list[inference.TokenLogprobs] = field(default_factory=list)  # parallel to token_ids, if asked for
     finish_reason: int = 0  # FinishReason; 0: it goes on
     stop_match: str | int | None = None  # what ended it: a stop string, or one of stop_token_ids
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the prompt's next tokens; in front of all
+    prompt_logprobs: list[PromptLogprobs] = field(
+        default_factory=list
+    )  # of the prompt's next tokens; before any tokens
 
     def add(self, later: "Gain") -> None:
         """Add what the same continuation gained next."""
@@ -47,17 +49,16 @@ class Gain:
         self.finish_reason, self.stop_match = later.finish_reason, later.stop_match
 
 
-class Client(Protocol):
-    """A door's end of an answer: writes it as the door's protocol has it.
+class Sink(Protocol):
+    """Where an answer goes: an endpoint's object that writes it in the endpoint's protocol.
 
-    Called on the event loop; must neither wait nor raise.
+    The event loop calls it; it must neither wait nor raise.
     """
 
-    def write(self, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
-        """Write what the answer gained and, where `outcome` is there, its end. Gains are the door's to keep.
+    def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
+        """Write what the answer gained, and the answer's end unless `outcome` is None. The sink may keep the gains.
 
-        Returns whether the door takes more at once. Otherwise it must call `answer.resume()` when it does; until then
-        the answer collects.
+        Returns whether the sink takes more at once. If not, the answer collects until the sink calls `answer.resume()`.
         """
 
     def cut_off(self, outcome: Refused) -> None:
@@ -65,35 +66,31 @@ class Client(Protocol):
 
 
 class Answer:
-    """Takes what the core says of a request, never waits, and gives it to the request's door."""
+    """Takes a request's tokens and end from the core, without waiting, and gives them to the request's sink."""
 
-    def __init__(  # noqa: PLR0913 - made in one place
+    def __init__(
         self,
-        request_id: RequestId,
-        terms: Terms,
-        prompt_ids: Sequence[int],
-        client: Client,
+        event: RequestArrived,
+        sink: Sink,
         *,
         outputs: Sequence[OutputText],
         max_unsent_bytes: int,
         pace: "Pace",
-        on_end: Callable[["Answer"], None],
+        on_end: Callable[["Answer", Outcome], None],
     ) -> None:
-        """`on_end` is called when the core has ended the request, before the door learns of it."""
-        self.request_id = request_id
-        self.hex_id = request_id.hex()
-        self.terms = terms
-        self.prompt_ids = prompt_ids
+        """`on_end` is called when the core has ended the request, before the sink is called with the end."""
+        self.event = event
+        self.hex_id = event.request_id.hex()
         self.num_tokens = 0  # of all continuations
         self.num_written = self.num_unsent = 0  # tokens
-        self.outcome: Finished | Refused | None = None  # how the request ended
+        self.outcome: Outcome | None = None  # how the request ended
         self.finish_reasons: list[int] = []  # of the continuations that have ended
-        self._client: Client | None = client  # None: it has the end, or has left
+        self._sink: Sink | None = sink  # None: it has the end, or its client has left
         self._outputs: list[OutputText | None] = list(outputs)  # None: the continuation has ended
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent: dict[int, Gain] = {}  # by continuation
         self._unsent_bytes = 0
-        self._takes_more = True  # the door does
+        self._takes_more = True  # the sink does
         self._was_cut_off = False
         self._has_stopped = False  # a continuation, at a stop string
         self._pace = pace
@@ -104,10 +101,10 @@ class Answer:
         index = command.index
         output = self._outputs[index]
         if output is None or self._was_cut_off:
-            return None  # decoded before the workers heard of the stop string, or of the slow reader
+            return None  # workers decoded these tokens before they heard of the stop string or the slow reader
         if self._unsent_bytes > self._max_unsent_bytes and not self._takes_more:
             self._was_cut_off = True
-            return ClientTooSlow(self.request_id, self._max_unsent_bytes)
+            return ClientTooSlow(self.event.request_id, self._max_unsent_bytes)
         gain = self._unsent.get(index)
         if gain is None:
             gain = self._unsent[index] = Gain(index)
@@ -128,14 +125,14 @@ class Answer:
             finish_reason = inference.FINISH_REASON_STOP
             gain.stop_match = stop
             self._has_stopped = True
-        elif ends_in_stop_token and gain.token_ids and gain.token_ids[-1] in self.terms.params.stop_token_ids:
+        elif ends_in_stop_token and gain.token_ids and gain.token_ids[-1] in self.event.params.stop_token_ids:
             gain.stop_match = gain.token_ids[-1]
         if finish_reason:
             gain.finish_reason = finish_reason
             self._outputs[index] = None
             self.finish_reasons.append(finish_reason)
         self._note_news(is_urgent=bool(finish_reason))
-        return StopStringFound(self.request_id, index) if stop is not None else None
+        return StopStringFound(self.event.request_id, index) if stop is not None else None
 
     def _add(self, gain: Gain, command: Deliver, num_tokens: int, text: str) -> None:
         token_ids, logprobs = command.token_ids, command.logprobs
@@ -152,7 +149,7 @@ class Answer:
             gain.logprobs.append(logprob)
             self._unsent_bytes += logprob.ByteSize()
 
-    def end(self, outcome: Finished | Refused) -> None:
+    def end(self, outcome: Outcome) -> None:
         """Note the request's end. A client that reads too slowly does not get to read what waits."""
         if isinstance(outcome, Finished):
             if self._was_cut_off:  # its last tokens were dropped
@@ -160,52 +157,52 @@ class Answer:
             elif self._has_stopped:  # the core may have taken tokens that came after
                 outcome = replace(outcome, usage=replace(outcome.usage, completion_tokens=self.num_tokens))
         self.outcome = outcome
-        self._on_end(self)
+        self._on_end(self, outcome)
         if self._was_cut_off and isinstance(outcome, Refused):
             self._unsent.clear()
-            client, self._client = self._client, None
-            if client is not None:
-                client.cut_off(outcome)
+            sink, self._sink = self._sink, None
+            if sink is not None:
+                sink.cut_off(outcome)
         self._note_news(is_urgent=True)
 
     def leave(self) -> None:
-        """Let the door have no more of it."""
-        self._client = None
+        """Give the sink nothing more."""
+        self._sink = None
         self._unsent.clear()
 
     def resume(self) -> None:
-        """Note that the door has taken what it was given."""
+        """Note that the sink has taken what it was given."""
         self._takes_more = True
         if self._unsent or self.outcome is not None:
             self._note_news(is_urgent=self.outcome is not None)
 
     def _note_news(self, *, is_urgent: bool) -> None:
-        if self._takes_more and not self._was_cut_off and self._client is not None:
+        if self._takes_more and not self._was_cut_off and self._sink is not None:
             self._pace.add(self, is_urgent=is_urgent or self._unsent_bytes > self._max_unsent_bytes)
 
     def write(self) -> None:
-        """Give the door all that it has not had. Called by Pace."""
-        client, outcome = self._client, self.outcome
-        if client is None or self._was_cut_off or not self._takes_more:
+        """Give the sink everything that waits. Called by Pace."""
+        sink, outcome = self._sink, self.outcome
+        if sink is None or self._was_cut_off or not self._takes_more:
             return
         gains = list(self._unsent.values())
         self._unsent.clear()
         self.num_written += self.num_unsent
         self.num_unsent = self._unsent_bytes = 0
         if outcome is not None:
-            self._client = None
-        self._takes_more = client.write(gains, outcome)
+            self._sink = None
+        self._takes_more = sink.write(gains, outcome)
 
 
 class Pace:
-    """Writes answers at their time."""
+    """Decides when answers are written: several gains of one turn of the event loop in one write."""
 
     def __init__(
         self, interval: int | None, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]
     ) -> None:
-        """`interval`: tokens of an answer that are written together, except its first and last; None: as they come.
+        """`interval`: how many tokens of an answer are written together, except its first and last; None: 1.
 
-        `fail` receives what a write raises. Doors do not raise: it is a bug, and stops the process.
+        `fail` gets what a write raises. Sinks do not raise, so an exception is a bug and stops the process.
         """
         self._interval = interval or 1
         self._fail = fail
@@ -213,7 +210,7 @@ class Pace:
         self._due: dict[Answer, None] = {}  # to be written in this turn
 
     def add(self, answer: Answer, *, is_urgent: bool) -> None:
-        """Let an answer that has gained something be written in this turn, unless it is to gain more first."""
+        """Write an answer that has gained something at the end of this turn, or wait until it has gained more."""
         if answer in self._due:
             return
         if is_urgent or not answer.num_written or answer.num_unsent >= self._interval:

@@ -1,4 +1,4 @@
-"""What frontends need of the router's core, which decides in this process or in another."""
+"""What a frontend needs from the router's core, which is in the same process or in another."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,9 +20,9 @@ Abort = Callable[[str, Sequence[str]], None]  # a tenant, and the names that it 
 
 @value
 class Standing:
-    """How a router stands."""
+    """Whether a router serves, as probes and clients ask."""
 
-    is_live: bool  # it does not drain
+    is_live: bool  # it is not draining
     is_ready: bool  # some pair of workers serves, or did lately
     can_serve: bool  # some pair of workers serves
     max_model_len: int | None  # that all workers can hold; None: unknown
@@ -53,8 +53,8 @@ class Outcomes(Protocol):
 class Backend(Protocol):
     """The way to the core."""
 
-    aborts: list[Abort]  # called for each wish to end requests of a tenant
-    span_counts: Callable[[], Mapping[str, int]]  # what became of spans: how many were sent, failed and dropped so far
+    aborts: list[Abort]  # called when a client wants requests of its tenant ended
+    span_counts: Callable[[], Mapping[str, int]]  # how many spans were sent, failed and dropped so far
 
     @property
     def clock(self) -> Clock: ...
@@ -62,7 +62,7 @@ class Backend(Protocol):
     def outcomes(self) -> Outcomes: ...
     @property
     def connections(self) -> Connections:
-        """What counts connections to the public port where it has TLS; shown for all frontends together."""
+        """The counter of connections to the public port, if the port has TLS; metrics add up all frontends."""
 
     def standing(self) -> Standing: ...
 
@@ -70,21 +70,21 @@ class Backend(Protocol):
         """Hand a request to the core; `answer` receives its tokens and its end."""
 
     def leave(self, request_id: RequestId) -> None:
-        """Note that nobody waits for an answer any more."""
+        """Cancel a request: nobody waits for its answer any more."""
 
     def fail(self, error: Exception) -> None:
-        """Stop the process: an error that is ours leaves its state unknown."""
+        """Stop the process: after an error of our own its state is unknown."""
 
     async def live(self) -> State:
         """Return what the live page shows, of all tenants."""
 
     async def live_request(self, name: str) -> dict[str, Any] | None:
-        """Return all that is known of one request, by its id in hexadecimal; None where it is not known."""
+        """Return everything about one request, by its id in hexadecimal; None for an unknown id."""
 
     async def metrics(self) -> bytes:
-        """Return the router's metrics as text, empty where they are turned off."""
+        """Return the router's metrics as text; empty if metrics are off."""
 
     async def engine(self) -> EngineState: ...
 
     def abort(self, tenant: str, names: Sequence[str]) -> None:
-        """Let every frontend end requests of a tenant."""
+        """End requests of a tenant in every frontend. `names`: the names that the client gave them."""

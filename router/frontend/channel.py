@@ -1,7 +1,7 @@
-"""The private channel between a router's core and a frontend: messages, and how they travel.
+"""The private channel between a router's core and a frontend's process: its messages and their encoding.
 
-Messages that are posted in one turn of the event loop go together, in their order, as one frame: its length in four
-bytes, little end first, and an array in MessagePack.
+Messages posted in one turn of the event loop travel together, in order, as one frame: the length in four bytes,
+little-endian, then an array in MessagePack.
 """
 
 import asyncio
@@ -18,25 +18,27 @@ from pdserve.router.frontend.backend import Standing
 from pdserve.sampling import PromptLogprobs
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-MAX_UNREAD_BYTES = 64 * 1024 * 1024  # that wait for a peer which does not read
+MAX_UNREAD_BYTES = 64 * 1024 * 1024  # that may wait for a peer which does not read
 _LENGTH_BYTES = 4
 
 What = Literal["live", "request", "metrics", "engine"]
 
 
 class _Message(msgspec.Struct, array_like=True, gc=False):
-    """Fields travel in their order, after the message's number."""
+    """A message is an array: its tag, then its fields in order."""
 
 
 # ---- from the core
 
 
 class Stands(_Message, tag=1):
+    """What `Backend.standing` returns from now on."""
+
     standing: Standing
 
 
 class Tokens(_Message, tag=2):
-    """As the command Deliver; `logprobs` are serialized."""
+    """The command Deliver; `logprobs` are serialized protobuf messages."""
 
     request_id: RequestId
     index: int
@@ -47,7 +49,7 @@ class Tokens(_Message, tag=2):
 
 
 class Ended(_Message, tag=3):
-    """A request's end; one of the two is there."""
+    """A request's end: either `finished` or `refused` is set."""
 
     request_id: RequestId
     finished: Finished | None
@@ -62,7 +64,7 @@ class Reply(_Message, tag=4):
 
 
 class Stop(_Message, tag=6):
-    """Close the doors, then end."""
+    """Close the endpoints, then end the process."""
 
 
 class Ping(_Message, tag=7):
@@ -73,11 +75,11 @@ class Ping(_Message, tag=7):
 
 
 class Ready(_Message, tag=16):
-    """The doors are open."""
+    """The endpoints are open."""
 
 
 class Arrive(_Message, tag=17):
-    event: RequestArrived  # but for its token ids
+    event: RequestArrived  # without its token ids
     token_ids: bytes  # packed, in this machine's byte order
 
 
@@ -98,12 +100,12 @@ class Stopped(_Message, tag=20):
 
 
 class Counted(_Message, tag=21):
-    """The answer to Ended: what the client was sent."""
+    """The answer to Ended: what was sent to the client."""
 
     request_id: RequestId
     finish_reasons: list[int]  # of its continuations
-    num_tokens: int  # of all of them; fewer than the core's where some came after a stop string
-    refused: Refused | None  # also where the core finished it, but the client read too slowly
+    num_tokens: int  # of all continuations; fewer than the core counted if some came after a stop string
+    refused: Refused | None  # set also if the core finished the request, but the client read too slowly
 
 
 class Rejected(_Message, tag=22):
@@ -124,7 +126,7 @@ class Spend(_Message, tag=24):
 
 
 class Done(_Message, tag=25):
-    """A request that began has ended."""
+    """A request that a Begin admitted has ended."""
 
     tenant: str
 
@@ -134,7 +136,7 @@ class Deny(_Message, tag=27):
 
 
 class Ask(_Message, tag=28):
-    """Ask for the live page's state, for all that is known of one request, metrics as text, or an EngineState."""
+    """Ask for the live page's state, everything about one request, metrics as text, or an EngineState."""
 
     number: int
     what: What
@@ -142,14 +144,14 @@ class Ask(_Message, tag=28):
 
 
 class Abort(_Message, tag=29):
-    """A client wishes requests of its tenant ended. The core passes this on to all frontends."""
+    """A client wants requests of its tenant ended. The core forwards this to all frontends."""
 
     tenant: str
     names: Sequence[str]
 
 
 class Pong(_Message, tag=31):
-    """The answer to Ping, with what was counted so far: what became of spans, and connections as `Connections`."""
+    """The answer to Ping, with counts so far: spans by result, and connections as `Connections` has them."""
 
     num_spans: dict[str, int]
     num_opened: int
@@ -173,12 +175,12 @@ def frame(messages: Sequence[_Message]) -> bytes:
 
 
 class Channel(asyncio.Protocol):
-    """One end."""
+    """One end of the channel."""
 
     def __init__(
         self, decoder: "msgspec.msgpack.Decoder[Any]", take: Callable[[Any], None], lost: Callable[[str], None]
     ) -> None:
-        """`take` gets each message of the peer, `lost` why the channel has ended: the last that comes of it."""
+        """`take` gets each message of the peer. `lost` is called last, with the reason why the channel ended."""
         self._decoder = decoder
         self._take = take
         self._lost = lost
@@ -188,7 +190,7 @@ class Channel(asyncio.Protocol):
         self._why = "it has closed the channel"
 
     def post(self, message: _Message) -> None:
-        """Send a message at the end of this turn of the event loop; nowhere once the channel has ended."""
+        """Send a message at the end of this turn of the event loop. After the channel's end it is dropped."""
         if not self._posted:
             asyncio.get_running_loop().call_soon(self._flush)
         self._posted.append(message)
@@ -200,7 +202,7 @@ class Channel(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is of no such class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -1,4 +1,4 @@
-"""The one way of a request from any door to the core: who asks, what for, which tokens, and whether they fit."""
+"""The one way of a request from any endpoint to the core: its client, its terms, its tokens, and whether they fit."""
 
 import asyncio
 import secrets
@@ -13,7 +13,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
-from pdserve.router.frontend.answer import Answer, Client, Pace
+from pdserve.router.frontend.answer import Answer, Outcome, Pace, Sink
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError, RefusedError, Visit
 from pdserve.router.frontend.prompts import Prompts, Terms, check_terms, fitted
@@ -47,16 +47,16 @@ class Intake:
     async def open(
         self,
         request: inference.GenerateRequest,
-        client: Client,
+        sink: Sink,
         key: bytes | None,
         remaining_s: float = inf,
         received_s: float | None = None,
     ) -> Answer:
-        """Admit a request; `client` receives its answer, at the earliest when the event loop runs next.
+        """Admit a request; `sink` receives its answer, at the earliest when the event loop runs next.
 
-        `key` is the API key that the caller shows, `remaining_s` what the call's own deadline leaves. `received_s` is
-        when the request had been read, by default the time of the call. The door calls `leave` once it is done with
-        the answer. Raises DeniedError, OverLimitError or RequestError: then there is nothing to leave.
+        `key` is the caller's API key, `remaining_s` the time until the call's own deadline, `received_s` the time at
+        which the request had been read, by default now. The endpoint calls `leave` when it is done with the answer.
+        Raises DeniedError, OverLimitError or RequestError; then the endpoint must not call `leave`.
         """
         clock = self.backend.clock
         opened = self._records.open(request, clock.now_s() if received_s is None else received_s)
@@ -74,15 +74,15 @@ class Intake:
                 refused = Refused(error.status, error.message)
                 self._records.reject(opened, refused, visit.tenant, clock.now_s())
             raise
-        answer = self._answer(event, terms, client, partial(self._note_end, event, visit, opened))
+        answer = self._answer(event, terms, sink, partial(self._note_end, visit, opened))
         self.backend.admit(event, answer)
         return answer
 
     def leave(self, answer: Answer) -> None:
-        """Note that a door is done with an answer. A request that has not ended is cancelled."""
+        """End an endpoint's use of an answer. If the request has not ended, it is cancelled."""
         answer.leave()
         if answer.outcome is None:
-            self.backend.leave(answer.request_id)
+            self.backend.leave(answer.event.request_id)
 
     async def _arrival(
         self, request: inference.GenerateRequest, visit: Visit, opened: Opened, remaining_s: float
@@ -111,7 +111,9 @@ class Intake:
         )
         return event, terms
 
-    def _answer(self, event: RequestArrived, terms: Terms, client: Client, on_end: Callable[[Answer], None]) -> Answer:
+    def _answer(
+        self, event: RequestArrived, terms: Terms, sink: Sink, on_end: Callable[[Answer, Outcome], None]
+    ) -> Answer:
         outputs = [
             OutputText(
                 self.model.tokenizer.detokenizer(at_start=False, skip_special=terms.skips_special),
@@ -122,22 +124,19 @@ class Intake:
             for _ in range(terms.params.n)
         ]
         return Answer(
-            event.request_id,
-            terms,
-            event.token_ids,
-            client,
+            event,
+            sink,
             outputs=outputs,
             max_unsent_bytes=self._config.max_unsent_bytes,
             pace=self._pace,
             on_end=on_end,
         )
 
-    def _note_end(self, event: RequestArrived, visit: Visit, opened: Opened, answer: Answer) -> None:
+    def _note_end(self, visit: Visit, opened: Opened, answer: Answer, outcome: Outcome) -> None:
         visit.spend(answer.num_tokens)
         visit.end()
-        if answer.outcome is not None:
-            self._records.end(answer, opened, answer.outcome, self.backend.clock.now_s())
-            self.backend.outcomes.end(event, answer.outcome, answer.finish_reasons)
+        self._records.end(answer, opened, outcome, self.backend.clock.now_s())
+        self.backend.outcomes.end(answer.event, outcome, answer.finish_reasons)
 
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""

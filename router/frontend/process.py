@@ -1,8 +1,7 @@
-"""A frontend as a process of its own. The core is at the other end of a channel.
+"""A frontend in a process of its own. The router's core is at the other end of a channel.
 
-Arguments: the descriptor of its channel, its number, the router's process, and the router's configuration as JSON.
-
-The router decides when it ends; with the router it ends at once.
+Arguments: the descriptor of the channel, the frontend's number, the router's process id, and the router's
+configuration as JSON. The router decides when a frontend ends. If the router's process ends, the frontend ends at once.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.backend import Abort, EngineState, Standing, State
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.clients import Clients, TenantLimits
-from pdserve.router.frontend.doors import open_doors
+from pdserve.router.frontend.endpoints import open_endpoints
 from pdserve.router.frontend.served import ServedModel, load_model
 from pdserve.signals import STOP_SIGNALS, die_with_parent, end_served
 from pdserve.telemetry import configure_logging
@@ -42,7 +41,7 @@ _LIMITS = set(TenantLimits.model_fields)
 
 
 class Remote:
-    """The `Backend`: sends the core what the doors have for it, and gives its messages to those whom they are for."""
+    """The `Backend` in a frontend's process: sends what endpoints ask of the core, and delivers the core's messages."""
 
     def __init__(self) -> None:
         self.clock = MonotonicClock()  # the core's, too: a machine has one
@@ -52,12 +51,12 @@ class Remote:
         self.connections = Connections()
         self.aborts: list[Abort] = []
         self.span_counts: Callable[[], Mapping[str, int]] = dict
-        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: the core wants it
-        self.changed: Callable[[], None] = lambda: None  # called when the standing has changed
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: by the router
+        self.changed: Callable[[], None] = lambda: None  # called when `standing` has changed
         self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
         self._answers: dict[RequestId, Answer] = {}
         self._num_asked = 0
-        self._replies: dict[int, asyncio.Future[bytes]] = {}  # that are to come, by number
+        self._replies: dict[int, asyncio.Future[bytes]] = {}  # replies that are still to come, by number
 
     def standing(self) -> Standing:
         return self._standing
@@ -99,7 +98,7 @@ class Remote:
         return reply
 
     def new_reply(self) -> tuple[int, asyncio.Future[bytes]]:
-        """Return the number of a message that the core is to reply to, and its reply."""
+        """Return a number for a message that the core will reply to, and its future reply."""
         self._num_asked += 1
         reply = self._replies[self._num_asked] = asyncio.get_running_loop().create_future()
         return self._num_asked, reply
@@ -112,7 +111,7 @@ class Remote:
             case messages.Ended(request_id, finished, refused):
                 outcome = finished or refused
                 if outcome is None:
-                    raise ProtocolError("a request has ended in no way")
+                    raise ProtocolError("an end of a request says neither finished nor refused")
                 self._answers.pop(request_id).end(outcome)
             case messages.Reply(number, data):
                 self._take_reply(number, data)
@@ -151,7 +150,7 @@ class Remote:
 
 
 class _Tenants:
-    """Has the core count what tenants use."""
+    """The `Tenants` in a frontend's process: the core counts."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -159,7 +158,7 @@ class _Tenants:
 
     async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
         number, reply = self._remote.new_reply()
-        own = limits.model_dump_json(include=_LIMITS)  # may be an entry of the keys' file
+        own = limits.model_dump_json(include=_LIMITS)  # without the keys, which a tenant's entry in the file has
         self._channel.post(messages.Begin(number, tenant, own.encode()))
         try:
             return _refused(await asyncio.shield(reply))
@@ -182,7 +181,7 @@ def _refused(reply: bytes) -> Refused | None:
 
 
 class _Outcomes:
-    """Has the core count how requests ended."""
+    """The `Outcomes` in a frontend's process: the core counts."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -198,7 +197,7 @@ class _Outcomes:
 
 def main() -> None:
     descriptor, number, router = map(int, sys.argv[1:4])
-    os.set_inheritable(descriptor, False)  # children that held it would keep the channel open after this process's end
+    os.set_inheritable(descriptor, False)  # a child with it would keep the channel open after this process
     for stop in STOP_SIGNALS:  # a terminal and systemd send them to all processes of a router
         signal.signal(stop, signal.SIG_IGN)
     die_with_parent(router)
@@ -211,15 +210,15 @@ def main() -> None:
 
 
 async def serve(config: RouterConfig, model: ServedModel, ours: socket.socket) -> None:
-    """Serve a model's clients until the router wants an end."""
+    """Serve a model's clients until the router asks for the end."""
     remote = Remote()
     await remote.connect(ours)
-    async with open_doors(config, model, remote, Clients(config.api_keys_file, remote.tenants)) as doors:
-        remote.changed = doors.changed
+    async with open_endpoints(config, model, remote, Clients(config.api_keys_file, remote.tenants)) as endpoints:
+        remote.changed = endpoints.changed
         remote.channel.post(messages.Ready())
         why = await remote.stopped
         if why:
-            os._exit(ABANDONED_STATUS)  # nobody decides any more
+            os._exit(ABANDONED_STATUS)  # the core is gone
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import FINISH_REASONS, Stage
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.answer import Answer
+from pdserve.router.frontend.answer import Answer, Outcome
 from pdserve.router.frontend.prompts import MAX_LABEL_BYTES
 from pdserve.router.timeline import parts
-from pdserve.telemetry import about
 from pdserve.tracecontext import SAMPLED, Attributes, AttributeValue, Span, TraceContext, new_span_id, read_trace
 from pdserve.values import value
 
@@ -34,7 +33,7 @@ _LATENCIES = (  # vLLM's names, seconds
 
 @value
 class Opened:
-    """A request as a door hands it in."""
+    """A request as an endpoint hands it in."""
 
     received_s: float
     operation: str  # as OpenTelemetry's conventions for generative AI name it
@@ -69,13 +68,13 @@ class Records:
     def reject(self, opened: Opened, refused: Refused, tenant: str, now_s: float) -> None:
         """Record a request that was not admitted: it was not valid, or its tenant has used its limits."""
         if logger.isEnabledFor(self._level):
-            fields = about(None, opened.trace, **_asked(opened, tenant), **_logged(refused))
             text = f"{refused.status.value}: {refused.message}"
+            fields = _asked(opened, tenant) | _logged(refused)
             logger.log(self._level, "a request was not admitted: %s", text, extra=fields)
         if self._is_traced(opened):
             self._send(opened, now_s, _failed(refused), refused.message)
 
-    def end(self, answer: Answer, opened: Opened, outcome: Finished | Refused, now_s: float) -> None:
+    def end(self, answer: Answer, opened: Opened, outcome: Outcome, now_s: float) -> None:
         """Record a request at its end."""
         if logger.isEnabledFor(self._level):
             _log(self._level, answer, opened, outcome)
@@ -120,7 +119,7 @@ class Records:
 
 
 def _terms(answer: Answer) -> dict[str, AttributeValue]:
-    terms, params = answer.terms, answer.terms.params
+    event, params = answer.event, answer.event.params
     attributes: dict[str, AttributeValue] = {
         "gen_ai.response.id": answer.hex_id,
         "gen_ai.request.max_tokens": params.max_tokens,
@@ -131,12 +130,12 @@ def _terms(answer: Answer) -> dict[str, AttributeValue]:
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.choice.count": params.n,
         "pdserve.request.id": answer.hex_id,
-        "pdserve.request.priority": terms.priority,
+        "pdserve.request.priority": event.priority,
     }
-    slos = (("ttft", terms.ttft_slo_s), ("tpot", terms.tpot_slo_s))
+    slos = (("ttft", event.ttft_slo_s), ("tpot", event.tpot_slo_s))
     attributes |= {f"pdserve.slo.{name}": slo_s for name, slo_s in slos if slo_s is not None}
-    if terms.tenant:
-        attributes["pdserve.tenant"] = terms.tenant
+    if event.tenant:
+        attributes["pdserve.tenant"] = event.tenant
     return attributes
 
 
@@ -170,8 +169,11 @@ def _failed(refused: Refused) -> dict[str, AttributeValue]:
 
 
 def _asked(opened: Opened, tenant: str) -> dict[str, object]:
-    """Return what a line in the log has of a request itself."""
-    return {name: given for name, given in (("label", opened.label), ("tenant", tenant)) if given}
+    """Return the fields of a log record that describe the request itself."""
+    trace_id = "" if opened.trace is None else opened.trace.trace_id
+    return {
+        name: given for name, given in (("trace_id", trace_id), ("label", opened.label), ("tenant", tenant)) if given
+    }
 
 
 def _logged(refused: Refused) -> dict[str, object]:
@@ -179,8 +181,8 @@ def _logged(refused: Refused) -> dict[str, object]:
     return {"status": refused.status.value, **cause}
 
 
-def _log(level: int, answer: Answer, opened: Opened, outcome: Finished | Refused) -> None:
-    fields = _asked(opened, answer.terms.tenant)
+def _log(level: int, answer: Answer, opened: Opened, outcome: Outcome) -> None:
+    fields = {"request_id": answer.hex_id, **_asked(opened, answer.event.tenant)}
     if isinstance(outcome, Finished):
         usage, ledger = outcome.usage, outcome.ledger
         fields |= {
@@ -199,4 +201,4 @@ def _log(level: int, answer: Answer, opened: Opened, outcome: Finished | Refused
     else:
         fields |= _logged(outcome)
         text = f"{outcome.status.value}: {outcome.message}"
-    logger.log(level, "request %s: %s", answer.hex_id, text, extra=about(answer.request_id, opened.trace, **fields))
+    logger.log(level, "request %s: %s", answer.hex_id, text, extra=fields)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 
+from pdserve.clock import new_incarnation
 from pdserve.ids import Attempt, PageId, RequestId, WorkerId
-from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 
+from pdserve.clock import new_incarnation
 from pdserve.ids import WorkerId
-from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region

@@ -4,8 +4,8 @@ import queue
 
 import numpy as np
 
+from pdserve.clock import new_incarnation
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import ReceiverMessage

@@ -7,9 +7,9 @@ import numpy as np
 import psutil
 import pytest
 
+from pdserve.clock import new_incarnation
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
-from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends import ucx
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network, listeners

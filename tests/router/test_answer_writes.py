@@ -7,19 +7,17 @@ from typing import cast
 import pytest
 from router_fakes import TOKENIZER
 
-from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import Status
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.events import ClientTooSlow, StopStringFound
-from pdserve.router.frontend.answer import Answer, Client, Gain, Pace
+from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.router.frontend.answer import Answer, Gain, Pace, Sink
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.grpc_door import Reading, reply_bytes
-from pdserve.router.frontend.prompts import check_terms
+from pdserve.router.frontend.grpc_endpoint import CallSink, reply_bytes
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.rpc import AnyContext
-from pdserve.sampling import PromptLogprobs
+from pdserve.sampling import PromptLogprobs, SamplingParams
 from pdserve.text.stop import OutputText
 
 FINISHED = Finished(Usage(1, 3, 0), Ledger())
@@ -50,7 +48,7 @@ def unexpected(error: Exception) -> None:
 
 
 def answer_for(
-    door: Client,
+    door: Sink,
     n: int = 1,
     max_unsent_bytes: int = 1000,
     interval: int | None = None,
@@ -58,24 +56,20 @@ def answer_for(
     *,
     stop_token_ids: Sequence[int] = (),
 ) -> Answer:
-    params = inference.SamplingParams(n=n, max_tokens=100, stop_token_ids=stop_token_ids)
-    request = inference.GenerateRequest(sampling=params)
-    terms = check_terms(request, 256, 0, 1000, NO_DEFAULTS)
+    params = SamplingParams(n=n, max_tokens=100, stop_token_ids=tuple(stop_token_ids))
     outputs = [OutputText(TOKENIZER.detokenizer(at_start=False), ()) for _ in range(n)]
     return Answer(
-        new_request_id(),
-        terms,
-        [1],
+        RequestArrived(new_request_id(), [1], params, received_s=0.0, deadline_s=1.0),
         door,
         outputs=outputs,
         max_unsent_bytes=max_unsent_bytes,
         pace=pace or Pace(interval, asyncio.get_running_loop(), unexpected),
-        on_end=lambda _: None,
+        on_end=lambda *_: None,
     )
 
 
 def gain(answer: Answer, token_id: int, index: int = 0, finish_reason: int = 0) -> object:
-    return answer.deliver(Deliver(answer.request_id, index, [token_id], [], finish_reason))
+    return answer.deliver(Deliver(answer.event.request_id, index, [token_id], [], finish_reason))
 
 
 async def turn() -> None:
@@ -86,12 +80,12 @@ async def test_a_reply_that_cannot_be_made_ends_its_call_alone() -> None:
     def replies(*_gained: object) -> list[object]:
         raise ValueError("cannot be made")
 
-    reading = Reading(CallWriter(cast("AnyContext", None)), replies)  # nothing is written
-    reading.answer = answer_for(reading)
-    gain(reading.answer, 10)
+    sink = CallSink(CallWriter(cast("AnyContext", None)), replies)  # nothing is written
+    sink.answer = answer_for(sink)
+    gain(sink.answer, 10)
     await turn()  # what the door raised here would stop the process
     with pytest.raises(ValueError, match="cannot be made"):
-        await reading.end()
+        await sink.end()
 
 
 async def test_what_comes_in_one_turn_is_written_together() -> None:
@@ -218,7 +212,7 @@ async def test_too_much_that_waits_cuts_the_reader_off() -> None:
     gain(answer, 10)
     await turn()
     cuts = [news for _ in range(100) if (news := gain(answer, 11)) is not None]
-    assert cuts == [ClientTooSlow(answer.request_id, 100)]
+    assert cuts == [ClientTooSlow(answer.event.request_id, 100)]
     answer.end(CUT_OFF)
     await turn()
     assert door.cuts == [CUT_OFF]
@@ -264,7 +258,7 @@ async def test_a_door_that_takes_more_is_not_too_slow_however_much_comes_in_one_
     door = Door()
     answer = answer_for(door, max_unsent_bytes=100, interval=1000)
     scored = PromptLogprobs(bytes(400), b"", b"")
-    assert answer.deliver(Deliver(answer.request_id, 0, (), (), 0, scored)) is None
+    assert answer.deliver(Deliver(answer.event.request_id, 0, (), (), 0, scored)) is None
     assert gain(answer, 10) is None
     await turn()
     ((written,), _) = door.writes[0]
@@ -323,9 +317,9 @@ async def test_tokens_after_a_stop_string_are_neither_written_nor_counted() -> N
     answer = answer_for(door)
     answer._outputs = [OutputText(TOKENIZER.detokenizer(at_start=False), ("b",))]
     first, second, third = ([TOKENIZER.encode(letter, add_special=False)[0]] for letter in "abc")
-    assert answer.deliver(Deliver(answer.request_id, 0, first, (), 0)) is None
-    assert isinstance(answer.deliver(Deliver(answer.request_id, 0, second, (), 0)), StopStringFound)
-    assert answer.deliver(Deliver(answer.request_id, 0, third, (), 0)) is None
+    assert answer.deliver(Deliver(answer.event.request_id, 0, first, (), 0)) is None
+    assert isinstance(answer.deliver(Deliver(answer.event.request_id, 0, second, (), 0)), StopStringFound)
+    assert answer.deliver(Deliver(answer.event.request_id, 0, third, (), 0)) is None
     answer.end(FINISHED)
     await asyncio.sleep(0)
     ((gains, outcome),) = door.writes

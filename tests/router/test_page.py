@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.clock import MonotonicClock
+from pdserve.router.frontend import page as page_app
 from pdserve.router.frontend.backend import MAX_OF_STAGE, Standing, State
 from pdserve.router.frontend.clients import Clients, new_key
 from pdserve.router.frontend.limits import Uses
-from pdserve.router.frontend.page import app as page_app
-from pdserve.router.frontend.page.app import MAX_OF_TENANT, MAX_WATCHERS, Page, difference, visible
+from pdserve.router.frontend.page import MAX_OF_TENANT, MAX_WATCHERS, Page, difference, visible
 
-STATIC = files("pdserve.router.frontend.page") / "static"
+STATIC = files("pdserve.router.frontend") / "static"
 NAMES = st.text("abc", min_size=1, max_size=2)
 STATES = st.dictionaries(NAMES, st.dictionaries(NAMES, st.integers(0, 2), max_size=4), max_size=3)
 

@@ -8,7 +8,7 @@ from router_fakes import TEMPLATE, TOKENIZER, StartRouter, collect
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend import doors
+from pdserve.router.frontend import endpoints
 from pdserve.router.frontend.prompts import Prompts, Terms, check_terms
 from pdserve.router.frontend.served import ServedModel
 from pdserve.sampling import StructuredOutput
@@ -89,7 +89,7 @@ async def test_each_step_before_admission_has_what_is_left_of_the_deadline(
             left_s.append(remaining_s)
             return await super().token_ids(request, max_model_len, remaining_s)
 
-    monkeypatch.setattr(doors, "Prompts", Noting)
+    monkeypatch.setattr(endpoints, "Prompts", Noting)
     router = await start_router()
     await router.pair()
     await collect(router.generate(text="a", max_tokens=1, deadline_ms=9000))

@@ -19,7 +19,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import LinkLost
-from pdserve.router.frontend.doors import DIALECTS
+from pdserve.router.frontend.endpoints import DIALECTS
 from pdserve.router.hub import Hub
 from pdserve.router.server import LAST_WORDS_S
 from pdserve.router.shell import Shell

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from loopback import loopback_mover
 
+from pdserve.clock import new_incarnation
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting

@@ -18,8 +18,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults
+from pdserve.clock import new_incarnation
 from pdserve.ids import PROTOCOL_VERSION
-from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference

@@ -1,1 +1,1 @@
-"""Doors for clients of other servers' gRPC APIs; each translates to one GenerateRequest and opens it at the intake."""
+"""Services for clients of other servers' gRPC APIs. Each translates a request to a GenerateRequest for the intake."""

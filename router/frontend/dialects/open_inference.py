@@ -1,7 +1,7 @@
-"""The door `inference.GRPCInferenceService`: Open Inference Protocol v2, with the streams of Triton's clients.
+"""The service `inference.GRPCInferenceService`: Open Inference Protocol v2, with the streams of Triton's clients.
 
-Streams answer several requests at once, a bounded number, and one that goes wrong ends alone. A reader that is too slow
-for one answer is so for all of its stream, which ends.
+A stream answers several requests at once, up to a bound. A request that fails does not end the stream; a client that
+reads too slowly does.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pdserve.errors import RequestError, invalid
 from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from pdserve.router.commands import Refused
-from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import DeniedError, OverLimitError, RefusedError
 from pdserve.router.frontend.dialects.open_inference_request import (
@@ -24,7 +24,7 @@ from pdserve.router.frontend.dialects.open_inference_request import (
     native,
     reply,
 )
-from pdserve.router.frontend.grpc_door import CutOffError, Outcome, denying, read_answer, refuse
+from pdserve.router.frontend.grpc_endpoint import CutOffError, denying, read_answer, refuse
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.served import check_model
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext

@@ -1,4 +1,4 @@
-"""Requests of the Open Inference Protocol as ours, and texts as its tensors."""
+"""Translates requests of the Open Inference Protocol to GenerateRequests, and texts to its tensors."""
 
 import struct
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Asked:
 
 
 def native(message: protocol.ModelInferRequest) -> Asked:
-    """Return what is asked for; RequestError for what cannot be meant."""
+    """Return what a client asks for; RequestError for what has no meaning here."""
     check_version(message.model_name, message.model_version)
     inputs = _inputs(message)
     if TEXT_INPUT not in inputs:
@@ -60,7 +60,7 @@ def native(message: protocol.ModelInferRequest) -> Asked:
 
 
 def check_version(name: str, version: str) -> None:
-    """Raise RequestError(NOT_FOUND) for another version than the one there is."""
+    """Raise RequestError(NOT_FOUND) for any version but the one that is served."""
     if version not in ("", VERSION):
         raise RequestError(Status.NOT_FOUND, f"version: {echo(version, repr)} of {echo(name, repr)} is not served")
 
@@ -68,7 +68,7 @@ def check_version(name: str, version: str) -> None:
 def reply(
     asked: Asked, message: protocol.ModelInferRequest, text: str, finish_reason: int
 ) -> protocol.ModelInferResponse:
-    """Return a reply with these outputs, as far as they are wanted; one without finish_reason is not the last."""
+    """Return a reply with those outputs that the client wants. finish_reason 0: the reply is not the last."""
     response = protocol.ModelInferResponse(
         model_name=message.model_name, model_version=message.model_version or VERSION, id=message.id
     )
@@ -96,7 +96,7 @@ def _inputs(message: protocol.ModelInferRequest) -> dict[str, bytes | bool]:
 
 
 def _one(tensor: protocol.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bytes | bool:
-    """Return a tensor's one value. Of more than that, no object is made of each."""
+    """Return a tensor's one value. A tensor with many values is refused without making an object of each."""
     values: Sequence[bytes | bool]
     match tensor.datatype:
         case "BYTES":

@@ -1,4 +1,4 @@
-"""The door `vllm.grpc.engine.VllmEngine`: the whole cluster as one engine, for gateways that drive vLLM over gRPC."""
+"""The service `vllm.grpc.engine.VllmEngine`: the cluster as one engine, for gateways that drive vLLM over gRPC."""
 
 import asyncio
 import hashlib
@@ -17,11 +17,11 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 import pdserve
 from pdserve.errors import Status
 from pdserve.router.commands import Finished, Refused
-from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import RefusedError, bearer
 from pdserve.router.frontend.dialects.vllm_messages import Replies, native
-from pdserve.router.frontend.grpc_door import Outcome, denying, read_answer
+from pdserve.router.frontend.grpc_endpoint import denying, read_answer
 from pdserve.router.frontend.intake import Intake
 from pdserve.rpc import AnyContext, abort
 
@@ -44,7 +44,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         self._intake = intake
         intake.backend.aborts.append(self._abort)
         self._started_s = time.monotonic()
-        self._running: dict[tuple[str, str], set[asyncio.Task[object]]] = {}  # calls, by tenant and the client's name
+        self._running: dict[tuple[str, str], set[asyncio.Task[object]]] = {}  # calls, by tenant and name
         self._archive: tuple[bytes, str] | None = None
 
     async def Generate(self, request: vllm.GenerateRequest, context: AnyContext) -> None:
@@ -54,7 +54,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             made = Replies(asked, streams=request.stream)
 
             def replies(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> list[vllm.GenerateResponse]:
-                made.prompt_ids = answer.prompt_ids
+                made.prompt_ids = answer.event.token_ids
                 cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
                 found = made.take(gains, cached_tokens)
                 return found + made.complete(cached_tokens) if isinstance(outcome, Finished) else found
@@ -65,7 +65,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
 
     @contextmanager
     def _abortable(self, tenant: str, name: str) -> Iterator[None]:
-        """Let `Abort` end this call for the length of the block, which raises RefusedError then."""
+        """For the length of the block, let `Abort` end this call; the block then raises RefusedError."""
         calls, task = self._running.setdefault((tenant, name), set()) if name else set(), asyncio.current_task()
         assert task is not None
         calls.add(task)
@@ -95,7 +95,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
                 calls.pop().cancel()
 
     def _tenant(self, key: bytes | None) -> str:
-        """Return whose key it is, empty where none is asked for. Raises DeniedError."""
+        """Return the tenant of a key, empty where callers need no key. Raises DeniedError."""
         client = self._intake.clients.identify(key)
         return "" if client is None else client.tenant
 

@@ -1,6 +1,6 @@
-"""vLLM's GenerateRequest as ours, and answers as vLLM's servicer writes them.
+"""Translates vLLM's GenerateRequest to pdserve's, and writes answers as vLLM's servicer does.
 
-A streamed chunk has what is new alone. The last tokens of a continuation come twice, in its last chunk and in its
+A streamed chunk has only new tokens. The last tokens of a continuation come twice, in its last chunk and in its
 completion: clients of streams add up the chunks.
 """
 
@@ -17,14 +17,8 @@ from pdserve.sampling import PromptLogprobs
 
 Params: TypeAlias = vllm.SamplingParams
 
-_PLAIN = (
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_tokens",
-    "ignore_eos",
-)  # 0: off, there and here
+# In these fields 0 means off, in vLLM and in pdserve.
+_PLAIN = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos")
 _OPTIONAL = ("logprobs", "prompt_logprobs")
 _NOT_SERVED = {  # fields of a request, and what a client may do instead
     "mm_inputs": "the models served here read text alone",
@@ -36,7 +30,7 @@ _NOT_SERVED = {  # fields of a request, and what a client may do instead
 
 
 def native(asked: vllm.GenerateRequest, max_model_len: int) -> inference.GenerateRequest:
-    """Return what is asked for; RequestError for what is not served, or cannot be meant."""
+    """Return what a client asks for; RequestError for what is not served or has no meaning."""
     for field, _ in asked.ListFields():
         if field.name in _NOT_SERVED:
             raise invalid(field.name, _NOT_SERVED[field.name])
@@ -55,7 +49,7 @@ def native(asked: vllm.GenerateRequest, max_model_len: int) -> inference.Generat
 
 
 def _cut(asked: vllm.GenerateRequest, max_model_len: int) -> list[int]:
-    """Return the prompt's last tokens, as many as it may keep."""
+    """Return the prompt's token ids; if it is to be truncated, its last ones."""
     ids: list[int] = asked.tokenized.input_ids[:]
     params = asked.sampling_params
     if not params.HasField("truncate_prompt_tokens"):
@@ -99,7 +93,7 @@ def _constrain(params: inference.SamplingParams, asked: Params) -> None:
     match asked.WhichOneof("constraint"):
         case None:
             return
-        case "json_schema" | "json_object" | "regex" | "grammar" as name:  # the same there and here
+        case "json_schema" | "json_object" | "regex" | "grammar" as name:  # the same names in pdserve
             setattr(params.structured_output, name, getattr(asked, name))
         case "choice":
             params.structured_output.choice.texts.extend(asked.choice.choices)
@@ -113,18 +107,18 @@ Reply: TypeAlias = vllm.GenerateResponse
 
 
 class Replies:
-    """One request's replies, made of what its answer gains."""
+    """Makes a request's replies from the gains of its answer."""
 
     def __init__(self, request: inference.GenerateRequest, *, streams: bool) -> None:
         self._streams = streams
         self.prompt_ids: Sequence[int] = ()  # set before anything is taken
         self._has_top = request.sampling.logprobs > 0
-        self._scored: list[PromptLogprobs] = []  # until every continuation has begun
+        self._scored: list[PromptLogprobs] = []  # of the prompt, as far as they have come
         self._begun: set[int] = set()
         self._whole: dict[int, Gain] = {}  # by continuation, where nothing streams
 
     def take(self, gains: Iterable[Gain], cached_tokens: int) -> list[Reply]:
-        """Return what is to be written now. `cached_tokens`: of the prompt, as far as they are known."""
+        """Return the replies to write now. `cached_tokens`: of the prompt, 0 until they are known."""
         replies: list[Reply] = []
         for gain in gains:
             self._scored += gain.prompt_logprobs
@@ -135,7 +129,7 @@ class Replies:
         return replies
 
     def complete(self, cached_tokens: int) -> list[Reply]:
-        """Return all continuations, where nothing streams."""
+        """Return all continuations of a request that does not stream."""
         return [self._completed(gain, cached_tokens) for _, gain in sorted(self._whole.items())]
 
     def _stream(self, gain: Gain, cached_tokens: int) -> list[Reply]:
@@ -183,7 +177,7 @@ class Replies:
         )
 
     def _input_logprobs(self) -> vllm.InputLogProbs | None:
-        """Return the prompt's log probabilities, if they were asked for; nothing comes before its first token."""
+        """Return the prompt's log probabilities, if they were asked for. The first token has none."""
         if not self._scored:
             return None
         entries = [entry for part in self._scored for entry in part.entries()]

@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's API with what vLLM's clients send besides, on uvicorn. Streams are written without tasks."""
+"""The HTTP endpoint: OpenAI's API, with vLLM's additions, on uvicorn. Streams are written without tasks."""

@@ -1,4 +1,4 @@
-"""The routes of the HTTP door. Generation is dispatched by hand; what is asked rarely goes through FastAPI."""
+"""The routes of the HTTP endpoint. Generation is dispatched by hand; what is asked rarely goes through FastAPI."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from pdserve.router.frontend.openai.generation import (
 )
 from pdserve.router.frontend.openai.reply import respond
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
-from pdserve.router.frontend.page.app import Page
+from pdserve.router.frontend.page import Page
 from pdserve.router.frontend.prompts import usable_label
 from pdserve.router.frontend.served import check_model
 from pdserve.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Finished, Refused
-from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.clients import RefusedError
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.connection import Connection, header_lines
@@ -32,15 +32,15 @@ ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: as ledge
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One request of a call, and its answer's end. A `Client` of that answer."""
+    """One request of a call, and its answer's end. The `Sink` of that answer."""
 
     reply: "Reply"
     choices: list[Choice]
     gains: list[Gain] = field(default_factory=list)  # all that each choice gained, where that is kept
     answer: Answer | None = None
-    outcome: Finished | Refused | None = None
+    outcome: Outcome | None = None
 
-    def write(self, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+    def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
         self.outcome = outcome
         return self.reply.take(self, gains)
 
@@ -74,8 +74,8 @@ class Reply:
         """Open one request of the call. Raises what Intake.open raises."""
         part.answer = await intake.open(request, part, key, received_s=received_s)
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
-        part.choices[0].prompt.token_ids = part.answer.prompt_ids
-        self.response.num_prompt_tokens += len(part.answer.prompt_ids)
+        part.choices[0].prompt.token_ids = part.answer.event.token_ids
+        self.response.num_prompt_tokens += len(part.answer.event.token_ids)
 
     def close(self, intake: Intake) -> None:
         """Leave all answers: those that have not ended are cancelled."""

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from pdserve.certificates import read_pair
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.doors import LAST_WORDS_S, http_url
+from pdserve.router.frontend.endpoints import LAST_WORDS_S, http_url
 from pdserve.router.frontend.openai.app import App
 from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
 from pdserve.rpc import HANDSHAKE_TIMEOUT_S

@@ -16,7 +16,7 @@ from pdserve.errors import InvariantError, RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router import wire
 from pdserve.router.commands import Finished, Refused
-from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import Clients, DeniedError, RefusedError, bearer
 from pdserve.router.frontend.intake import Intake
@@ -28,7 +28,6 @@ OPEN = "/grpc.health.v1.Health/"  # methods that need no key
 HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
 
-Outcome = Finished | Refused
 Replies = Callable[[Answer, Sequence[Gain], Outcome | None], Iterable[object]]  # what a call says of what was gained
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
@@ -54,8 +53,8 @@ def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None
         request.tracestate = ",".join(given.get("tracestate", ()))
 
 
-class Reading:
-    """Gives an answer's gains to a call as replies. The answer's `Client`."""
+class CallSink:
+    """Gives an answer's gains to a call as replies. The answer's `Sink`."""
 
     def __init__(self, writer: CallWriter, replies: Replies) -> None:
         self.answer: Answer | None = None  # to be set before the event loop runs next
@@ -100,12 +99,12 @@ async def read_answer(
     intake: Intake, request: inference.GenerateRequest, context: AnyContext, writer: CallWriter, replies: Replies
 ) -> None:
     """Open a call's request and write `replies` of its answer to the end; raises NOT_SERVED."""
-    reading = Reading(writer, replies)
+    sink = CallSink(writer, replies)
     _take_trace(request, context)
-    answer = await intake.open(request, reading, bearer(context.invocation_metadata()), _remaining_s(context))
-    reading.answer = answer
+    answer = await intake.open(request, sink, bearer(context.invocation_metadata()), _remaining_s(context))
+    sink.answer = answer
     try:
-        await reading.end()
+        await sink.end()
     finally:
         intake.leave(answer)
 

@@ -1,4 +1,4 @@
-"""The live page's door: its files for everybody, what it shows for who may see it.
+"""The live page's endpoint: its files for everybody, what it shows for who may see it.
 
     GET /                        the page
     GET /page/FILE               its styles and scripts

@@ -1,4 +1,4 @@
-"""Opens the doors for clients: gRPC with its dialects, and HTTP."""
+"""Opens the endpoints for clients: gRPC with its dialects, and HTTP."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.dialects.open_inference import OpenInference
-from pdserve.router.frontend.grpc_door import (
+from pdserve.router.frontend.grpc_endpoint import (
     HARD_LIMIT_BYTES,
     INFERENCE_SERVICE,
     InferenceEndpoint,
@@ -44,7 +44,7 @@ LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when a serv
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class Endpoints:
     """Where clients are awaited."""
 
     public: str  # host:port of gRPC
@@ -52,7 +52,7 @@ class Doors:
     changed: Callable[[], None]  # to be called when the router's standing may have changed
 
 
-def check_doors(config: RouterConfig) -> None:
+def check_endpoints(config: RouterConfig) -> None:
     """Raise ConfigError where other machines reach a port that identifies no callers, or TLS files are unusable."""
     has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
     remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or {} to 127.0.0.1"
@@ -69,14 +69,14 @@ def http_url(config: RouterConfig, port: int) -> str:
 
 
 @asynccontextmanager
-async def open_doors(
+async def open_endpoints(
     config: RouterConfig, model: ServedModel, backend: Backend, clients: Clients, port_key: str = "port"
-) -> AsyncIterator[Doors]:
-    """Serve a model's clients for the length of the block. ConfigError as `check_doors`, or for a port in use.
+) -> AsyncIterator[Endpoints]:
+    """Serve a model's clients for the length of the block. ConfigError as `check_endpoints`, or for a port in use.
 
     `port_key` is how the operator sets the port of gRPC.
     """
-    check_doors(config)
+    check_endpoints(config)
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     export = _span_export(config)
     records = Records(model.name, config, export)
@@ -91,7 +91,7 @@ async def open_doors(
             logger.info("serving %s on %s", model.name, public)
             if http:
                 logger.info("serving OpenAI's API at %s", http)
-            yield Doors(public, http, shown.changed)
+            yield Endpoints(public, http, shown.changed)
     finally:
         await prompts.close()
         if export is not None:

@@ -1,0 +1,1 @@
+"""Reads what models write beside plain text: tool calls and reasoning, as it comes."""
