@@ -1,15 +1,14 @@
 """Sets pages aside for hand-offs that are to arrive, mints the grants that offer them, and keeps the senders' leases.
 
 Invariants: the pages of a grant are reserved for it alone. A grant leaves a free page for each running sequence, the
-pages of more urgent sequences that wait, and the room that `engine.room` names. A peer's lease lapses only when no
-`Alive` has come from it for `lease_s`, not counting time in which this process was frozen. That proves nothing about
+pages of more urgent sequences that wait, and the room that `engine.kvcache.Room` keeps. A peer's lease lapses only when
+no `Alive` has come from it for `lease_s`, not counting time in which this process was frozen. That proves nothing about
 the peer's writes: the pages granted to it stay quarantined. Does no I/O.
 """
 
 from dataclasses import dataclass
 
-from pdserve.engine.kvcache import Prefix
-from pdserve.engine.room import Room
+from pdserve.engine.kvcache import Prefix, Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import receiver

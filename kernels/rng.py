@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
 LOWBIAS_1 = np.uint32(0x7FEB352D)
@@ -21,36 +19,24 @@ CACHED_ELEMENTS = 1 << 13  # ids that are hashed at a time, so that all steps of
 
 Words = npt.NDArray[np.uint32]
 
-_LOW32 = (1 << 32) - 1
 _LOW64 = (1 << 64) - 1
 
 
-def keys(seeds: npt.NDArray[np.integer] | Sequence[int], indices: npt.ArrayLike) -> Words:
+def keys(seeds: Sequence[int], indices: Sequence[int]) -> Words:
     """Mix each sequence's 64-bit seed with the index of the token it samples next.
 
-    seeds: [n] 64-bit integers, signed or not. indices: [n] non-negative token indices.
-    Returns uint32 [n, 2], low word first. The mixer is splitmix64's finalizer (Steele, Lea, Flood 2014).
+    seeds: [n], of which the low 64 bits count. indices: [n] non-negative. Returns uint32 [n, 2], low word first.
+    The mixer is splitmix64's finalizer (Steele, Lea, Flood 2014).
     """
-    if isinstance(seeds, np.ndarray):
-        z = seeds.astype(np.uint64)  # two's complement: negative seeds wrap
-    else:
-        z = np.array([seed & _LOW64 for seed in seeds], dtype=np.uint64)
+    z = np.array([seed & _LOW64 for seed in seeds], dtype=np.uint64)
     counter = np.asarray(indices).astype(np.uint64)
-    if z.ndim != 1 or z.shape != counter.shape:
-        raise ValueError(f"seeds and indices must be vectors of one length, got {z.shape} and {counter.shape}")
+    if z.shape != counter.shape:
+        raise ValueError(f"there must be as many indices as seeds, got {z.shape} and {counter.shape}")
     z = z + np.uint64(GOLDEN) * (counter + np.uint64(1))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))
-    out = np.empty((len(z), 2), dtype=np.uint32)
-    out[:, 0] = z & np.uint64(_LOW32)
-    out[:, 1] = z >> np.uint64(32)
-    return out
-
-
-def as_tensor(key_words: Words, device: torch.device | str = "cpu") -> Tensor:
-    """Reinterpret `keys`' result as the int32 [n, 2] tensor that the kernel takes."""
-    return torch.from_numpy(np.ascontiguousarray(key_words).view(np.int32)).to(device)
+    return z.astype("<u8").view(np.uint32).reshape(-1, 2)
 
 
 def gumbel(key: Words, ids: Words) -> npt.NDArray[np.float32]:

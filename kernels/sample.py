@@ -59,7 +59,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """Per-row parameters on the device; `rng.keys` and `rng.as_tensor` make the keys."""
+    """Per-row parameters on the device. keys: those of `rng.keys`, as int32."""
 
     keys: Tensor  # int32 [num_rows, 2]
     temperature: Tensor  # float32; below GREEDY_BELOW: the largest logit

@@ -21,7 +21,7 @@ POOLS = (Role.PREFILL, Role.DECODE)
 def lacks_pages(role: Role, num_pages: int, num_longest: int) -> str:
     """Return why a worker cannot take a role with a pool of `num_pages`, or nothing.
 
-    `num_longest`: pages of the longest sequence. See `engine.room` for why a mixed worker needs two.
+    `num_longest`: pages of the longest sequence. See `engine.kvcache.Room` for why a mixed worker needs two.
     """
     if role is not Role.MIXED or num_pages >= 2 * num_longest:
         return ""

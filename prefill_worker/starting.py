@@ -1,7 +1,7 @@
 """When prompts begin to be computed. Decides; does no I/O.
 
 Invariant: prompts that are computed before their receiver has granted them pages leave free the room that
-`engine.room` names.
+`engine.kvcache.Room` keeps.
 
 Two workers may wait for each other: prompts here hold all pages and wait for a grant, while the receiver keeps its
 pages for prompts that are still to be computed here. The room that is left lets the latter be computed.
@@ -9,7 +9,7 @@ pages for prompts that are still to be computed here. The room that is left lets
 
 from dataclasses import dataclass
 
-from pdserve.engine.room import Room
+from pdserve.engine.kvcache import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer.session import HandoffKey

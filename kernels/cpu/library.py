@@ -20,7 +20,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as src/vectors.h numbers them
 Function = Callable[..., None]
 Pointer = ctypes.c_void_p
 Size = ctypes.c_int64
-Float = ctypes.c_float
 
 
 @cache

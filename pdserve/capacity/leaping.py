@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Outcome, Sequence
+from pdserve.engine.sequence import Outcome, RunningStep, Sequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.sampling import SampledToken, SamplingParams

@@ -1,4 +1,4 @@
-"""What a model's files hold, whichever format they are in."""
+"""What a model's files hold, whichever format they are in, and the form in which a worker keeps the weights."""
 
 import hashlib
 import io
@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
+from pdserve.config import Device, Quantization
 from pdserve.errors import ConfigError, RequestError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
@@ -30,9 +31,15 @@ if TYPE_CHECKING:
 
     from pdserve.model.groups import Groups
 
+ChosenQuantization = Literal["none", "int8", "int4", "gguf"]  # floats, rounded while they are read, or the file's codes
+
 PART_BYTES = 2**25  # hashed by one thread at a time
 READ_BYTES = 2**20  # fits a core's cache
 MAX_THREADS = 8
+QUANTIZED_DTYPES = ("bfloat16", "float32")  # of the inputs of quantized products
+BITS = {"int8": 8, "int4": 4}
+VOCABULARY_BITS = 8  # of embedding and head, at least: rounding them to 4 bits costs the most and gains the least
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def file_digest(path: Path) -> str:
@@ -171,3 +178,47 @@ def tokenizer_archive(checkpoint: Checkpoint) -> bytes:
         archive.writestr("tokenizer_config.json", json.dumps(tokenizer_config))
         archive.writestr("config.json", json.dumps(config))
     return file.getvalue()
+
+
+def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str, device: Device) -> ChosenQuantization:
+    """Return the form of a model's matrices; ConfigError if the one asked for is not possible.
+
+    auto keeps a GGUF file's codes if inputs are bfloat16: who asks for float32 wants exact products.
+    """
+    on_gpu = device in ("cuda", "interpreter")
+    if asked == "auto":
+        keeps = checkpoint.coded_weights is not None and dtype == "bfloat16" and not on_gpu
+        return "gguf" if keeps else "none"
+    if asked == "none":
+        return "none"
+    if on_gpu:
+        raise ConfigError(f"quantization: {asked} is for CPUs, device is {device}")
+    if dtype not in QUANTIZED_DTYPES:
+        raise ConfigError(f"quantization: {asked} goes with dtype {' or '.join(QUANTIZED_DTYPES)}, not {dtype}")
+    if asked == "gguf" and checkpoint.coded_weights is None:
+        raise ConfigError(f"quantization: gguf: {checkpoint.path} is no GGUF file with quantized tensors")
+    return asked
+
+
+def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization) -> Weights:
+    if quantization == "gguf" and checkpoint.coded_weights is not None:
+        return checkpoint.coded_weights()
+    return in_form(checkpoint.weights(), quantization)
+
+
+def in_form(weights: Weights, quantization: ChosenQuantization) -> Weights:
+    """Round matrices of floats, if asked for. Those whose inputs do not make whole groups stay as they are."""
+    if quantization not in BITS:
+        yield from weights
+        return
+    import numpy as np  # noqa: PLC0415 - routers open checkpoints without it
+
+    from pdserve.model.groups import GROUP, Groups, quantized  # noqa: PLC0415
+
+    bits = BITS[quantization]
+    for name, weight in weights:
+        if isinstance(weight, Groups) or weight.ndim != 2 or weight.shape[1] % GROUP:
+            yield name, weight
+        else:
+            values = weight if isinstance(weight, np.ndarray) else weight.float().numpy()
+            yield name, quantized(values, max(bits, VOCABULARY_BITS) if name in VOCABULARY else bits)

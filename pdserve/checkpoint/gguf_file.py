@@ -16,6 +16,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+FLOAT_KINDS = (0, 1, 28, 30)  # ggml's numbers of float32, float16, float64 and bfloat16
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING = 8
@@ -30,6 +31,11 @@ class GgufTensor:
     shape: tuple[int, ...]  # outermost first, as in numpy
     kind: int  # ggml's number for the coding
     offset_bytes: int  # from the start of the file
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its numbers have fewer bits than floats have."""
+        return self.kind not in FLOAT_KINDS
 
 
 @dataclass(frozen=True, slots=True)

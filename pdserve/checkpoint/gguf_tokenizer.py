@@ -17,7 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from pdserve.errors import ConfigError
 from pdserve.model.hf_fields import Fields
 from pdserve.text.detokenize import WORD_START
-from pdserve.text.words import CONTRACTIONS, GPT2_WORDS, LETTERS, LLAMA3_WORDS, QWEN2_WORDS, SPACES
+from pdserve.text.tokenizer import CONTRACTIONS, GPT2_WORDS, LETTERS, LLAMA3_WORDS, QWEN2_WORDS, SPACES
 
 
 @dataclass(frozen=True, slots=True)

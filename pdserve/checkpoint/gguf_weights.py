@@ -1,24 +1,24 @@
-"""Read a GGUF file's tensors as the Hugging Face model's."""
+"""Read a GGUF file's tensors as the Hugging Face model's: decoded, or as they are coded.
+
+Block layouts of codes: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+"""
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
+from gguf.quants import Q4_K
 
 from pdserve.checkpoint.gguf_config import ROPE_FACTORS, architecture_of
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
+from pdserve.model.groups import GROUP, SIGNED_ZERO, Bytes, Floats, Groups, Halves, packed_halves, quantized
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from pdserve.model.groups import Groups
-
-    Array = npt.NDArray[np.float32]
-    Bytes = npt.NDArray[np.uint8]
-
-FLOAT_KINDS = (0, 1, 28, 30)  # ggml's numbers of float32, float16, float64 and bfloat16
+SUPER_GROUP = 256  # inputs of a block of Q4_K
+HALF_BYTES = 2  # of a float16
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -35,17 +35,10 @@ LAYER_NAMES = {
 }
 
 
-def is_quantized(file: GgufFile) -> bool:
-    """Return whether a matrix of the file has fewer bits than floats have."""
-    return any(tensor.kind not in FLOAT_KINDS for tensor in file.tensors)
-
-
 def read_weights(
     file: GgufFile, config: ModelConfig, *, keep_coded: bool = False
-) -> "Iterator[tuple[str, Array | Groups]]":
+) -> Iterator[tuple[str, Floats | Groups]]:
     """Yield each tensor under its Hugging Face name, reading one at a time: float32, or as it is coded if kept."""
-    import numpy as np  # noqa: PLC0415, the router opens checkpoints without numpy
-
     raw = np.memmap(file.path, np.uint8, mode="r")
     interleaved_heads = {}
     if architecture_of(file) == "llama":
@@ -54,7 +47,7 @@ def read_weights(
         if tensor.name == ROPE_FACTORS:
             continue
         name = hf_name(tensor.name)
-        values = _read(raw, tensor, keep_coded=keep_coded and tensor.kind not in FLOAT_KINDS)
+        values = _read(raw, tensor, keep_coded=keep_coded and tensor.is_quantized)
         num_heads = interleaved_heads.get(tensor.name.split(".")[-2])
         yield name, values if num_heads is None else values[_halves_apart(tensor.shape[0], num_heads)]
 
@@ -70,38 +63,76 @@ def hf_name(name: str) -> str:
             raise ConfigError(f"{name}: there is no place for such a tensor")
 
 
-def _read(raw: "Bytes", tensor: GgufTensor, *, keep_coded: bool) -> "Array | Groups":
-    import gguf  # noqa: PLC0415, slow to import
-    import numpy as np  # noqa: PLC0415
-
-    from pdserve.checkpoint.gguf_groups import read_groups  # noqa: PLC0415 - routers open checkpoints without numpy
-
+def _read(raw: Bytes, tensor: GgufTensor, *, keep_coded: bool) -> Floats | Groups:
     try:
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        coded = _coded(raw, tensor, gguf.quant_shape_to_byte_shape(tensor.shape, kind))
+        kind = GGMLQuantizationType(tensor.kind)
+        coded = _coded(raw, tensor, quant_shape_to_byte_shape(tensor.shape, kind))
         if keep_coded:
             return read_groups(coded, kind)
-        values = gguf.dequantize(coded, kind)
+        values = dequantize(coded, kind)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{tensor.name}: type {tensor.kind} cannot be decoded: {error}") from error
     return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 
-def _coded(raw: "Bytes", tensor: GgufTensor, byte_shape: tuple[int, ...]) -> "Bytes":
-    import numpy as np  # noqa: PLC0415, the router opens checkpoints without numpy
-
+def _coded(raw: Bytes, tensor: GgufTensor, byte_shape: tuple[int, ...]) -> Bytes:
     end = tensor.offset_bytes + math.prod(byte_shape)
     if end > raw.size:
         raise ConfigError(f"{tensor.name}: the file ends within it, {end - raw.size} bytes too early; fetch it again")
     return np.asarray(raw[tensor.offset_bytes : end]).reshape(byte_shape)
 
 
-def _halves_apart(num_rows: int, num_heads: int) -> "npt.NDArray[np.int64]":
+def _halves_apart(num_rows: int, num_heads: int) -> npt.NDArray[np.int64]:
     """Return the order of a matrix's rows in which each head has Hugging Face's two halves.
 
     GGUF keeps the rows that rope turns together side by side; Hugging Face keeps them half a head apart.
     """
-    import numpy as np  # noqa: PLC0415, the router opens checkpoints without numpy
-
     pairs = np.arange(num_rows, dtype=np.int64).reshape(num_heads, num_rows // num_heads // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def read_groups(coded: Bytes, kind: GGMLQuantizationType) -> Groups:
+    """Return a matrix as it is coded; codings that have no exact counterpart are rounded to 8 bits.
+
+    coded: [width, bytes of a row]. The scales of Q4_K are multiplied out to a float16 for each 32 inputs.
+    """
+    width = len(coded)
+    match kind:
+        case GGMLQuantizationType.Q4_0:
+            scales, codes = _split(coded, 1, GROUP // 2)
+            return Groups(4, codes, scales[0], -SIGNED_ZERO[4] * scales[0])
+        case GGMLQuantizationType.Q4_1:
+            (scale, minimum), codes = _split(coded, 2, GROUP // 2)
+            return Groups(4, codes, scale, minimum)
+        case GGMLQuantizationType.Q8_0:
+            scales, codes = _split(coded, 1, GROUP)
+            return Groups(8, codes ^ np.uint8(SIGNED_ZERO[8]), scales[0], -SIGNED_ZERO[8] * scales[0])
+        case GGMLQuantizationType.Q4_K:
+            return _q4_k(coded)
+        case _:
+            values: Floats = dequantize(coded, kind)
+            return quantized(values.reshape(width, -1), 8)
+
+
+def _split(coded: Bytes, num_halves: int, num_codes: int) -> tuple[list[Halves], Bytes]:
+    """Part each block's leading float16s from its codes."""
+    head = num_halves * HALF_BYTES
+    blocks = coded.reshape(len(coded), -1, head + num_codes)
+    halves = np.ascontiguousarray(blocks[..., :head]).view(np.float16)
+    return [halves[..., index] for index in range(num_halves)], blocks[..., head:]
+
+
+def _q4_k(coded: Bytes) -> Groups:
+    width = len(coded)
+    blocks = coded.reshape(-1, 2 * HALF_BYTES + Q4_K.K_SCALE_SIZE + SUPER_GROUP // 2)
+    halves, rest = blocks[:, : 2 * HALF_BYTES], blocks[:, 2 * HALF_BYTES :]
+    scale, minimum = np.ascontiguousarray(halves).view(np.float16).astype(np.float32).T
+    scales, minimums = Q4_K.get_scale_min(np.ascontiguousarray(rest[:, : Q4_K.K_SCALE_SIZE]))
+    pairs = rest[:, Q4_K.K_SCALE_SIZE :].reshape(len(blocks), -1, 1, GROUP)  # low halves: one group, high: the next
+    codes = np.concatenate((pairs & 15, pairs >> 4), axis=2)
+    return Groups(
+        4,
+        packed_halves(codes).reshape(width, -1, GROUP // 2),
+        (scale[:, None] * scales).astype(np.float16).reshape(width, -1),
+        (minimum[:, None] * minimums * -1.0).astype(np.float16).reshape(width, -1),
+    )

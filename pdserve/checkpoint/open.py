@@ -8,7 +8,6 @@ from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weight
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
-from pdserve.checkpoint.gguf_weights import is_quantized, read_weights
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
@@ -27,6 +26,7 @@ def open_gguf(path: Path) -> Checkpoint:
     fields = Fields(file.metadata)
     tokens = fields.texts("tokenizer.ggml.tokens")
     named = {name: _token_id(fields, key, len(tokens)) for name, key in NAMED_TOKENS.items()}
+    is_quantized = any(tensor.is_quantized for tensor in file.tensors)
     return Checkpoint(
         path=path,
         name=path.stem,
@@ -39,11 +39,13 @@ def open_gguf(path: Path) -> Checkpoint:
         weight_files=(path,),
         weights=partial(_weights, file, config),
         tokenizer=partial(_tokenizer, file, named["bos_token"]),
-        coded_weights=partial(_weights, file, config, keep_coded=True) if is_quantized(file) else None,
+        coded_weights=partial(_weights, file, config, keep_coded=True) if is_quantized else None,
     )
 
 
 def _weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = False) -> Weights:
+    from pdserve.checkpoint.gguf_weights import read_weights  # noqa: PLC0415 - routers open checkpoints without numpy
+
     with naming(file.path):
         yield from read_weights(file, config, keep_coded=keep_coded)
 

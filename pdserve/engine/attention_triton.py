@@ -1,9 +1,10 @@
 """Attention over pages through the Triton kernels: for GPUs, and for a CPU where Triton interprets.
 
-A batch has its single-token chunks first. They are attended to in one of a few fixed sizes, which may be captured;
-chunks of more tokens without a size, and single tokens too where no size fits the step.
+A batch has its single-token chunks first. They are attended to in one of a few fixed sizes, which may be captured.
+Chunks of more tokens have no fixed size, nor have single tokens where no size fits the step.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -12,12 +13,22 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch
-from pdserve.engine.graphs import size_for
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.pageio import Rotation, Target, rope_write
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
 from pdserve.model.rope import Rope
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the powers of two below `max_num_seqs`, and `max_num_seqs`."""
+    return (*(1 << power for power in range((max_num_seqs - 1).bit_length())), max_num_seqs)
+
+
+def size_for(num_seqs: int, sizes: Seq[int]) -> int | None:
+    """Return the smallest of the rising `sizes` that holds `num_seqs`, or None."""
+    index = bisect_left(sizes, num_seqs)
+    return sizes[index] if index < len(sizes) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from pdserve.engine.attention_torch import GroupedAttention
 from pdserve.engine.batch import Batch, Ints
 from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows
 from pdserve.kernels.cpu.calls import Calls, Program
-from pdserve.kernels.cpu.products import Tiles
-from pdserve.kernels.cpu.quantized import QuantizedTiles
+from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.ops import QkNorm
@@ -121,4 +120,4 @@ class DecodePrograms:
 
 def is_compiled(model: Model) -> bool:
     """Say whether all products of a model are the library's."""
-    return all(isinstance(matrix, Tiles | QuantizedTiles) for matrix in model.matrices())
+    return all(isinstance(matrix, Tiles) for matrix in model.matrices())

@@ -1,9 +1,9 @@
-"""Pages and the prefixes they hold, kept consistent. Pure.
+"""A worker's KV pages, the prefixes found in them, and how many of them may wait for other workers. Pure.
 
 Invariant: an indexed page still holds the KV that its hash says; it leaves the index the moment it is given out.
 
-Full pages are found by content. The hashes of a sequence are computed as far as somebody looks for them, so a long
-prompt that is not cached does not hold up a worker's loop.
+Full pages are found by content. A sequence's pages are hashed only as far as somebody looks for them, so a long prompt
+that is not cached does not hold up a worker's loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from pdserve.engine.pages import PagePool, Pages
 from pdserve.errors import ConfigError, InvariantError
-from pdserve.ids import PageId
+from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.prefix_hash import PrefixHash, PrefixHasher
 from pdserve.values import value
 
@@ -157,3 +157,39 @@ class KvCache:
         if self._changes is not None and removed:
             self._changes.append(PagesRemoved(removed))
         return pages
+
+
+class Room:
+    """How many pages may wait for other workers, so that the longest prompt always finds room.
+
+    These pages wait for other workers: those of prompts that have been granted no pages at their targets, those granted
+    to arriving hand-offs, cached ones held for arriving hand-offs, and quarantined ones. Invariant: on a worker that
+    may have prompts to hand off, they leave enough pages for the longest prompt.
+
+    So a prompt that has been granted pages at its target can always start, whatever arrives here, and its own pages are
+    free once it has left. A mixed worker leaves room for two: prompts that wait for grants also leave pages to grant
+    the longest one. Otherwise two mixed workers whose prompts wait for each other's grants would wait for ever.
+    """
+
+    def __init__(self, cache: KvCache, max_model_len: int) -> None:
+        self._pool = cache.pool
+        self.longest = cache.num_pages(max_model_len)
+        self.is_kept_by_role = True
+        self.ahead: dict[tuple[RequestId, Attempt], int] = {}  # of prompts to hand off; 0: not started, or granted
+        self.num_pinned = 0  # cached ones, held for arriving hand-offs
+
+    @property
+    def num_granted(self) -> int:
+        """Return how many pages arriving hand-offs keep from others."""
+        return self._pool.num_granted + self.num_pinned
+
+    @property
+    def left(self) -> int:
+        """Return how many more pages may wait for other workers; below 0: there is no room for the longest prompt."""
+        num_waiting = sum(self.ahead.values()) + self.num_granted + self._pool.num_quarantined
+        return self._pool.num_pages - self.longest - num_waiting
+
+    @property
+    def for_grants(self) -> int:
+        """Return how many pages may be granted, as far as they are free."""
+        return self.left if self.is_kept_by_role or self.ahead else self._pool.num_pages

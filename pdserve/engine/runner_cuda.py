@@ -1,14 +1,17 @@
-"""Runs plans on a GPU: kernels for everything, and decode steps replayed instead of launched one by one.
+"""Runs plans on a GPU: kernels for everything, and decode steps captured in CUDA graphs.
 
-A step of single tokens is a replay; any other is launched kernel by kernel. While the device computes a step's logits,
-the host lays out how its tokens are sampled. Scheduling may be asynchronous: between `start` and `finish` the host may
-plan and start the next step. Steps run in the order they were started, on one stream, and a token that one step samples
-for the next need not come to the host in between.
+A step of single tokens is captured in a few fixed sizes and replayed: n sequences run in the smallest size that holds
+n. What changes between two steps of a size lies at addresses that never change. Padding is a token whose K and V go
+nowhere and whose result nobody reads. Any other step is launched kernel by kernel.
+
+While the device computes a step's logits, the host lays out how its tokens are sampled. Scheduling may be asynchronous:
+between `start` and `finish` the host may plan and start the next step. Steps run in the order they were started, on one
+stream, and a token that one step samples for the next need not come to the host in between.
 """
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention_triton import TritonAttention
+from pdserve.engine.attention_triton import TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
-from pdserve.engine.graphs import Replays, graph_sizes, size_for
 from pdserve.engine.masks import token_masks
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import SCORING_BYTES, Scores, score, with_logprobs
@@ -210,6 +212,44 @@ class CudaRunner:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.kv.device))
         return done
+
+
+class Replays:
+    """One captured step for each size that was asked for; on a CPU nothing is captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def run(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """Compute a step, capturing it if it is the first of its size.
+
+        step: launches the work, which must give the same result when it is done twice. Returns what `step` returned
+        when it was captured; the next step of that size overwrites it.
+        """
+        if self._device.type != "cuda":
+            return step()
+        if size not in self._captured:
+            self._captured[size] = self._capture(step)
+        graph, result = self._captured[size]
+        graph.replay()
+        return result
+
+    def _capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        self._warm_up(step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            result = step()
+        return graph, result
+
+    def _warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Compile kernels and make libraries allocate what they need, on a stream of its own as capture asks."""
+        aside = torch.cuda.Stream(self._device)
+        aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(aside):
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(aside)
 
 
 def step_inputs(batch: Batch, pool: PoolShape, size: int) -> tuple[Ints32, Ints32, Ints32]:

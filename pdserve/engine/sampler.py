@@ -1,4 +1,4 @@
-"""Sample a step's tokens: of each row, which may want something else, by itself.
+"""Sample a step's tokens, each row by its own parameters.
 
 A token depends on its row's logits, parameters, seed, token index and mask, and on nothing else in the batch.
 Penalties, biases and forbidden tokens change the logits first. Then come temperature, top-k, top-p, min-p, and the
@@ -68,8 +68,6 @@ def _to_host(values: Tensor) -> Tensor:
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
     return copy.copy_(values, non_blocking=True)
 
-
-REACH = 10.0  # below the best score: what is looked at first for top-k and top-p is within e^-10 of its probability
 
 Row = npt.NDArray[np.float32]  # [vocab_size]
 
@@ -194,61 +192,29 @@ def _array(token_ids: Seq[int]) -> npt.NDArray[np.int64]:
 
 
 def _token_id(row: Row, params: SamplingParams, key: rng.Words, ids: rng.Words) -> int:
-    return int(row.argmax()) if params.is_greedy else _draw(row, params, key, ids)
-
-
-def _draw(row: Row, params: SamplingParams, key: rng.Words, ids: rng.Words) -> int:
     """Return the token id of the largest sum of score and noise, of those that the filters keep."""
+    if params.is_greedy:
+        return int(row.argmax())
     scores = row / np.float32(params.temperature)
     best = int(scores.argmax())
     peak = float(scores[best])
     if not math.isfinite(peak):
         return best  # broken logits
-    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
-        chosen = np.flatnonzero(scores >= _floor(scores, peak, params))
-    else:
-        chosen = _contenders(scores, peak + float(rng.gumbel(key, ids[best : best + 1])[0]), key, ids)
-    return int(chosen[(scores[chosen] + rng.gumbel(key, ids[chosen])).argmax()])
-
-
-def _contenders(scores: Row, reached: float, key: rng.Words, ids: rng.Words) -> npt.NDArray[np.intp]:
-    """Return the tokens, few of all, whose score with noise may be `reached`, which one token's is.
-
-    The noise of u is -log(-log(1 - u)), at most -log(u): it lifts a score so far only if u <= exp(score - reached).
-    """
-    most = scores - reached
-    np.exp(most, out=most)
-    most *= 2.0**32 * 1.0001  # with what rounding may cost
-    most += 1.0
-    return np.flatnonzero(rng.random_bits(key, ids).astype(np.float32) <= most)
+    kept = np.flatnonzero(scores >= _floor(scores, peak, params))
+    return int(kept[(scores[kept] + rng.gumbel(key, ids[kept])).argmax()])
 
 
 def _floor(scores: Row, peak: float, params: SamplingParams) -> float:
     """Return the smallest score that top-k, top-p and min-p keep. Equal scores stand or fall together."""
     floor = peak + math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    if not 0 < params.top_k < len(scores) and params.top_p >= 1.0:
+    is_limited = 0 < params.top_k < len(scores)
+    if not is_limited and params.top_p >= 1.0:
         return floor
-    likeliest = _likeliest(scores[scores >= peak - REACH], scores, peak, params)
-    if likeliest is None:
-        likeliest = _likeliest(scores, scores, peak, params)
-    return floor if likeliest is None else max(floor, likeliest)
-
-
-def _likeliest(values: Row, scores: Row, peak: float, params: SamplingParams) -> float | None:
-    """Return the smallest score that top-k, then top-p keep, or None where that takes more than `values`.
-
-    values: the largest of the scores, in any order.
-    """
-    kept, is_limited = np.sort(values)[::-1], 0 < params.top_k < len(scores)
+    kept = np.sort(scores)[::-1]
     if is_limited:
-        if params.top_k > len(kept):
-            return None
         kept = kept[: np.searchsorted(-kept, -kept[params.top_k - 1], side="right")]
-    if params.top_p >= 1.0:
-        return float(kept[-1])
-    weights = np.exp((kept - peak).astype(np.float64))
-    total = weights.sum() if is_limited else np.exp(scores - peak).sum(dtype=np.float64)
-    num_kept = max(1, int((weights.cumsum() - weights < params.top_p * total).sum()))
-    if num_kept == len(kept) < len(scores) and not is_limited:
-        return None
-    return float(kept[num_kept - 1])
+    if params.top_p < 1.0:
+        weights = np.exp((kept - peak).astype(np.float64))
+        num_kept = int((weights.cumsum() - weights < params.top_p * weights.sum()).sum())
+        kept = kept[: max(1, num_kept)]
+    return max(floor, float(kept[-1]))

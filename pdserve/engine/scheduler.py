@@ -16,12 +16,21 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.running import RunningStep, split
-from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Scored, Sequence, Split, Started
+from pdserve.engine.sequence import (
+    Broken,
+    Computed,
+    Outcome,
+    RunningStep,
+    Sampled,
+    Sequence,
+    Split,
+    Started,
+    split,
+)
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
-from pdserve.sampling import PromptLogprobs, SampledToken
+from pdserve.sampling import SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +168,7 @@ class Scheduler:
             count = min(budget, first.num_missing)
             budget -= count
             self.schedule(step, first, count)
-        return self._begin(step) if step.chunks else None
+        return self._begin(step)
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
         """Take in what the oldest step brought. Sequences that ended, or go to a hand-off, are no longer running."""
@@ -184,7 +193,7 @@ class Scheduler:
             if was_prompt:
                 outcomes.append(Computed(sequence))
             if place in result.prompts:
-                outcomes.append(_scored(sequence, chunk.start + 1, result.prompts[place]))
+                outcomes.append(sequence.scored(chunk.start + 1, result.prompts[place]))
             if not tokens:
                 continue
             if sequence.ends_with_prompt:
@@ -193,7 +202,9 @@ class Scheduler:
                 outcomes.append(self._go_on(sequence, tokens[0]))
         return tuple(outcomes)
 
-    def _begin(self, step: RunningStep) -> StepPlan:
+    def _begin(self, step: RunningStep) -> StepPlan | None:
+        if not step.chunks:
+            return None
         self.steps.append(step)
         return StepPlan(tuple(step.chunks), tuple(step.copies))
 
@@ -336,8 +347,3 @@ class Scheduler:
             self.release(sequence)
         self.running += children
         return [*sampled, Split(sequence, tuple(children))]
-
-
-def _scored(sequence: Sequence, position: int, logprobs: PromptLogprobs) -> Scored:
-    sequence.num_scored = max(sequence.num_scored, position + len(logprobs))
-    return Scored(sequence, position, logprobs)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.engine.alone import LoneEngine
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.model.loading import load_model

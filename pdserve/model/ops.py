@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
-from pdserve.kernels.cpu.products import Tiles
-from pdserve.kernels.cpu.quantized import QuantizedTiles
 from pdserve.model.groups import Groups, joined_groups
 
 
@@ -48,7 +47,7 @@ class Quantized:
 
 
 Matrix = Dense | Quantized  # as it is loaded
-Linear = Matrix | Packed | Tiles | QuantizedTiles
+Linear = Matrix | Packed | Tiles
 
 
 @dataclass(frozen=True, slots=True)

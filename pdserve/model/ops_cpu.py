@@ -6,21 +6,21 @@ import logging
 import torch
 from torch import Tensor
 
-from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.calls import Calls, Immediate
-from pdserve.kernels.cpu.library import DTYPES
-from pdserve.kernels.cpu.products import (
+from pdserve.kernels.cpu.layers import (
     MAX_INPUTS,
     Tiles,
     interleaved,
     look_up,
     multiplies_bfloat16,
+    multiplies_bytes,
     multiply,
+    rms_norm,
     tiled,
+    tiled_codes,
     tiled_gate_up,
 )
-from pdserve.kernels.cpu.quantized import QuantizedTiles, decode, multiplies_bytes, multiply_codes, tiled_codes
-from pdserve.kernels.cpu.rows import rms_norm
+from pdserve.kernels.cpu.library import DTYPES
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized, TorchOps, packs
 
@@ -35,30 +35,21 @@ class CompiledOps:
         self._calls = calls
 
     def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        if isinstance(weight, QuantizedTiles):
-            return decode(self._calls, token_ids, weight)
-        return look_up(self._calls, token_ids, in_tiles(weight))
+        assert isinstance(weight, Tiles)
+        return look_up(self._calls, token_ids, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(self._calls, x, weight, self._eps)
 
     def linear(self, x: Tensor, weight: Linear | GateUp, residual: Tensor | None = None) -> Tensor:
-        if isinstance(weight, QuantizedTiles):
-            return multiply_codes(self._calls, x, weight, residual)
-        return multiply(self._calls, x, in_tiles(weight), residual)
+        assert isinstance(weight, Tiles)
+        return multiply(self._calls, x, weight, residual)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
         return self.linear(x, weight, residual)
 
     def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
         return self.linear(x, weight)
-
-
-def in_tiles(weight: Linear | GateUp) -> Tiles:
-    """Return a weight that is in tiles; ConfigError for the types that are not."""
-    if not isinstance(weight, Tiles):
-        raise ConfigError(f"weights: no compiled product of {type(weight).__name__} weights")
-    return weight
 
 
 class CpuOps(TorchOps):
@@ -75,9 +66,8 @@ class CpuOps(TorchOps):
         self._note_slow_products(weight)
         if isinstance(weight, Quantized):
             groups = weight.groups
-            return QuantizedTiles(
-                tiled_codes(*_tensors(groups)), groups.bits, groups.shape[0], weight.dtype, weight.bias
-            )
+            data = tiled_codes(*_tensors(groups))
+            return Tiles(data, groups.bits, groups.shape[0], weight.dtype, weight.bias)
         return tiled(weight.data, weight.bias) if self._fits(weight) else super().held(weight)
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
@@ -95,21 +85,23 @@ class CpuOps(TorchOps):
         return super().held_embedding(weight, tied=tied)
 
     def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        return self._compiled.embed(token_ids, weight) if _is_tiled(weight) else super().embed(token_ids, weight)
+        if isinstance(weight, Tiles):
+            return self._compiled.embed(token_ids, weight)
+        return super().embed(token_ids, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._compiled.rms_norm(x, weight) if x.dtype in DTYPES else super().rms_norm(x, weight)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return self._compiled.linear(x, weight) if _is_tiled(weight) else super().linear(x, weight)
+        return self._compiled.linear(x, weight) if isinstance(weight, Tiles) else super().linear(x, weight)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
-        if _is_tiled(weight):
+        if isinstance(weight, Tiles):
             return self._compiled.linear_add(x, weight, residual)
         return super().linear_add(x, weight, residual)
 
     def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
-        return self._compiled.swiglu(x, weight) if _is_tiled(weight) else super().swiglu(x, weight)
+        return self._compiled.swiglu(x, weight) if isinstance(weight, Tiles) else super().swiglu(x, weight)
 
     def _note_slow_products(self, weight: Matrix) -> None:
         if isinstance(weight, Quantized):
@@ -130,11 +122,7 @@ class CpuOps(TorchOps):
         return fits and not _has_matrix_units() and (self._multiplies_bfloat16 or not packs(weight.data))
 
 
-def _is_tiled(weight: Linear | GateUp) -> bool:
-    return isinstance(weight, Tiles | QuantizedTiles)
-
-
-def _quantized_gate_up(gate: Quantized, up: Quantized) -> QuantizedTiles:
+def _quantized_gate_up(gate: Quantized, up: Quantized) -> Tiles:
     """Put SwiGLU's two matrices into common tiles, with 8 bits where one of them has."""
     pair = (gate.groups, up.groups)
     if gate.groups.bits != up.groups.bits:
@@ -142,7 +130,7 @@ def _quantized_gate_up(gate: Quantized, up: Quantized) -> QuantizedTiles:
     first, second = map(_tensors, pair)
     data = tiled_codes(*(interleaved(*each) for each in zip(first, second, strict=True)))
     bias = None if gate.bias is None or up.bias is None else interleaved(gate.bias, up.bias)
-    return QuantizedTiles(data, pair[0].bits, gate.groups.shape[0], gate.dtype, bias, gated=True)
+    return Tiles(data, pair[0].bits, gate.groups.shape[0], gate.dtype, bias, gated=True)
 
 
 def _tensors(groups: Groups) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """What a worker takes: an operator's rules, its role, jobs that it can never compute, and when it takes nothing more.
 
 Invariant: the epoch of the role only grows; and a worker takes a role whose prompts are handed off only while there is
-the room that these need (`engine.room`). Decides; does no I/O.
+the room that these need (`engine.kvcache.Room`). Decides; does no I/O.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdserve.engine.room import Room
+from pdserve.engine.kvcache import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal

@@ -9,10 +9,9 @@ from functools import partial
 
 import torch
 
-from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.config import Device, WorkerConfig
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner

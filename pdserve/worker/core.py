@@ -9,8 +9,7 @@ from collections.abc import Sequence as Seq
 
 from pdserve.decode_worker.granting import Expected, Granting
 from pdserve.decode_worker.incoming import Incoming
-from pdserve.engine.kvcache import Prefix
-from pdserve.engine.room import Room
+from pdserve.engine.kvcache import Prefix, Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Broken, Computed, Sampled, Scored, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult

@@ -8,9 +8,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from pdserve.engine.kvcache import Prefix
-from pdserve.engine.running import split
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.sequence import Job, Sequence, split
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.doors import Admitted
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer, Tail

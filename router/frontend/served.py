@@ -12,9 +12,9 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.errors import RequestError, Status, echo
 from pdserve.router.config import RouterConfig
 from pdserve.text.chat import ChatTemplate
-from pdserve.text.parsers.reasoning import Reasoning, reasoning_of
-from pdserve.text.parsers.tool_calls import FORMATS, ToolFormat, format_of
+from pdserve.text.reasoning import Reasoning, reasoning_of
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tool_calls import FORMATS, ToolFormat, format_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def load_model(config: RouterConfig) -> ServedModel:
         special_tokens=checkpoint.special_tokens,
         eos_token_ids=checkpoint.ends(tokenizer),
         tool_format=format_of(source) if parser == "auto" else FORMATS[parser],
-        reasoning=None if chat is None else reasoning_of(config.reasoning_parser, source, chat),
+        reasoning=None if chat is None else reasoning_of(config.reasoning_parser, chat),
         model_type=str(checkpoint.raw_config.get("model_type", "")),
         aliases=config.served_model_aliases,
         architectures=(checkpoint.config.architecture,),

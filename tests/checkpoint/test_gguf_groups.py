@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from pdserve.checkpoint.gguf_groups import read_groups
+from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
+from pdserve.checkpoint.gguf_weights import read_groups
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.errors import ConfigError
 from pdserve.model.groups import Groups, joined_groups, quantized
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Immediate
-from pdserve.kernels.cpu.products import Tiles, look_up, multiply, tiled, tiled_gate_up
+from pdserve.kernels.cpu.layers import Tiles, look_up, multiply, tiled, tiled_gate_up
 
 SHAPES = [(1, 2), (31, 6), (33, 64), (100, 192), (192, 576)]
 NUM_ROWS = [0, 1, 4, 5, 12, 13, 40, 500]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pdserve.kernels.cpu.calls import WORTH_TEAM, Calls, Immediate, Program
-from pdserve.kernels.cpu.quantized import QuantizedTiles, multiply_codes, tiled_codes
-from pdserve.kernels.cpu.rows import rms_norm
+from pdserve.kernels.cpu.layers import Tiles, multiply, rms_norm, tiled_codes
 
 WIDTH = 256
 MOST_ROWS = 24
@@ -20,18 +19,18 @@ NORM = torch.ones(WIDTH)
 
 
 @cache  # calls know only where weights lie
-def tiles(seed: int) -> QuantizedTiles:
+def tiles(seed: int) -> Tiles:
     draw = torch.Generator().manual_seed(seed)
     shape = (WIDTH, WIDTH // 32)
     codes = torch.randint(0, 256, (*shape, 32), generator=draw, dtype=torch.uint8)
     scales = torch.rand(shape, generator=draw).half() / 128
-    return QuantizedTiles(tiled_codes(codes, scales, -scales * 128), 8, WIDTH, torch.float32)
+    return Tiles(tiled_codes(codes, scales, -scales * 128), 8, WIDTH, torch.float32)
 
 
-def computed(calls: Calls, x: torch.Tensor, matrices: list[QuantizedTiles]) -> torch.Tensor:
+def computed(calls: Calls, x: torch.Tensor, matrices: list[Tiles]) -> torch.Tensor:
     """Go through matrices one after the other; each result needs all of the one before it."""
     for matrix in matrices:
-        x = multiply_codes(calls, rms_norm(calls, x, NORM, 1e-5), matrix, x)
+        x = multiply(calls, rms_norm(calls, x, NORM, 1e-5), matrix, x)
     return x
 
 

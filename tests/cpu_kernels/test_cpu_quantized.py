@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Immediate
-from pdserve.kernels.cpu.products import interleaved
-from pdserve.kernels.cpu.quantized import (
+from pdserve.kernels.cpu.layers import (
     BLOCK,
-    QuantizedTiles,
-    decode,
+    Tiles,
+    interleaved,
+    look_up,
     multiplies_bytes,
-    multiply_codes,
+    multiply,
     tiled_codes,
 )
 
@@ -67,18 +67,18 @@ def test_products_are_the_formulas(calls: Immediate, shape: tuple[int, int], bit
     up_parts, up = coded(2, width, inputs, bits)
     draw = generator(3)
     bias = torch.randn(width, generator=draw).to(dtype)
-    tiles = QuantizedTiles(tiled_codes(*parts), bits, width, dtype, bias)
+    tiles = Tiles(tiled_codes(*parts), bits, width, dtype, bias)
     both = tiled_codes(*(interleaved(*pair) for pair in zip(parts, up_parts, strict=True)))
-    gates = QuantizedTiles(both, bits, width, dtype, interleaved(bias, bias), gated=True)
+    gates = Tiles(both, bits, width, dtype, interleaved(bias, bias), gated=True)
     for num_rows in NUM_ROWS:
         x = torch.randn(num_rows, inputs, generator=draw).to(dtype)
         residual = torch.randn(num_rows, width, generator=draw).to(dtype)
         sums = as_coded(x) @ matrix.t() + bias.double()
-        assert_near(multiply_codes(calls, x, tiles), sums)
-        assert_near(multiply_codes(calls, x, tiles, residual.clone()), sums + residual.double())
+        assert_near(multiply(calls, x, tiles), sums)
+        assert_near(multiply(calls, x, tiles, residual.clone()), sums + residual.double())
         ups = as_coded(x) @ up.t() + bias.double()
         gated = torch.nn.functional.silu(sums) * ups
-        found = multiply_codes(calls, x, gates).double()
+        found = multiply(calls, x, gates).double()
         torch.testing.assert_close(
             found, gated, rtol=0.02, atol=0.06 * (1 + float(ups.abs().amax()) if num_rows else 1)
         )
@@ -87,18 +87,18 @@ def test_products_are_the_formulas(calls: Immediate, shape: tuple[int, int], bit
 @pytest.mark.parametrize(("bits", "num_rows"), list(product(BITS, NUM_ROWS)))
 def test_a_row_depends_on_itself_alone(calls: Immediate, bits: int, num_rows: int) -> None:
     parts, _ = coded(1, 100, 576, bits)
-    tiles = QuantizedTiles(tiled_codes(*parts), bits, 100, torch.bfloat16)
+    tiles = Tiles(tiled_codes(*parts), bits, 100, torch.bfloat16)
     x = torch.randn(num_rows, 576, generator=generator(2)).bfloat16()
-    together = multiply_codes(calls, x, tiles)
+    together = multiply(calls, x, tiles)
     for row in range(0, num_rows, 5):
-        assert torch.equal(multiply_codes(calls, x[row : row + 1], tiles)[0], together[row])
+        assert torch.equal(multiply(calls, x[row : row + 1], tiles)[0], together[row])
 
 
 @pytest.mark.parametrize(("bits", "dtype"), list(product(BITS, DTYPES)))
 def test_rows_of_a_matrix_are_decoded(calls: Immediate, bits: int, dtype: torch.dtype) -> None:
     parts, matrix = coded(1, 77, 96, bits)
     ids = torch.tensor([76, 0, 31, 32, 15, 16, 0])
-    rows = decode(calls, ids, QuantizedTiles(tiled_codes(*parts), bits, 77, dtype))
+    rows = look_up(calls, ids, Tiles(tiled_codes(*parts), bits, 77, dtype))
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(rows.double(), matrix[ids], rtol=rtol, atol=1e-6)
 
@@ -108,15 +108,15 @@ def test_an_input_that_is_not_finite_does_not_vanish(calls: Immediate, bad: floa
     parts, _ = coded(1, 32, 64, 4)
     x = torch.ones(2, 64)
     x[0, 40] = bad
-    out = multiply_codes(calls, x, QuantizedTiles(tiled_codes(*parts), 4, 32, torch.float32))
+    out = multiply(calls, x, Tiles(tiled_codes(*parts), 4, 32, torch.float32))
     assert out[0].isnan().all()
     assert out[1].isfinite().all()
 
 
 def test_zeros_give_zeros(calls: Immediate) -> None:
     parts, _ = coded(1, 32, 64, 4)
-    tiles = QuantizedTiles(tiled_codes(*parts), 4, 32, torch.float32)
-    assert torch.equal(multiply_codes(calls, torch.zeros(3, 64), tiles), torch.zeros(3, 32))
+    tiles = Tiles(tiled_codes(*parts), 4, 32, torch.float32)
+    assert torch.equal(multiply(calls, torch.zeros(3, 64), tiles), torch.zeros(3, 32))
 
 
 def test_a_processor_without_the_instructions_gets_the_same_results(calls: Immediate, narrow: ctypes.CDLL) -> None:
@@ -125,34 +125,32 @@ def test_a_processor_without_the_instructions_gets_the_same_results(calls: Immed
     for bits in BITS:
         (codes, scales, minimums), _ = coded(1, 50, 96, bits)
         scales[0], scales[1], minimums[:2], minimums[2] = 2.0**-24, -(2.0**-15), 0.0, 65504.0  # two are subnormal
-        tiles = QuantizedTiles(tiled_codes(codes, scales, minimums), bits, 50, torch.float32)
+        tiles = Tiles(tiled_codes(codes, scales, minimums), bits, 50, torch.float32)
         x, ids = torch.randn(9, 96, generator=generator(2)), torch.arange(50)
-        torch.testing.assert_close(
-            multiply_codes(plain, x, tiles), multiply_codes(calls, x, tiles), rtol=1e-5, atol=1e-5
-        )
-        found, expected = decode(plain, ids, tiles), decode(calls, ids, tiles)
+        torch.testing.assert_close(multiply(plain, x, tiles), multiply(calls, x, tiles), rtol=1e-5, atol=1e-5)
+        found, expected = look_up(plain, ids, tiles), look_up(calls, ids, tiles)
         assert torch.equal(found[:2], expected[:2])
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         minimums[3], minimums[4] = torch.inf, torch.nan
-        rows = decode(plain, ids, QuantizedTiles(tiled_codes(codes, scales, minimums), bits, 50, torch.float32))
+        rows = look_up(plain, ids, Tiles(tiled_codes(codes, scales, minimums), bits, 50, torch.float32))
         assert rows[3].isinf().all()
         assert rows[4].isnan().all()
 
 
 def test_what_does_not_fit_is_refused_by_name(calls: Immediate) -> None:
     parts, _ = coded(1, 32, 64, 4)
-    tiles = QuantizedTiles(tiled_codes(*parts), 4, 32, torch.bfloat16)
-    gates = QuantizedTiles(tiled_codes(*parts), 4, 16, torch.bfloat16, gated=True)
+    tiles = Tiles(tiled_codes(*parts), 4, 32, torch.bfloat16)
+    gates = Tiles(tiled_codes(*parts), 4, 16, torch.bfloat16, gated=True)
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     for bad, message in (
-        (lambda: QuantizedTiles(tiles.data, 4, 32, tiles.dtype, x[0, :31]), "bias must have shape"),
-        (lambda: QuantizedTiles(gates.data, 4, 16, tiles.dtype, x[0, :16], gated=True), "bias must have shape"),
-        (lambda: decode(calls, torch.arange(4)[::2], tiles), "ids must have stride 1"),
-        (lambda: multiply_codes(calls, x.float(), tiles), "x must be one of"),
-        (lambda: multiply_codes(calls, x[:, :32], tiles), "x must have shape"),
-        (lambda: multiply_codes(calls, x, tiles, x), "residual must have shape"),
-        (lambda: multiply_codes(calls, x, gates, x[:, :16]), "residual: none"),
-        (lambda: decode(calls, torch.zeros(1), tiles), "ids must be one of"),
+        (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, x[0, :31]), "bias must have shape"),
+        (lambda: Tiles(gates.data, 4, 16, tiles.dtype, x[0, :16], gated=True), "bias must have shape"),
+        (lambda: look_up(calls, torch.arange(4)[::2], tiles), "ids must have stride 1"),
+        (lambda: multiply(calls, x.float(), tiles), "x must be one of"),
+        (lambda: multiply(calls, x[:, :32], tiles), "x must have shape"),
+        (lambda: multiply(calls, x, tiles, x), "residual must have shape"),
+        (lambda: multiply(calls, x, gates, x[:, :16]), "residual: none"),
+        (lambda: look_up(calls, torch.zeros(1), tiles), "ids must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

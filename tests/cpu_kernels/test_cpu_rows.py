@@ -8,7 +8,7 @@ import reference_kernels as reference
 import torch
 
 from pdserve.kernels.cpu.calls import Immediate
-from pdserve.kernels.cpu.rows import rms_norm
+from pdserve.kernels.cpu.layers import rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 15, 16, 17, 64, 100, 576, 4096]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 
-from pdserve.checkpoint.quantization import ChosenQuantization, in_form
+from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.compiled import is_compiled
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan

@@ -142,7 +142,7 @@ def _sampling() -> float:
         return torch.tensor([getattr(row, name) for row in params], dtype=dtype, device=DEVICE)
 
     sampled_by = sample.Params(
-        rng.as_tensor(words, DEVICE),
+        reference.as_tensor(words, DEVICE),
         column("temperature"),
         column("top_k", torch.int32),
         column("top_p"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import reference_kernels as reference
 import torch
 from gpu_problem import layer_views
 from gpu_table import Row
@@ -86,7 +87,7 @@ def _page_cases() -> Iterator[Case]:
 def _sampling_cases() -> Iterator[Case]:
     for num_rows in (8, 64, 256):
         logits = torch.randn((num_rows, VOCAB), device="cuda") * 3
-        keys = rng.as_tensor(rng.keys(list(range(num_rows)), [0] * num_rows), "cuda")
+        keys = reference.as_tensor(rng.keys(list(range(num_rows)), [0] * num_rows), "cuda")
         ones = torch.ones(num_rows, device="cuda")
         for name, top_k, top_p in (("free", 0, 1.0), ("top-p 0.95", 0, 0.95), ("top-k 20, top-p 0.95", 20, 0.95)):
             limits = torch.full((num_rows,), top_k, dtype=torch.int32, device="cuda")

@@ -31,7 +31,7 @@ def test_keys_are_splitmix64_in_integer_arithmetic(pairs: list[tuple[int, int]])
 
 
 def test_negative_seeds_are_their_two_complement() -> None:
-    assert (rng.keys(np.array([-1]), [0]) == rng.keys([LOW64], [0])).all()
+    assert (rng.keys([-1], [0]) == rng.keys([LOW64], [0])).all()
 
 
 def test_bits_are_two_rounds_of_lowbias32_in_integer_arithmetic() -> None:

@@ -20,7 +20,7 @@ def draw_of(rows: Sequence[RowParams], indices: Sequence[int]) -> sample.Params:
     def column(name: str) -> Tensor:
         return torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
 
-    keys = rng.as_tensor(rng.keys(list(range(len(rows))), list(indices)))
+    keys = reference.as_tensor(rng.keys(list(range(len(rows))), list(indices)))
     top_k = torch.tensor([row.top_k for row in rows], dtype=torch.int32)
     return sample.Params(keys, column("temperature"), top_k, column("top_p"), column("min_p"))
 

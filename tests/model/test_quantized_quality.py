@@ -8,10 +8,9 @@ import torch
 from greedy_runs import spec
 from torch import Tensor
 
-from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.checkpoint.quantization import ChosenQuantization, weights_in_form
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner

@@ -16,9 +16,8 @@ from breaking import MUTATIONS, Original, breaks, mutation, wrap
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool
-from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import RunningStep, Sequence
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import CopyStopped, PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Pages, PagesLanded

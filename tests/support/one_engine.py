@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler

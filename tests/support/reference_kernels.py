@@ -68,6 +68,11 @@ def kept(scores: Tensor, params: RowParams) -> Tensor:
     return keep
 
 
+def as_tensor(keys: rng.Words, device: torch.device | str = "cpu") -> Tensor:
+    """Return the keys of `rng.keys` as the sampling kernel takes them: int32 [n, 2]."""
+    return torch.from_numpy(keys.view(np.int32)).to(device)
+
+
 def sample(logits: Tensor, params: RowParams, key: rng.Words) -> int:
     """Sample a token from logits [vocab]; key: a row of `rng.keys`."""
     x = penalized(logits, params)

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 from breaking import Original, breaks, mutation
 
-from pdserve.engine.room import Room
+from pdserve.engine.kvcache import Room
 from pdserve.worker.admission import Roles
 from pdserve.worker.messages import RoleGiven
 

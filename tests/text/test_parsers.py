@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.text.parsers.call_reader import Arguments, CallBegun
-from pdserve.text.parsers.reasoning import ReasoningParser
-from pdserve.text.parsers.tool_calls import FORMATS, Content, FormatName, ToolCallParser, format_of
+from pdserve.text.reasoning import ReasoningParser
+from pdserve.text.tool_calls import FORMATS, Arguments, CallBegun, Content, FormatName, ToolCallParser, format_of
 
 Found = tuple[str, list[tuple[str, str]]]  # content; calls with their arguments
 WEATHER, TIME = '{"city": "Bern", "deep": {"a": [1, "}]"]}}', '{"zone": "\\"{x"}'

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
 from pdserve.checkpoint.gguf_tokenizer import SPLITS
-from pdserve.text import words
-from pdserve.text.words import Words, may_cut
+from pdserve.text import tokenizer
+from pdserve.text.tokenizer import MAX_CHARS, Words, may_cut
 
 MERGES = [("h", "e"), ("Ġ", "a"), ("Ġa", "b"), ("Ġ", "5"), ("'", "s"), (".", "Ġ"), ("b", "Ġ"), ("Ġ", "Ġ"), ("5", "5")]
 TEXTS = st.lists(
@@ -54,12 +54,12 @@ def test_a_text_has_the_ids_that_it_has_as_a_whole(name: str, text: str, *, add_
 
 
 def test_words_that_are_too_many_or_too_long_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "MAX_WORDS", 5)
+    monkeypatch.setattr(tokenizer, "MAX_WORDS", 5)
     known = Words(BACKENDS["llama3"])
-    for text in ("a b a", "c d e f g", "h " + "b" * words.MAX_CHARS, "a b c d"):
+    for text in ("a b a", "c d e f g", "h " + "b" * MAX_CHARS, "a b c d"):
         assert known.encode(text, add_special=False) == BACKENDS["llama3"].encode(text, add_special_tokens=False).ids
         assert len(known._known) <= 5
-        assert all(len(word) <= words.MAX_CHARS for word in known._known)
+        assert all(len(word) <= MAX_CHARS for word in known._known)
 
 
 def lone(token: AddedToken) -> Callable[[tokenizers.Tokenizer], object]:

@@ -10,10 +10,9 @@ TESTS = Path(__file__).parents[1]
 SHARED_BYTES = 232_448  # most that one program may use on sm_90
 PROGRAM = """
 import json, random, torch
-from pdserve.engine.attention_triton import TritonAttention
+from pdserve.engine.attention_triton import TritonAttention, graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
 from gpu_engine import PAGE_SIZE, QWEN3_0_6B
-from pdserve.engine.graphs import graph_sizes
 from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan

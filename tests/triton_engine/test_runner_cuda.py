@@ -9,9 +9,8 @@ from greedy_runs import greedy_texts, spec
 from torch import Tensor
 
 from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.attention_triton import TritonAttention
+from pdserve.engine.attention_triton import TritonAttention, graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.graphs import graph_sizes
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, step_inputs
 from pdserve.engine.scheduler import Limits

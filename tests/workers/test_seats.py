@@ -85,7 +85,7 @@ with threads.thread_defaults(os.environ, None, Path("weights")) as seat:
     import torch
     from pdserve.kernels.cpu.calls import Program
     from pdserve.kernels.cpu.library import library
-    from pdserve.kernels.cpu.rows import rms_norm
+    from pdserve.kernels.cpu.layers import rms_norm
 
 
 def tasks():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts
 
-from pdserve.checkpoint.quantization import ChosenQuantization, in_form
+from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model

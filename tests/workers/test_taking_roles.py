@@ -9,7 +9,7 @@ import pytest
 from wired_cores import MAX_MODEL_LEN, PAGE_SIZE, ROUTER, WiredCores, core_worker, job, wanted
 
 from pdserve.config import WorkerConfig
-from pdserve.engine.room import Room
+from pdserve.engine.kvcache import Room
 from pdserve.engine.sequence import Job
 from pdserve.errors import ConfigError, ProtocolError
 from pdserve.kvtransfer import doors

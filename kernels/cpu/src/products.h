@@ -23,7 +23,7 @@
 #define SUM_REGISTERS 8 /* of 16 */
 #endif
 
-/* What becomes of sums, as kernels/cpu/products.py numbers it. With GATED, a tile holds 16 gates and their 16 ups. */
+/* What becomes of sums, as kernels/cpu/layers.py numbers it. With GATED, a tile holds 16 gates and their 16 ups. */
 enum { PLAIN = 0, ADDED = 1, GATED = 2 };
 
 /* How many vectors of a tile are summed at once, where each takes so many registers. */

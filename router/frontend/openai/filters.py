@@ -19,10 +19,9 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.errors import HttpError
 from pdserve.router.frontend.openai.fields import ChatRequest, Generation
 from pdserve.router.frontend.served import ServedModel
-from pdserve.text.parsers.call_reader import Arguments, CallBegun
-from pdserve.text.parsers.reasoning import ReasoningParser, split_at
-from pdserve.text.parsers.tool_calls import Content, Event, ToolCallParser, ToolFormat
+from pdserve.text.reasoning import ReasoningParser, split_at
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tool_calls import Arguments, CallBegun, Content, Event, ToolCallParser, ToolFormat
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 8  # of an answer that has to call tools

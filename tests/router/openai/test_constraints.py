@@ -18,8 +18,8 @@ from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest
 from pdserve.router.frontend.openai.filters import constraint_of, plan
 from pdserve.router.frontend.served import ServedModel
 from pdserve.text.chat import ChatTemplate
-from pdserve.text.parsers.reasoning import Reasoning
-from pdserve.text.parsers.tool_calls import FORMATS, FormatName
+from pdserve.text.reasoning import Reasoning
+from pdserve.text.tool_calls import FORMATS, FormatName
 from pdserve.wire import structured_from_proto
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

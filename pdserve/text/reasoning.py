@@ -1,4 +1,4 @@
-"""Parts an answer into the model's reasoning, which stands between <think> and </think>, and the rest."""
+"""Separates a model's reasoning, which stands between <think> and </think>, from the rest of its answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from pdserve.text.chat import ChatMessage, ChatOptions, ChatTemplate
 
 
 def split_at(text: str, marker: str) -> tuple[str, str, bool]:
-    """Return what comes before a marker, what follows it, and whether it is there.
+    """Return the text before a marker, the text after it, and whether the marker is there.
 
-    Where it is not, the second part is the longest end of the text that could still become the marker.
+    If it is not, the second part is the longest end of the text that could still become the marker.
     """
     before, found, after = text.partition(marker)
     if found:
@@ -35,14 +35,14 @@ class Part:
 
 
 class Reasoning:
-    """How a model begins to reason: by itself, or because its template has begun for it."""
+    """Whether a model writes <think> itself, or its chat template has written it already."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._begins_inside = self._renders_open({})
 
     def begins_inside(self, template_kwargs: Mapping[str, object]) -> bool:
-        """Return whether the prompt of a conversation ends within the reasoning."""
+        """Return whether a conversation's prompt ends with <think>."""
         switches = {name: value for name, value in template_kwargs.items() if isinstance(value, bool)}
         return self._renders_open(switches) if switches else self._begins_inside
 
@@ -54,9 +54,9 @@ class Reasoning:
         return prompt.rstrip().endswith(BEGIN)
 
 
-def reasoning_of(parser: Literal["auto", "think", "none"], source: str, template: ChatTemplate) -> Reasoning | None:
-    """Return how a model reasons; None where its answers are taken as they are: by default if its template is."""
-    return Reasoning(template) if parser == "think" or (parser == "auto" and END in source) else None
+def reasoning_of(parser: Literal["auto", "think", "none"], template: ChatTemplate) -> Reasoning | None:
+    """Return how a model reasons; None if its answers hold no reasoning: with auto, its template does not name any."""
+    return Reasoning(template) if parser == "think" or (parser == "auto" and END in template.source) else None
 
 
 class _Place(Enum):
@@ -66,7 +66,7 @@ class _Place(Enum):
 
 
 class ReasoningParser:
-    """One answer. Reasoning stands at its beginning or nowhere; spaces at its borders are left out."""
+    """Reads one answer. Only its beginning can be reasoning; spaces around the reasoning are left out."""
 
     def __init__(self, *, begins_inside: bool) -> None:
         """`begins_inside`: the prompt ends with <think>."""
@@ -75,7 +75,7 @@ class ReasoningParser:
         self._is_fresh = True  # nothing has come since the last marker
 
     def push(self, text: str) -> list[Part]:
-        """Take the next piece; return what is known to be of either kind."""
+        """Take the next piece; return the parts whose kind is known."""
         self._held += text
         parts: list[Part] = []
         if self._place is _Place.BEFORE:
@@ -96,7 +96,7 @@ class ReasoningParser:
         return [Part(held, self._place is _Place.INSIDE)] if held else []
 
     def _begin(self) -> None:
-        """Decide between reasoning and none, once enough has come."""
+        """Decide whether the answer begins with reasoning, once enough has come."""
         text = self._held.lstrip()
         if text.startswith(BEGIN):
             self._place, self._held = _Place.INSIDE, text.removeprefix(BEGIN)

@@ -1,1 +1,0 @@
-"""Reads what models write beside plain text: tool calls and reasoning, as it comes."""
