@@ -1,8 +1,8 @@
 """Certificates of a cluster's processes: what they must contain, and how they are read.
 
-A process has a certificate for what it is in the cluster, its part: router, worker or operator. The part stands twice
-in the certificate's subject alternative names. Listeners read a caller's part from the URI,
-spiffe://TRUST-DOMAIN/pdserve/PART; callers ask for a listener's part by the DNS name PART.pdserve.internal.
+A certificate names the part of its process in the cluster: router, worker or operator. The subject alternative names
+have the part twice. Listeners read a caller's part from the URI spiffe://TRUST-DOMAIN/pdserve/PART. Callers expect a
+listener with the DNS name PART.pdserve.internal.
 """
 
 import ssl
@@ -25,15 +25,15 @@ class Part(StrEnum):
 
     ROUTER = "router"
     WORKER = "worker"
-    OPERATOR = "operator"  # whoever looks at a cluster, launches its processes, or changes it
+    OPERATOR = "operator"  # launches, inspects or changes the cluster
 
     @property
     def host(self) -> str:
-        """The name that callers ask a listener of this part for."""
+        """The DNS name that callers expect of a listener with this part."""
         return f"{self}.pdserve.internal"
 
     def uri(self, trust_domain: str) -> str:
-        """Return the name that listeners know a caller of this part by."""
+        """Return the URI by which listeners recognise a caller with this part."""
         return f"spiffe://{trust_domain}/pdserve/{self}"
 
 
@@ -44,7 +44,7 @@ CALLERS = {
     "/pdserve.v1.LauncherService/": {Part.OPERATOR},
     "/pdserve.v1.Identity/": set(Part),
 }
-"""Who may call what, by how the method's name begins. What is not here, nobody may call."""
+"""Which parts may call methods that begin with each prefix. Nobody may call other methods."""
 
 
 def may_call(part: Part | None, method: str) -> bool:
@@ -54,7 +54,7 @@ def may_call(part: Part | None, method: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A certificate, with those that lead to its authority, and its private key, as PEM."""
+    """A certificate with its chain, and its private key, as PEM."""
 
     certificate: bytes
     key: bytes
@@ -63,15 +63,15 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process shows inside its cluster, and the authority that it trusts."""
+    """A process's certificate inside its cluster, and the authority that it trusts."""
 
     pair: KeyPair
-    authority: bytes  # certificates that others' must lead to, as PEM
+    authority: bytes  # certificates of the authority that signed those of all others, as PEM
     trust_domain: str
     part: Part
 
     def part_of(self, uri: str) -> Part | None:
-        """Return which part of this cluster a certificate's URI names, if it does."""
+        """Return the part of this cluster that a certificate's URI names, None if it names none."""
         return next((part for part in Part if part.uri(self.trust_domain) == uri), None)
 
 
@@ -92,7 +92,7 @@ def public_files(folder: Path) -> tuple[Path, Path]:
 
 
 def read_identity(folder: Path) -> Identity:
-    """Return what a folder with tls.crt, tls.key and ca.crt says; ConfigError where it is no identity of a cluster."""
+    """Read a folder with tls.crt, tls.key and ca.crt; ConfigError unless they are an identity in a cluster."""
     certificate, key, authority = (folder / name for name in IDENTITY_FILES)
     pair = read_pair(certificate, key, ("identity_dir", "identity_dir"))
     believed = read_file(authority, "identity_dir")

@@ -1,19 +1,19 @@
-"""What a process shows to others of its cluster when it listens and dials: the shared secret, and its certificate.
+"""How processes of a cluster authenticate to each other: with the shared secret, and with certificates.
 
-With a certificate all internal connections are TLS, both ends show theirs, and each checks the other's part. Files that
-change are read again: listeners take them for the next connection, and each dial takes what is there. Connections that
-stand go on as they are.
+With certificates all internal connections are mutual TLS, and each end checks the other's part. Files that change are
+read again: a listener takes them for its next connection, a caller each time it dials. Open connections stay as they
+are.
 """
 
 import inspect
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import Self, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -25,43 +25,36 @@ from pdserve.watched import Watched
 
 logger = logging.getLogger(__name__)
 
-PORT_KEPT_S = 60.0  # in which no port of a connection that has closed is taken again: as long as TIME_WAIT lasts
+PORT_KEPT_S = 60.0  # TIME_WAIT: the port of a closed connection is not reused for so long
 PEER_KEY = "peer_spiffe_id"  # where gRPC puts the one URI of a caller's certificate
 
 _Content = TypeVar("_Content")
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 _Serve = Callable[[object, _Context], Awaitable[object] | AsyncIterator[object]]
 
-_HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-
 
 class Connections:
     """Counts connections to a port with TLS: all of them, and those that made a call.
 
-    gRPC shows Python no handshake that fails. It does ask for certificates before each handshake, and a call comes
-    after one that succeeded. Of a connection only address and port of its other end are known, and a client gives a
-    port to another connection some time after the one before has closed.
+    gRPC does not report failed handshakes to Python. It does ask for certificates before each handshake, and a call
+    shows that its handshake succeeded. A connection is known only by the address and port of its other end, and a
+    client reuses a port some time after it has closed a connection.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.num_opened = 0
         self.num_called = 0
         self._clock = clock or MonotonicClock()
-        self._callers: OrderedDict[str, float] = OrderedDict()  # when each called last, the latest one last
-        self._silent: deque[float] = deque(maxlen=rpc.MAX_CONNECTIONS)  # when those began that have not called yet
+        self._callers: OrderedDict[str, float] = OrderedDict()  # time of each caller's last call, the latest last
+        self._silent: deque[float] = deque(maxlen=rpc.MAX_CONNECTIONS)  # when connections without a call began
 
     def note_opened(self) -> None:
-        """Note that a handshake begins. gRPC's threads call it, one at a time."""
+        """Count a handshake that begins. gRPC's threads call this, one at a time."""
         self.num_opened += 1
         self._silent.append(self._clock.now_s())
 
     def note_call(self, peer: str) -> None:
-        """Note a call. `peer` is the address and port of the connection's other end."""
+        """Count a call. `peer`: address and port of the connection's other end."""
         now_s, called_s = self._clock.now_s(), self._callers.pop(peer, None)
         self._callers[peer] = now_s
         if called_s is not None and now_s - called_s < PORT_KEPT_S:
@@ -69,7 +62,7 @@ class Connections:
         while self._silent and self._silent[0] < now_s - rpc.HANDSHAKE_TIMEOUT_S:
             self._silent.popleft()
         if called_s is not None and not self._silent:
-            return  # the same connection: there is no later one that this could be the first call of
+            return  # no later connection is open without a call, so this is the same one
         self.num_called += 1
         if self._silent:
             self._silent.popleft()
@@ -79,11 +72,11 @@ class Connections:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a process shows of itself, and asks of others, inside its cluster."""
+    """What a process needs to listen and dial inside its cluster."""
 
     secret: bytes
     identity: Watched[Identity] | None = None  # None: plain gRPC
-    connections: Connections = field(default_factory=Connections)  # to the internal port; none without TLS
+    connections: Connections = field(default_factory=Connections)  # to the internal port, if it has TLS
 
     @classmethod
     def read(cls, secret_file: Path, identity_dir: Path | None, part: Part) -> Self:
@@ -95,7 +88,7 @@ class Credentials:
         return cls(secret, Watched(paths, partial(_identity_of, part, identity_dir)))
 
     def channel(self, address: str, listener: Part) -> grpc.aio.Channel:
-        """Dial an internal port, host:port, of a process with that part."""
+        """Dial the internal port, host:port, of a process with that part."""
         options: list[tuple[str, int | str]] = [*rpc.channel_options(rpc.INTERNAL_MESSAGE_BYTES)]
         if self.identity is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -127,18 +120,18 @@ class Credentials:
         return rpc.listen(server, host, port, key, both)
 
     def ports(self, name: str) -> dict[str, Connections]:
-        """Return what counts connections to the internal port, under this name; nothing where it has no TLS."""
+        """Return the counter of connections to the internal port, by the port's name; empty without TLS."""
         return {} if self.identity is None else {name: self.connections}
 
 
 @cache
 def _warn(expired: datetime) -> None:
-    """Log once that our certificate has expired: listeners end such a connection without an error."""
+    """Log once that our certificate has expired: listeners end the connection without saying why."""
     logger.error("identity_dir: the certificate ended at %s; all that this process dials refuses it", expired)
 
 
 def public_credentials(certificate: Path, key: Path, connections: Connections) -> grpc.ServerCredentials:
-    """Return what a public port shows to clients, which need no certificate. `connections` counts their connections."""
+    """Return a public port's credentials; clients need no certificate. `connections` counts their connections."""
     pair = Watched((certificate, key), lambda: read_pair(certificate, key, ("ssl_certfile", "ssl_keyfile")))
     return _rotating(pair, _configuration, connections, asks_for_certificates=False)
 
@@ -150,11 +143,11 @@ def _rotating(
     *,
     asks_for_certificates: bool,
 ) -> grpc.ServerCredentials:
-    """Return a listener's credentials, whose files are looked at again for each connection."""
+    """Return a listener's credentials. Their files are checked for changes at each connection."""
     shown = files.look()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Return what has changed; gRPC asks in a thread of its own before it answers a connection."""
+        """Return a changed certificate, else None. gRPC calls this in a thread before each handshake."""
         nonlocal shown
         connections.note_opened()
         content = files.look()
@@ -163,7 +156,7 @@ def _rotating(
         shown = content
         return configure(content)
 
-    # Its stub lacks that a fetcher returns None where nothing has changed.
+    # The stub does not allow a fetcher that returns None, which means that nothing has changed.
     return grpc.dynamic_ssl_server_credentials(configure(shown), fetch, asks_for_certificates)  # type: ignore[arg-type]
 
 
@@ -184,7 +177,7 @@ async def _serve_nothing(messages: object, context: rpc.AnyContext) -> None:
 
 
 def _preceded(handler: rpc.Handler, come_first: Callable[[_Context], Awaitable[None]]) -> rpc.Handler:
-    """Return a handler, of a method that nobody serves too, before which another function runs, or ends the call."""
+    """Return a handler that runs another function first, which may end the call. Unknown methods get one, too."""
     if handler is None:
         handler = grpc.stream_stream_rpc_method_handler(_serve_nothing)
     kind = "_".join("stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming))
@@ -199,12 +192,13 @@ def _preceded(handler: rpc.Handler, come_first: Callable[[_Context], Awaitable[N
             await context.write(reply)
         return None
 
-    made: rpc.Handler = _HANDLERS[kind](serve_after, handler.request_deserializer, handler.response_serializer)
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    made: rpc.Handler = make(serve_after, handler.request_deserializer, handler.response_serializer)
     return made
 
 
 class NoteCallers(grpc.aio.ServerInterceptor):
-    """Tells `Connections` of each call. This interceptor comes first, so that denied calls count too."""
+    """Counts each call in `Connections`. This interceptor comes first, so that denied calls count too."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -219,7 +213,7 @@ class NoteCallers(grpc.aio.ServerInterceptor):
 
 
 class RequirePart(grpc.aio.ServerInterceptor):
-    """Answers PERMISSION_DENIED to every call, known method or not, for which the caller has the wrong part."""
+    """Answers PERMISSION_DENIED to every call, of a known method or not, whose caller has the wrong part."""
 
     def __init__(self, identity: Watched[Identity], on_denied: Callable[[], None]) -> None:
         self._identity = identity

@@ -10,15 +10,15 @@ MAX_ECHO_CHARS = 200
 
 
 class ConfigError(Exception):
-    """The operator asked for something that cannot be; names the key. Exit with status 2."""
+    """The operator asked for something impossible; the message names the key. Exit with status 2."""
 
 
 class CommandError(Exception):
-    """Something outside went wrong; the message is for the operator's terminal. Exit with status 1."""
+    """Something outside this process failed; the message is for the operator's terminal. Exit with status 1."""
 
 
 class Refusal(Enum):
-    """What was wrong with a peer's message. Refusals are counted by this."""
+    """What was wrong with a peer's message; metrics count refusals by this."""
 
     SECRET = "secret"
     PART = "part"  # a caller's certificate is of a process that may not make the call
@@ -32,7 +32,7 @@ class Refusal(Enum):
 
 
 class ProtocolError(Exception):
-    """A peer sent a message that it may not send now. Drop that peer or request, keep serving."""
+    """A peer sent a message that it may not send now. Drop that peer or request, and keep serving."""
 
     def __init__(self, message: str, refusal: Refusal = Refusal.MALFORMED) -> None:
         super().__init__(message)
@@ -44,11 +44,11 @@ class InvariantError(Exception):
 
 
 class DeviceError(Exception):
-    """The engine's device computes nothing any more. Stop this process: only another one can."""
+    """The engine's device has failed. Stop this process: only a new process can use the device again."""
 
 
 class GrammarError(Exception):
-    """No token can go on with an answer as its grammar wants. Only that answer is affected."""
+    """No token can continue an answer as its grammar demands. Only that answer is affected."""
 
 
 class Status(Enum):
@@ -64,9 +64,9 @@ class Status(Enum):
 
 
 class RequestError(Exception):
-    """One request cannot be served; nobody else is affected.
+    """One request cannot be served; no other request is affected.
 
-    `message` is meant for the client: it names the field, its value and the limit.
+    `message` is for the client: it names the field, its value and the limit.
     """
 
     def __init__(self, status: Status, message: str) -> None:
@@ -81,7 +81,7 @@ def invalid(field: str, problem: str) -> RequestError:
 
 
 def first_of(error: BaseException, kind: type[Kind]) -> Kind | None:
-    """Return the first error of a kind that a group holds, however deep; None where it holds none."""
+    """Return the first error of a kind in a group, at any depth; None if there is none."""
     if not isinstance(error, BaseExceptionGroup):
         return error if isinstance(error, kind) else None
     found = (first_of(each, kind) for each in error.exceptions)
@@ -89,14 +89,14 @@ def first_of(error: BaseException, kind: type[Kind]) -> Kind | None:
 
 
 def echo(text: str, show: Callable[[str], str] = str) -> str:
-    """Return the beginning of a text, as a message repeats what somebody sent; `show` may quote it."""
+    """Return the beginning of a text that somebody sent, for a message; `show` may quote it."""
     shown = show(text[: MAX_ECHO_CHARS + 1])
     if len(shown) <= MAX_ECHO_CHARS:
         return shown
     return f"{shown[:MAX_ECHO_CHARS]}... ({len(text)} characters)"
 
 
-EXTRAS = {  # by the name that is imported
+EXTRAS = {  # by the imported module
     "torch": "worker",
     "triton": "worker",
     "safetensors": "worker",
@@ -109,5 +109,5 @@ EXTRAS = {  # by the name that is imported
 
 
 def not_installed(module: str) -> ConfigError:
-    """Return the error for a process that lacks one of these packages: it names the extra to install."""
+    """Return the error for a missing package; it names the extra to install."""
     return ConfigError(f"{module} is not installed, and this needs it: pip install 'pdserve[{EXTRAS[module]}]'")

@@ -1,8 +1,7 @@
-"""Serves health by grpc.health.v1: for the probes of Kubernetes on a port of its own, and on a router's public port.
+"""Serves grpc.health.v1: on a port of its own for the probes of Kubernetes, and on a router's public port.
 
-Services of a process's own port, without TLS: `live` (the event loop turns: a frozen one does not answer), `started`
-(what there is to load is loaded, and all ports are bound), `ready` (requests may come); the empty name is `ready`.
-Nothing else is served there.
+The services on the port for probes, without TLS, are `live` (the event loop runs: a frozen one does not answer),
+`started` (everything is loaded, and all ports are bound) and `ready` (requests may come). The empty name means `ready`.
 """
 
 import asyncio
@@ -23,9 +22,9 @@ from pdserve.rpc import abort, listen, running, server_options
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1024
-MAX_CALLS = 1024  # at once, of a process's own port
+MAX_CALLS = 1024  # at once, on the port for probes
 MAX_WATCHERS = 1024
-READ_TIMEOUT_S = 1.0  # from the begin of a call until its request is here
+READ_TIMEOUT_S = 1.0  # from the start of a call until its request has arrived
 
 Holds = Callable[[], bool]
 _Requests = AsyncIterator[bytes]
@@ -33,20 +32,20 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, HealthCheckResponse]"
 
 
 class HealthMethods:
-    """Check and Watch of fixed services, for callers without authentication.
+    """The methods Check and Watch for fixed services. Callers do not authenticate.
 
-    A caller holds up no other: no lock is held while one is read from or written to.
+    A slow caller does not delay others: no lock is held while a message is read or written.
     """
 
     def __init__(self, services: Mapping[str, Holds]) -> None:
-        """`services`: by name, whether each is SERVING."""
+        """`services`: for each name, whether the service is SERVING."""
         self._services = services
         self._num_watchers = 0
         self._change = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server, *, may_watch: bool) -> None:
-        """Serve Check, and Watch for who calls `changed`."""
-        # Streaming on both sides: such a handler reads its request itself, for as long as it likes.
+        """Serve Check, and Watch if somebody will call `changed`."""
+        # Streaming on both sides: such a handler reads its request itself, and can limit the time.
         served = {"Check": self._check, "Watch": self._watch} if may_watch else {"Check": self._check}
         to_bytes = HealthCheckResponse.SerializeToString
         handlers: dict[str, grpc.RpcMethodHandler[bytes, HealthCheckResponse]] = {
@@ -56,7 +55,7 @@ class HealthMethods:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers),))
 
     def changed(self) -> None:
-        """Let watchers learn what may have changed."""
+        """Let watchers check whether something has changed."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -80,7 +79,7 @@ class HealthMethods:
             self._num_watchers -= 1
 
     async def _asked(self, requests: _Requests, context: _Context) -> Holds:
-        """Read a call's request; return what it asks for, or end the call."""
+        """Read a call's request; return the service it asks about, or end the call."""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 raw = await anext(requests, b"")
@@ -105,7 +104,7 @@ def _reply(holds: bool) -> HealthCheckResponse:
 
 
 class Health(HealthMethods):
-    """What a process answers to probes; not started at first."""
+    """A process's answers to probes. At first the process is not started."""
 
     def __init__(self) -> None:
         started = {"live": lambda: True, "started": lambda: self._is_ready is not None}
@@ -114,7 +113,7 @@ class Health(HealthMethods):
         self._is_ready: Holds | None = None
 
     def start(self, is_ready: Holds) -> None:
-        """Let the process count as started; from here on, `is_ready` is asked at each probe."""
+        """Answer that the process has started; from now on each probe calls `is_ready`."""
         self._is_ready = is_ready
 
     def _ready(self) -> bool:
@@ -123,7 +122,7 @@ class Health(HealthMethods):
 
 @asynccontextmanager
 async def answering(config: ProcessConfig) -> AsyncIterator[Health]:
-    """Answer probes for the length of the block. ConfigError where the port cannot be had."""
+    """Answer probes for the length of the block. ConfigError if the port cannot be bound."""
     answers = Health()
     server = grpc.aio.server(options=server_options(MAX_REQUEST_BYTES), maximum_concurrent_rpcs=MAX_CALLS)
     answers.add_to(server, may_watch=False)

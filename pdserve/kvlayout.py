@@ -1,4 +1,4 @@
-"""How one worker's KV pages are laid out, and in what two layouts differ.
+"""How a worker's KV pages are laid out, and how two layouts differ.
 
 A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]`.
 """
@@ -6,7 +6,7 @@ A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]`.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-PageDigest = Literal["xxh3", "splitmix64"]  # how 64 bits are made of a page's bytes: `kvtransfer.region`
+PageDigest = Literal["xxh3", "splitmix64"]  # the hash of a page's bytes, 64 bits: see `kvtransfer.region`
 PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -38,7 +38,7 @@ class KvLayout:
         return -(-num_tokens // self.page_size)
 
     def difference(self, other: "KvLayout") -> str | None:
-        """Return what keeps pages from being copied whole between the two, or None."""
+        """Return the first field in which two layouts differ, or None: pages can be copied between them."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

@@ -1,10 +1,10 @@
-"""All metrics that processes show: names, kinds, labels, meanings. docs/metrics.md has the table.
+"""All metrics of all processes: names, kinds, labels, meanings. docs/metrics.md has the table.
 
-Nothing is decided by a metric, and no decision counts one: shells count what passes by, and read the rest off the cores
-when somebody asks. Label values are members of enumerations and the name of the one model.
+No decision reads or counts a metric: shells count what passes through them, and read the rest from the cores at each
+scrape. Label values are members of enumerations and the name of the one model.
 
-Names that begin with `vllm:` are vLLM's, with its buckets, so that its dashboards, and gateways that choose among its
-servers, read them here too.
+Names that begin with `vllm:` are vLLM's, with vLLM's buckets, so that dashboards for vLLM, and gateways that choose
+among vLLM servers, work with pdserve.
 """
 
 from bisect import bisect_left
@@ -81,7 +81,7 @@ _RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 _MODEL = "model_name"
 _CLASS = "priority_class"
 
-# ---- what a gateway chooses by: of a router, its own requests and the pages of its fullest pool; else of the worker
+# ---- what a gateway chooses by: a router shows its own requests and the pages of its fullest pool, a worker its own
 WAITING = _gauge("vllm:num_requests_waiting", "Requests of which nothing is computed yet.", _MODEL)
 RUNNING = _gauge("vllm:num_requests_running", "Requests that are being computed.", _MODEL)
 KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", _MODEL)
@@ -232,7 +232,7 @@ class Distribution:
         self.total += amount * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return how many values are at most each bound, which is written as Prometheus wants it."""
+        """Return how many values are at most each bound; bounds are texts in Prometheus' format."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
@@ -245,18 +245,18 @@ class Sample:
 
 
 def span_samples(counts: Mapping[str, int]) -> Iterator[Sample]:
-    """Yield what has become of the spans of a process; it makes none where `counts` is empty."""
+    """Yield how many spans of a process were sent, failed or dropped."""
     return (Sample(SPANS, counts.get(result, 0), (result,)) for result in SPAN_RESULTS)
 
 
 def connection_samples(ports: "Mapping[str, Connections]") -> Iterator[Sample]:
-    """Yield how many connections came to each port with TLS, by its name, and how many of them made a call."""
+    """Yield how many connections each port with TLS has had, and how many of them made a call."""
     yield from (Sample(TLS_CONNECTIONS, counted.num_opened, (port,)) for port, counted in ports.items())
     yield from (Sample(TLS_CONNECTIONS_CALLED, counted.num_called, (port,)) for port, counted in ports.items())
 
 
 def families(samples: Iterable[Sample]) -> Iterator[Family]:
-    """Yield what is to be written of samples; those of one metric must follow each other."""
+    """Yield samples as Prometheus' library wants them. Samples of one metric must be adjacent."""
     for metric, group in groupby(samples, key=attrgetter("metric")):
         family = _FAMILIES[metric.kind](metric.name, metric.meaning, labels=metric.labels)
         for sample in group:

@@ -1,7 +1,7 @@
 """Shows a process's metrics over HTTP: GET /metrics, in Prometheus' text format.
 
-Whoever reaches the port may read them: names of the model and of workers, counts and times, nothing that clients sent.
-Answers are made on the process's event loop, so that they show one moment; the text is written in a thread.
+Whoever reaches the port may read them: they have the names of the model and of workers, counts and times, and nothing
+that clients sent. Metrics are collected on the process's event loop, so they show one moment; a thread writes the text.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ Collect = Callable[[], Iterable[Sample]]
 async def showing(
     config: ProcessConfig, collect: Collect, identity: Watched[Identity] | None = None
 ) -> AsyncIterator[str]:
-    """Show what `collect` returns for the length of the block, unless that is turned off.
+    """Serve what `collect` returns for the length of the block, unless metrics are off.
 
-    `identity` is what the process shows inside its cluster: a metric has the end of the one in force. Yields host:port,
-    empty where nothing is shown. ConfigError where the port or a certificate cannot be had.
+    `identity` is the process's certificate inside its cluster; a metric shows when it expires. Yields host:port, empty
+    if metrics are off. ConfigError if the port cannot be bound or a certificate cannot be read.
     """
     if not config.metrics:
         yield ""
@@ -61,7 +61,7 @@ async def showing(
 
 
 def _public(config: ProcessConfig) -> Watched[KeyPair] | None:
-    """Return what a process shows to clients, if it does. Files that its listeners refuse are refused here, too."""
+    """Return a process's certificate for clients, if it has one. Files that its listeners refuse are refused here."""
     if not isinstance(config, ServingConfig) or config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
     paths = config.ssl_certfile, config.ssl_keyfile
@@ -76,7 +76,7 @@ def _certificate_ends(identity: Watched[Identity] | None, public: Watched[KeyPai
 
 
 class _Scrapes:
-    """Answers one request on each connection, to so many at once."""
+    """Answers one request on each connection, up to MAX_CONNECTIONS at once."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
@@ -99,7 +99,7 @@ class _Scrapes:
                     writer.write(await self._reply(request.decode("latin-1")))
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
-            pass  # it has left, or sends what no scraper sends
+            pass  # the peer has left, or is no scraper
         finally:
             del self._open[task]
             writer.close()
@@ -113,7 +113,7 @@ class _Scrapes:
 
 
 async def metrics_text(collect: Collect) -> bytes:
-    """Return what `collect` returns now, and the process's own metrics, in Prometheus' text format."""
+    """Return what `collect` returns now and metrics of the process itself, in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Moment(list(families(collect()))))
     ProcessCollector(registry=registry)

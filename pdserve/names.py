@@ -1,4 +1,4 @@
-"""Addresses that names lead to, looked up again every few seconds: processes behind a name come and go."""
+"""Resolves names to addresses, again every few seconds: processes behind a name come and go."""
 
 import asyncio
 import ipaddress
@@ -13,17 +13,17 @@ from pdserve.rpc import join_address, split_address
 
 logger = logging.getLogger(__name__)
 
-LOOK_UP_S = 10.0  # from one answer until a name is looked up again
-MIN_LOOK_UP_S = 1.0  # the same where somebody asks for it
+LOOK_UP_S = 10.0  # between two lookups of a name
+MIN_LOOK_UP_S = 1.0  # the same, if a new lookup is asked for
 MAX_ADDRESSES = 64  # of a name
 
 Resolve = Callable[[str], frozenset[str]]
 
 
 def resolve(name: str) -> frozenset[str]:
-    """Return the addresses, host:port, that host:port leads to; OSError where that cannot be found out now.
+    """Return the addresses, host:port, of host:port; OSError if the lookup fails.
 
-    Of a host with both, the IPv4 addresses are taken: a process that has one of each kind is to be dialled once.
+    If a host has IPv4 and IPv6 addresses, only the IPv4 ones are returned: a process with both must be dialled once.
     """
     host, port = split_address(name)
     found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
@@ -33,7 +33,7 @@ def resolve(name: str) -> frozenset[str]:
 
 
 def check_names(names: Iterable[str], key: str) -> None:
-    """Raise ConfigError, which names `key`, unless each name is host:port with a host that may be looked up."""
+    """Raise ConfigError, which names `key`, unless each name is host:port with a host that can be looked up."""
     for name in names:
         host, port = split_address(name)
         try:
@@ -45,7 +45,7 @@ def check_names(names: Iterable[str], key: str) -> None:
 
 
 async def addresses_of(names: Iterable[str]) -> list[str]:
-    """Return all addresses that names lead to; OSError where that cannot be found out now, or there is none."""
+    """Return the addresses of all names; OSError if a lookup fails, or there is no address."""
     found = [{name} if _is_literal(name) else await asyncio.to_thread(resolve, name) for name in names]
     addresses = sorted(set[str]().union(*found))
     if not addresses:
@@ -54,10 +54,10 @@ async def addresses_of(names: Iterable[str]) -> list[str]:
 
 
 class Lookups:
-    """Keeps names looked up. A literal address leads to itself."""
+    """Looks names up again and again. A literal address resolves to itself."""
 
     def __init__(self, names: Iterable[str], key: str, found: Callable[[str, frozenset[str]], None]) -> None:
-        """`found` is called with each name's addresses after each lookup. ConfigError names `key` and a bad name."""
+        """`found` is called with a name and its addresses after each lookup. ConfigError: `key` has a bad name."""
         self._again = {name: asyncio.Event() for name in names}
         self._found = found
         check_names(self._again, key)
@@ -67,7 +67,7 @@ class Lookups:
             event.set()
 
     async def run(self, resolve: Resolve = resolve) -> None:
-        """Look names up until cancelled, or at once where all are literal addresses. `resolve` runs in a thread."""
+        """Look names up until cancelled; return at once if all are literal addresses. `resolve` runs in a thread."""
         pool = ThreadPoolExecutor(1, "names")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -77,7 +77,7 @@ class Lookups:
                     else:
                         tasks.create_task(self._follow(name, resolve, pool), name=f"name {name}")
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # at its exit Python waits for a lookup that runs
+            pool.shutdown(wait=False, cancel_futures=True)  # Python waits for a running lookup at its exit
 
     async def _follow(self, name: str, resolve: Resolve, pool: ThreadPoolExecutor) -> None:
         again, problem = self._again[name], ""
@@ -86,7 +86,7 @@ class Lookups:
             try:
                 self._found(name, await asyncio.wrap_future(pool.submit(resolve, name)))
                 problem = ""
-            except OSError as error:  # what the name led to before is still the best that is known
+            except OSError as error:  # the addresses found before are still the best known
                 before, problem = problem, str(error.strerror or error)
                 logger.log(logging.DEBUG if problem == before else logging.WARNING, "%s: %s", name, problem)
             await asyncio.sleep(MIN_LOOK_UP_S)

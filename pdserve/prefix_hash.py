@@ -1,12 +1,12 @@
-"""Hashes that name prefixes, the same on routers and workers and for every page size. Pure.
+"""Hashes of prefixes, the same on routers and workers and for every page size. Pure.
 
 A prompt is cut into blocks of tokens. The hash of a block covers its tokens and the hash of the block before it; the
 first block follows a root, which is a keyed hash of the model's name and a salt. Equal hashes mean equal tokens at
-equal positions, for one model and one salt, so equal KV. A page is named by the hash of its last block.
+equal positions, for one model and one salt, so equal KV. A page's hash is the hash of its last block.
 
-The key comes from the cluster's secret. Without the key nobody can compute a root, or a hash that follows from one, so
-a tenant can search neither for the hashes of another's prompts nor for tokens whose hashes collide. Only the root is
-keyed, which leaves one compression of BLAKE2b for each block: 0.4 us, most of it Python's call. SHA-256 with the
+The key is derived from the cluster's secret. Without the key nobody can compute a root, or a hash that follows from
+one, so a tenant can search neither for the hashes of another's prompts nor for tokens whose hashes collide. Only the
+root is keyed, so each block takes one compression of BLAKE2b: 0.4 us, most of it Python's call. SHA-256 with the
 processor's instructions takes as long, BLAKE2s longer.
 """
 
@@ -44,5 +44,5 @@ class PrefixHasher:
 
 
 def short_hashes(packed: bytes) -> list[int]:
-    """Return 64 bits of each of these concatenated hashes: enough for a router's guesses, in half the memory."""
+    """Return 64 bits of each of these concatenated hashes: enough to guess what is cached, in half the memory."""
     return memoryview(packed).cast("Q")[:: HASH_BYTES // 8].tolist()

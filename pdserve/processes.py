@@ -1,9 +1,9 @@
 """Which processes of workers have ended, as far as routers and receivers can know. Pure.
 
 Invariant: a process known to have ended stays so while it is remembered, whatever attaches under its name. Of two
-processes of one name, the one with the greater incarnation started later: only that one can be the successor. The start
-of a successor proves that its predecessor has ended. It proves nothing if the predecessor was heard after that start:
-then the successor was started without waiting for that end.
+processes with one name, the one with the greater incarnation started later: only that one can be the successor. The
+start of a successor proves that its predecessor has ended, unless the predecessor was heard after that start: then the
+successor was started without waiting for the predecessor's end.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pdserve.ids import Incarnation, WorkerId
 
-MAX_NAMES = 4096  # whose last process is remembered: those heard last
+MAX_NAMES = 4096  # whose last process is remembered; the names heard least recently are forgotten
 
 Process = tuple[WorkerId, Incarnation]
 
@@ -30,14 +30,14 @@ class KnownProcesses:
     def __init__(self, max_ended: int) -> None:
         self._max_ended = max_ended
         self._ended: OrderedDict[Process, None] = OrderedDict()
-        self._last: OrderedDict[WorkerId, _Last] = OrderedDict()  # unless it is known to have ended
+        self._last: OrderedDict[WorkerId, _Last] = OrderedDict()  # without processes known to have ended
 
     def ended(self) -> Iterator[Process]:
-        """Return the processes known to have ended, first those that ended first."""
+        """Return the processes known to have ended, in the order of their ends."""
         return iter(self._ended)
 
     def refusal(self, process: Process) -> str:
-        """Return why a process may not attach; empty when it may."""
+        """Return why a process may not attach, empty if it may."""
         worker_id, incarnation = process
         if process in self._ended:
             return "its process is known to have ended"

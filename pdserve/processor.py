@@ -1,4 +1,4 @@
-"""Features of the processor, and the dtype that suits it. `cpu_info`: the content of CPU_INFO."""
+"""Features of the processor, and the dtype that suits it."""
 
 import platform
 from pathlib import Path
@@ -16,9 +16,9 @@ _FEATURE_LINES = ("flags", "Features")
 def choose_dtype(asked: Dtype, device: Device, cpu_info: str, *, compiled: bool) -> tuple[ChosenDtype, str]:
     """Return the type of weights and KV, and why.
 
-    cpu_info: the content of CPU_INFO, empty without that file. compiled: whether there are kernels compiled for this
-    processor. With AVX2 alone they multiply bfloat16 as fast as float32, of which torch's products of bfloat16 take up
-    to 8 times as long. With AVX-512 but no products of bfloat16 nothing was measured.
+    `cpu_info`: the content of CPU_INFO, empty without that file. `compiled`: whether there are kernels compiled for
+    this processor. On AVX2 these kernels multiply bfloat16 as fast as float32, while torch takes up to 8 times as long.
+    Processors with AVX-512 but without products of bfloat16 were not measured.
     """
     if asked != "auto":
         return asked, "it was asked for"
@@ -43,7 +43,7 @@ def read_cpu_info() -> str:
 
 
 def cpu_features(cpu_info: str) -> frozenset[str]:
-    """Return the features that all processors have."""
+    """Return the features that all processors of the machine have. `cpu_info`: the content of CPU_INFO."""
     fields = (line.partition(":") for line in cpu_info.splitlines())
     of_each = [frozenset(values.split()) for key, _, values in fields if key.strip() in _FEATURE_LINES]
     return frozenset.intersection(*of_each) if of_each else frozenset()

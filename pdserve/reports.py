@@ -17,16 +17,16 @@ NUM_BANDS = 48  # the last one's requests have up to 2**23.5 tokens, or more
 
 @value
 class LoadPart:
-    """The part of a worker's load that comes from some of its routers. Each continuation of a request counts."""
+    """The part of a worker's load that some of its routers cause. Each continuation of a request counts."""
 
     num_running: int = 0  # in the batch
-    num_coming: int = 0  # accepted, and not decoding yet
-    placed_tokens: int = 0  # of all of these, when they were placed
+    num_coming: int = 0  # accepted, not decoding yet
+    placed_tokens: int = 0  # of running and coming ones, when they were placed
     waiting_tokens: int = 0  # of prompts, yet to be computed there
-    waiting_work: int = 0  # of their attention
-    num_taken: int = 0  # sequences taken in since the process started
-    taken_tokens: int = 0  # of prompts to compute there, the same
-    taken_work: int = 0
+    waiting_work: int = 0  # attention work of the waiting tokens
+    num_taken: int = 0  # sequences accepted since the process started
+    taken_tokens: int = 0  # of prompts to compute, accepted since the process started
+    taken_work: int = 0  # attention work of these tokens
 
     def minus(self, part: "LoadPart") -> "LoadPart":
         return LoadPart(*(getattr(self, name) - getattr(part, name) for name in _LOAD_FIELDS))
@@ -37,15 +37,15 @@ _LOAD_FIELDS = tuple(LoadPart.__annotations__)
 
 @value
 class ReportedLoad:
-    """What a worker reports of its load, as far as decisions depend on it."""
+    """What a worker reports about its load, as far as decisions depend on it."""
 
     pages_free: int
-    pages_wanted: int = 0  # that requests taken in wait for
+    pages_wanted: int = 0  # that accepted requests wait for
     pages_lost: int = 0  # in quarantine, or leaked
     draining: bool = False
     failed_steps: int = 0  # the last ones, in a row
-    others: LoadPart = field(default_factory=LoadPart)  # what other routers have sent
-    role: Role | None = None  # what it does now; None: unknown
+    others: LoadPart = field(default_factory=LoadPart)  # load that other routers cause
+    role: Role | None = None  # None: unknown
     role_epoch: int = 0
 
 
@@ -53,7 +53,7 @@ FINISH_REASONS = {1: "stop", 2: "length"}  # of a continuation, by their numbers
 
 
 class Stage(StrEnum):
-    """What a request goes through. Those that happen on workers have the same names in link.proto."""
+    """A stage of a request's life. The stages on workers have the same names in link.proto."""
 
     RECEIVED = "received"
     TOKENIZED = "tokenized"
@@ -72,7 +72,7 @@ class Stage(StrEnum):
 
 
 class Failure(Enum):
-    """Why a worker gave an attempt up."""
+    """Why a worker gave up an attempt."""
 
     PEER_LOST = auto()
     TRANSFER_FAILED = auto()
@@ -81,7 +81,7 @@ class Failure(Enum):
     INVALID = auto()
     INTERNAL = auto()
     LEASE_LAPSED = auto()
-    SENDER_GAVE_UP = auto()  # and reports the reason itself, if there is one to report
+    SENDER_GAVE_UP = auto()  # the sender reports the reason, if there is one
 
 
 def band_of(num_tokens: int) -> int:

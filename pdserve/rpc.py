@@ -1,7 +1,7 @@
 """How pdserve's processes listen, dial and recognise each other over gRPC.
 
-Internal ports answer only callers that prove, in the metadata of each call, that they know the cluster's shared secret.
-Every other call is denied, whatever its method. The secret itself is never sent:
+An internal port serves a call only if its metadata prove that the caller knows the cluster's shared secret. Every other
+call is denied, whatever its method. The secret itself is never sent:
 
     caller                                            listener
     any call with      hello: its nonce, a proof  ─▶
@@ -26,10 +26,10 @@ from pdserve.secret_proof import CHALLENGE_BYTES, NONCE_BYTES, Challenges, is_pr
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
-MAX_CONNECTIONS = 4096  # of a listener, with those that shake hands
+MAX_CONNECTIONS = 4096  # of a listener, including handshakes
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_STATUS_BYTES = 2000  # of a status message: on the wire up to thrice that, of 8 kB that clients take of headers
-DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refuses its process, which must end
+MAX_STATUS_BYTES = 2000  # of a status message; up to 3 times as long on the wire, and clients take 8 kB of headers
+DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refuses the process, which must end
 HELLO_METADATA_KEY = "pdserve-hello-bin"
 CHALLENGE_METADATA_KEY = "pdserve-challenge-bin"
 PROOF_METADATA_KEY = "pdserve-proof-bin"
@@ -51,7 +51,7 @@ _KEEPALIVE: Options = [
 
 
 def channel_options(max_message_bytes: int) -> Options:
-    """Return what a dialling process sets on its channel."""
+    """Return the options of a channel."""
     return [
         *_message_limits(max_message_bytes),
         *_KEEPALIVE,
@@ -62,10 +62,10 @@ def channel_options(max_message_bytes: int) -> Options:
 
 
 def server_options(max_message_bytes: int, *, shares_port: bool = False) -> Options:
-    """Return what a listening process sets on its server.
+    """Return the options of a server.
 
-    A peer that pings often is never cut off: with the default of two strikes a long silent decode would end
-    every call on the connection. Without `shares_port`, a port that another process listens on is an error.
+    A peer that pings often is never cut off: with gRPC's default, two strikes, a long decode without messages would end
+    every call on the connection. Unless `shares_port`, a port that another process listens on is an error.
     """
     return [
         *_message_limits(max_message_bytes),
@@ -94,9 +94,9 @@ def read_secret(path: Path) -> bytes:
 
 
 def check_bind(address: str, *, has_identity: bool, key: str = "host", remedy: str = "") -> None:
-    """Raise ConfigError where a listener that knows no identities would be reachable from other machines.
+    """Raise ConfigError if a listener that does not identify its callers could be reached from other machines.
 
-    `address` is a host or host:port; `key` is the option named in the error, `remedy` what it asks to set.
+    `address` is a host or host:port. The error names the option `key`, and `remedy`, which says what to set.
     """
     if not has_identity and not is_loopback(address):
         text = f"{key}: {address} is reachable from other machines and callers would not be identified"
@@ -108,7 +108,7 @@ def listen(
 ) -> str:
     """Bind a port (0: a free one) and return its address, host:port; ConfigError names `key` where that cannot be.
 
-    With credentials it speaks TLS alone.
+    With credentials the port speaks TLS only.
     """
     address = join_address(host, port)
     try:
@@ -123,7 +123,7 @@ def listen(
 
 @asynccontextmanager
 async def running(server: grpc.aio.Server, grace_s: float | None = None) -> AsyncIterator[None]:
-    """Run a server for the length of the block. Calls may then go on for `grace_s`; None: they end at once."""
+    """Run a server for the length of the block. Then calls may go on for `grace_s`; None: they end at once."""
     await server.start()
     try:
         yield
@@ -162,7 +162,7 @@ async def abort(
     message: str,
     trailing: tuple[tuple[str, str], ...] = (),
 ) -> Never:
-    """End a call with a status, its message cut to what clients take: beyond that they see none of it."""
+    """End a call with a status. The message is cut: clients would drop one that is too long."""
     whole = message.encode(errors="replace")
     if len(whole) > MAX_STATUS_BYTES:
         message = whole[: MAX_STATUS_BYTES - 3].decode(errors="ignore") + "..."
@@ -170,7 +170,7 @@ async def abort(
 
 
 class Caller:
-    """The dialling end of an identification: shows that it knows the secret, and has the listener show the same."""
+    """The caller's end of the exchange: proves that it knows the secret, and checks the listener's proof."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -182,7 +182,7 @@ class Caller:
         return ((HELLO_METADATA_KEY, self._nonce + proof_of(self._secret, "hello", self._nonce)),)
 
     def answer(self, denied: grpc.aio.AioRpcError | grpc.Call, method: str) -> Metadata | None:
-        """Return the metadata of one call of a method; None unless the denial is that of one who knows the secret."""
+        """Return the metadata of one call of a method; None unless the listener has proved that it knows the secret."""
         challenge, proof = _split(_value_of(CHALLENGE_METADATA_KEY, denied.trailing_metadata()), CHALLENGE_BYTES)
         if not is_proof(proof, self._secret, "listener", self._nonce, challenge):
             return None
@@ -200,7 +200,7 @@ async def identify(
 ) -> Metadata:
     """Return the metadata that one call of a method, /package.service/name, to an internal port must carry.
 
-    Costs an exchange with the listener. Raises grpc.aio.AioRpcError where that fails, or the listener does not know the
+    Takes a round trip to the listener. Raises grpc.aio.AioRpcError if that fails, or the listener does not know the
     secret.
     """
     caller = Caller(secret)
@@ -219,9 +219,9 @@ async def identify(
 
 
 class RequireSecret(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED to every call, known method or not, that does not prove knowledge of the secret.
+    """Answers UNAUTHENTICATED to every call, of a known method or not, that does not prove knowledge of the secret.
 
-    A caller whose hello proves it is given a challenge with the denial.
+    A caller whose hello proves that it knows the secret gets a challenge with the denial.
     """
 
     def __init__(self, secret: bytes, on_denied: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:

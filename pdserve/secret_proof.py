@@ -1,7 +1,7 @@
-"""Proves to another process that this one knows the cluster's secret, which never leaves either of them.
+"""Proofs that a process knows the cluster's secret, without sending it.
 
-Both sides draw a nonce, and each shows a code (HMAC-SHA256 under the secret) over the two nonces and its own part in
-the exchange. Invariant: a proof is accepted once, by one process, for one purpose.
+Both sides draw a nonce. Each sends an HMAC-SHA256, keyed with the secret, over both nonces and its own role in the
+exchange. Invariant: a proof is accepted once, by one process, for one purpose.
 """
 
 import hmac
@@ -15,7 +15,7 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 CHALLENGE_BYTES = 8 + NONCE_BYTES + PROOF_BYTES
 CHALLENGE_S = 30.0  # how long a challenge can be answered
-MAX_SPENT = 1 << 16  # answered challenges remembered; with more, answers are refused. Filling it takes the secret
+MAX_SPENT = 1 << 16  # answered challenges remembered; then answers are refused. Only who knows the secret can fill it
 
 _ISSUED = struct.Struct(f"!Q{NONCE_BYTES}s")  # milliseconds of the challenger's clock, and its nonce
 
@@ -25,7 +25,7 @@ def new_nonce() -> bytes:
 
 
 def proof_of(secret: bytes, purpose: str, *parts: bytes) -> bytes:
-    """Return what shows knowledge of the secret for one purpose."""
+    """Return a code that only a process with the secret can make, valid for one purpose."""
     code = hmac.new(secret, digestmod="sha256")
     for part in (purpose.encode(), *parts):
         code.update(struct.pack("!I", len(part)) + part)
@@ -39,14 +39,14 @@ def is_proof(given: bytes, secret: bytes, purpose: str, *parts: bytes) -> bool:
 class Challenges:
     """Challenges that this process gives to callers, each good for one answer within `CHALLENGE_S`.
 
-    Those that wait for an answer take no memory: a challenge carries its time, and a code under a key that nobody else
-    has proves that it is one of ours.
+    A challenge that waits for its answer takes no memory here: it carries its own time, and a code made with a key that
+    only this process has.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._key = secrets.token_bytes(PROOF_BYTES)
-        self._spent: OrderedDict[bytes, float] = OrderedDict()  # until when each is remembered, in their order
+        self._spent: OrderedDict[bytes, float] = OrderedDict()  # answered challenges, and until when
 
     def new(self) -> bytes:
         issued = _ISSUED.pack(round(1e3 * self._clock.now_s()), new_nonce())
