@@ -1,7 +1,8 @@
 """Runs a file of requests in OpenAI's batch format against an OpenAI server, and writes a file of results.
 
-Invariant: the output has at most one line of each `custom_id`, and each line is whole. A run that was cut short goes on
-where it ended. Requests that found no server, no room in it, or a wrong key or model, are sent again by the next run.
+Invariant: the output has at most one line for each `custom_id`, and each line is complete. A run that was cut short is
+continued by the next one. The next run also sends again what failed for want of a server, of room, or of the right key
+or model.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ from pdserve.errors import ConfigError
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 BUSY = frozenset((408, 409, 429, 500, 502, 503, 504))  # after these, the same request may succeed
-NOT_FINAL = BUSY | {401, 403, 404}  # by the next run, with another key, server or model
+NOT_FINAL = BUSY | {401, 403, 404}  # the next run may succeed, with another key, server or model
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 300.0
-ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S = 1200.0, 10.0  # the former beyond a router's longest deadline
-MAX_SHOWN = 5  # mistakes of a file
+ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S = 1200.0, 10.0  # an answer may take longer than a router's longest deadline
+MAX_SHOWN = 5  # mistakes of a file that an error lists
 MAX_PORT = 65535
 RESULT_BEGINS = b'{"id": "batch_req_'
 
@@ -38,18 +39,18 @@ class Item:
     custom_id: str
     url: str
     content: bytes  # of the request
-    mistake: str = ""  # why it is not sent
+    mistake: str = ""  # why the request is not sent
 
 
 @dataclass(slots=True)
 class Tally:
     num_done: int = 0
-    num_failed: int = 0  # also in an earlier run, where that is final
-    num_skipped: int = 0  # an earlier run has their answers
+    num_failed: int = 0  # in this run, or finally in an earlier one
+    num_skipped: int = 0  # answered in an earlier run
 
 
 def client(server: str, api_key: str = "", ca_file: Path | None = None) -> httpx2.AsyncClient:
-    """Return a client of a server, http://host:port; ConfigError where it is no URL."""
+    """Return a client of a server, http://host:port; ConfigError if that is no URL."""
     try:
         url = httpx2.URL(server)
     except httpx2.InvalidURL as error:
@@ -58,7 +59,7 @@ def client(server: str, api_key: str = "", ca_file: Path | None = None) -> httpx
         raise ConfigError(f"--server: {server!r} is no URL of the form http://host:port")
     try:
         trusted = ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl's own errors are such
+    except OSError as error:  # the base of ssl's errors
         raise ConfigError(f"--ca-file: {ca_file} holds no certificates: {error.strerror or error}") from error
     return httpx2.AsyncClient(
         base_url=url,
@@ -77,9 +78,9 @@ async def run_batch(
     max_retries: int,
     advance: Callable[[], None],
 ) -> Tally:
-    """Send what a checked file has and the output has no result of; return what became of all lines.
+    """Send the requests of a checked file that have no result in the output; return counts of all lines.
 
-    `advance` is called for each line. ConfigError where another run writes the output.
+    `advance` is called for each line. ConfigError if another run writes the output.
     """
     tally = Tally()
 
@@ -115,7 +116,7 @@ async def run_batch(
 
 
 def check(source: Path) -> int:
-    """Return how many requests a file has; ConfigError names the lines that are none, or that are there twice."""
+    """Return how many requests a file has; ConfigError names lines that are no requests, or duplicates."""
     seen: set[str] = set()
     mistakes: list[str] = []
     try:
@@ -154,7 +155,7 @@ def _object(raw: bytes) -> Json | None:
 
 
 def items(source: Path) -> Iterator[Item]:
-    """Yield the requests of a file that is checked, as they stand in it."""
+    """Yield the requests of a checked file, in order."""
     with source.open("rb") as file:
         for raw in file:
             line = _object(raw)
@@ -186,12 +187,12 @@ def _item(line: Json) -> Item:
 
 @contextmanager
 def _results(source: Path, out: Path) -> Iterator[tuple[IO[bytes], Mapping[str, bool]]]:
-    """Open the output for this run alone, to be appended to: with its final results, once each, and nothing else.
+    """Open the output for this run only, with the final results of earlier runs, each once, and nothing else.
 
-    Yields it with the ids that it has, and whether these have answers. ConfigError for a file of something else, which
-    is left as it is.
+    Yields the file, open for appending, and for each id in it whether the request was answered. ConfigError if the file
+    holds something else; then it is left unchanged.
     """
-    out = out.resolve()  # a link stays one
+    out = out.resolve()  # a link stays a link
     known: dict[str, bool] = {}
     with _opened(out) as before:  # both are locked until the end
         _check_results(before, out, source)
@@ -208,14 +209,14 @@ def _results(source: Path, out: Path) -> Iterator[tuple[IO[bytes], Mapping[str, 
 
 
 def check_output(out: Path, source: Path) -> None:
-    """Raise ConfigError where the output is there, and may not be replaced."""
+    """Raise ConfigError if the output exists and may not be replaced."""
     if out.exists():
         with _opened(out) as file:
             _check_results(file, out, source)
 
 
 def _check_results(file: IO[bytes], path: Path, source: Path) -> None:
-    """Raise ConfigError where a file begins with something else than a result: it would be lost."""
+    """Raise ConfigError if a file does not begin with a result: its content would be lost."""
     raw = file.readline()
     if raw.endswith(b"\n"):
         line = _object(raw)
@@ -242,7 +243,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _final(raw: bytes) -> Json | None:
-    """Return a line of the output, if it is a result that stays."""
+    """Return a line of the output if it is a final result."""
     line = _object(raw) if raw.endswith(b"\n") else None
     if line is None or _status(line) in NOT_FINAL or not isinstance(_status(line), int):
         return None
@@ -264,7 +265,7 @@ _HEADERS = {"content-type": "application/json"}
 
 
 async def _result(item: Item, http: httpx2.AsyncClient, max_retries: int) -> Json:
-    """Return a request's line of the output, whatever comes of it."""
+    """Return a request's line of the output, whether it was answered or not."""
     if item.mistake:
         error = {"message": item.mistake, "type": "invalid_request_error", "param": item.mistake.partition(":")[0]}
         return _line(item, {"status_code": 400, "request_id": "", "body": {"error": {**error, "code": None}}})
@@ -303,7 +304,7 @@ def _backoff_s(retry: int) -> float:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks clients to wait; None where it asks for none, or for too many."""
+    """Return the seconds that a server asks clients to wait; None if it asks for none, or too many."""
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
             asked_s = float(headers[name]) * unit_s

@@ -1,6 +1,6 @@
 """Configuration of a process: one YAML file, read once, overridden by flags of the same names.
 
-A default is written in one place: the field that has it.
+A default is written in one place, its field.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["auto", "none", "int8", "int4", "gguf"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
-GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for it: all keys of a tile lie in one page
-STEP_TOKENS = {Role.PREFILL: 2048, Role.DECODE: 512, Role.MIXED: 512}  # of a worker, by its role
+GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for this: all keys of a tile are in one page
+STEP_TOKENS = {Role.PREFILL: 2048, Role.DECODE: 512, Role.MIXED: 512}  # tokens in a step, by the worker's role
 
 _Config = TypeVar("_Config", bound="ProcessConfig")
 
@@ -30,7 +30,7 @@ class ProcessConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    kind: ClassVar[str] = "process"  # whose setting it is, where the help of a flag has to name it
+    kind: ClassVar[str] = "process"  # whose setting it is, if the help of a flag must say so
 
     log_level: LogLevel = Field("info", description="Least severe records that are logged.")
     log_format: LogFormat = Field(
@@ -59,7 +59,7 @@ class ProcessConfig(BaseModel):
 
 
 def _without_password(given: object) -> object:
-    if isinstance(given, str) and "@" in given:  # every user of the machine may read the command line that has it
+    if isinstance(given, str) and "@" in given:  # every user of the machine can read a command line
         raise FieldError((), "a URL with a user or password is refused: OTEL_EXPORTER_OTLP_HEADERS has secrets")
     return given
 
@@ -254,7 +254,7 @@ class WorkerConfig(ServingConfig):
 
     @property
     def step_tokens(self) -> dict[Role, int]:
-        """Tokens in one step, by role. One step has at least a token of each sequence."""
+        """Tokens in one step, by role. A step has room for at least one token of each sequence."""
         own = self.max_num_batched_tokens
         return {role: own or max(count, self.max_num_seqs) for role, count in STEP_TOKENS.items()}
 
@@ -267,7 +267,7 @@ class WorkerConfig(ServingConfig):
     @model_validator(mode="before")
     @classmethod
     def _choose_page_size(cls, given: Any) -> Any:  # noqa: ANN401 - whatever is to be validated
-        """Take the GPU's page size where a GPU is asked for."""
+        """Use the GPU's page size if a GPU is asked for."""
         if isinstance(given, Mapping) and given.get("device") == "cuda":
             return {"page_size": GPU_PAGE_SIZE, **given}
         return given

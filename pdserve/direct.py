@@ -1,8 +1,8 @@
-"""A worker that answers clients itself: beside it in its process runs a router that places on this worker alone.
+"""A worker that answers clients itself: its process also runs a router, which places requests on this worker only.
 
-Such requests are computed from the prompt to the end where they arrive; those of other routers share its steps. The
-link between the two is a worker's usual one, over loopback and without TLS. A worker drains as ever: what its clients
-have begun is finished, and the router ends after it.
+The worker computes such requests from prompt to end; requests of other routers share its steps. The router and the
+worker are linked as usual, over loopback and without TLS. Draining is as usual, too: the requests of the worker's own
+clients are finished, and the router ends after the worker.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pdserve.worker.seats import Seat
 
 
 async def serve(config: WorkerConfig, seat: Seat | None = None) -> None:
-    """Run a worker and its router until the worker has drained. ConfigError where a port cannot be had."""
+    """Run a worker and its router until the worker has drained. ConfigError if a port cannot be bound."""
     own = _of_router(config)
     model = await asyncio.to_thread(load_model, own)
     stop = asyncio.Event()
@@ -34,7 +34,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None) -> None:
 
 
 def _of_router(config: WorkerConfig) -> RouterConfig:
-    """Return the settings of a worker's own router. ConfigError where strangers would reach it."""
+    """Return the settings of a worker's own router. ConfigError if strangers could reach it."""
     has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
     remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or dialect_host to 127.0.0.1"
     check_bind(config.dialect_host, has_identity=has_identity, key="dialect_host", remedy=remedy)
@@ -45,7 +45,7 @@ def _of_router(config: WorkerConfig) -> RouterConfig:
         "internal_port": 0,
         "local_prefill": True,
         "metrics": False,
-        "pool_grace_s": 0.0,  # while the worker loads or drains, a client is to try another one
+        "pool_grace_s": 0.0,  # while the worker loads or drains, clients should try another one
     }
     return RouterConfig.model_validate({name: getattr(config, name) for name in _SHARED} | own)
 

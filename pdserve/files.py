@@ -1,4 +1,4 @@
-"""Files that several processes use, and their folders."""
+"""Reads and writes files that several processes use."""
 
 import os
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 from pdserve.errors import ConfigError
 
 WRITABLE_BY_OTHERS = 0o022
-EXPOSED = 0o026  # modes of a private file that others could read, or anybody but its owner replace
+EXPOSED = 0o026  # mode bits that let others read a file, or anybody but its owner write it
 
 
 def read_file(path: Path, setting: str) -> bytes:
-    """Return a file's content; ConfigError names the setting that names the file."""
+    """Return a file's content; ConfigError names the setting that has the path."""
     return _read(path, setting)[0]
 
 
 def read_private(path: Path, setting: str) -> bytes:
     """Return a file's content; ConfigError unless it is private.
 
-    Its group may read it: Kubernetes mounts a secret for a process that is not root as 0440, with the pod's group.
+    The group may read it: for a process that is not root, Kubernetes mounts a secret as 0440, with the pod's group.
     """
     content, mode = _read(path, setting)
     if mode & EXPOSED:
@@ -26,7 +26,7 @@ def read_private(path: Path, setting: str) -> bytes:
 
 
 def _read(path: Path, setting: str) -> tuple[bytes, int]:
-    """Return content and mode of the same file, even if another one replaces it at that moment."""
+    """Return content and mode of the same file, even if it is replaced at that moment."""
     try:
         with path.open("rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mode
@@ -35,7 +35,7 @@ def _read(path: Path, setting: str) -> tuple[bytes, int]:
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder, if it is not there, that nobody but this user can write to; OSError where it is not so."""
+    """Make a folder unless it exists; OSError if anybody but this user can write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
@@ -43,9 +43,9 @@ def make_own_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Replace the content of `path`: a reader sees the old or the new one, nothing between.
+    """Replace the content of `path`: a reader sees the old or the new content, nothing between.
 
-    The umask takes from the mode what it takes from any file's.
+    The umask applies to the mode, as for any file.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

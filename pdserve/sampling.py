@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, with the limits every part of the system relies on; and a token as sampled."""
+"""A request's sampling parameters, with the limits that every part of the system relies on; and sampled tokens."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Format = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 @value
 class StructuredOutput:
-    """What an answer's text has to match; `texts` are the choices, nothing for json_object, else one text."""
+    """What an answer's text must match. `texts`: the choices, nothing for json_object, else one text."""
 
     format: Format
     texts: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class StructuredOutput:
         return f"structured_output.{self.format}"
 
     def validate(self) -> None:
-        """Raise RequestError(INVALID_ARGUMENT) for too much or too little text; what it means is not looked at."""
+        """Raise RequestError(INVALID_ARGUMENT) for too much or too little text. The text itself is not parsed."""
         if self.format == "choice":
             _in_range(f"{self.field} entries", len(self.texts), 1, MAX_CHOICES)
         if not all(self.texts):
@@ -52,8 +52,8 @@ class StructuredOutput:
 class SamplingParams:
     """One request's sampling. Defaults are the OpenAI API's; a temperature below GREEDY_BELOW means greedy.
 
-    `seed` is always set by the time a worker sees it: the router draws one where the client gave none, so that
-    hand-off, preemption and migration cannot change an output.
+    A worker always gets a seed: the router draws one if the client sent none, so that hand-off, preemption and
+    migration cannot change an output.
     """
 
     temperature: float = 1.0
@@ -65,15 +65,15 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0  # 64 bits
-    logprobs: int | None = None  # how many of the likeliest tokens to report; 0: the chosen one only
+    logprobs: int | None = None  # number of likeliest tokens to report; 0: only the chosen one
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
-    prompt_logprobs: int | None = None  # the same as `logprobs`, of the prompt's tokens
-    allowed_token_ids: tuple[int, ...] = ()  # only these may be sampled; none named: all
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each may not follow those before it
+    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens
+    allowed_token_ids: tuple[int, ...] = ()  # only these may be sampled; empty: all
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences that may not be sampled
     structured_output: StructuredOutput | None = None
 
     @property
@@ -115,7 +115,7 @@ class SamplingParams:
                 raise invalid("ignore_eos", "true, but an answer with a structured_output ends once it is complete")
 
     def _validate_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestError where what may be sampled is out of range, or nothing at all."""
+        """Raise RequestError if allowed or banned tokens are out of range, or no token may be sampled."""
         _in_range("allowed_token_ids entries", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKEN_IDS)
         for token in self.allowed_token_ids:
             _in_range("allowed_token_ids", token, 0, vocab_size - 1)
@@ -140,7 +140,7 @@ class TokenLogprobs:
 
 @value
 class PromptLogprobs:
-    """Log probabilities of successive prompt tokens, as packed as they travel: little end first, a row a token."""
+    """Log probabilities of successive prompt tokens, packed as they travel: little-endian, one row a token."""
 
     chosen: bytes  # float32 [num_tokens]
     top_ids: bytes  # uint32 [num_tokens, num_top], likeliest first
@@ -158,7 +158,7 @@ class PromptLogprobs:
         return len(self.chosen) + 2 * len(self.top)
 
     def slice(self, start: int, stop: int) -> "PromptLogprobs":
-        """Return those of the tokens from number `start` to before `stop`."""
+        """Return those of the tokens from `start` to before `stop`."""
         first, last = 4 * start * self.num_top, 4 * stop * self.num_top
         return PromptLogprobs(self.chosen[4 * start : 4 * stop], self.top_ids[first:last], self.top[first:last])
 

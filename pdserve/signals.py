@@ -1,9 +1,9 @@
 """What SIGTERM and SIGINT do to a process.
 
-Before it serves, a signal ends it at once. While it serves, the first signal drains it; a second one ends it at once,
-and so does the time a drain may take. Signals within half a second of the first are the same request: systemd signals
-every process of a service, and a launcher among them passes the signal on to its children. Every signal is handled:
-the kernel lets process 1 of a container ignore what it does not handle.
+Before a process serves, a signal ends it at once. While it serves, the first signal drains it; a second one ends it at
+once, and so does the limit of a drain's time. Signals within half a second of the first count as the same request:
+systemd signals every process of a service, and a launcher among them passes the signal on to its children. Every signal
+has a handler: the kernel ignores signals to process 1 of a container that have none.
 
 Exit status: 128 + the signal's number where a signal ended the process at once, 75 where its drain took too long.
 """
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import asyncio
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-CLOSING_S = 5.0  # after drain_timeout_s: last words of HTTP, then of gRPC, then the last spans; and a second to spare
+CLOSING_S = 5.0  # after drain_timeout_s: the last replies of HTTP and gRPC, the last spans, and a second to spare
 DRAIN_TIMED_OUT_STATUS = 75  # EX_TEMPFAIL
 SAME_REQUEST_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def exit_status(number: int) -> int:
-    """Return the status with which a process exits that a signal ended at once; the same as a shell shows."""
+    """Return the exit status of a process that a signal ended at once, as a shell shows it."""
     return 128 + number
 
 
@@ -45,7 +45,7 @@ def end_on_signals(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
 def drain_on_signals(loop: "asyncio.AbstractEventLoop", drain: Callable[[], None], limit_s: float) -> Iterator[None]:
     """For the length of the block, call `drain` in the loop at the first signal.
 
-    From then on a second signal ends this process at once, and the limit does, in the block or after it.
+    After that, a second signal ends this process at once, and so does the limit, in the block or after it.
     """
 
     requests = StopRequests()
@@ -93,16 +93,16 @@ class StopRequests:
 
 
 def end_after(limit_s: float) -> None:
-    """End this process if it is still there after this many seconds, whatever its threads do."""
+    """End this process after this many seconds, whatever its threads do."""
     timer = threading.Timer(limit_s, _end_drain, (limit_s,))
     timer.daemon = True
     timer.start()
 
 
 def end_served(status: int) -> NoReturn:
-    """End this process, which has closed all that it had open.
+    """End this process, which has closed everything, without Python's own shutdown.
 
-    Without taking Python down: threads of libraries can crash meanwhile, and torch would need a second.
+    During that, threads of libraries can crash, and torch would need a second.
     """
     logging.shutdown()
     os._exit(status)
@@ -132,6 +132,6 @@ def _end_drain(limit_s: float) -> None:
 
 
 def _say(text: str) -> None:
-    """Write a line to stderr, if it takes one. No logging: the interrupted code may be writing a record."""
+    """Write a line to stderr, if possible. Logging is not safe: the interrupted code may be writing a record."""
     with suppress(OSError):  # a full disk, or a pipe that nobody reads: the process ends all the same
         os.write(2, f"pdserve: {text}\n".encode())

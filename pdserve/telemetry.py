@@ -1,22 +1,26 @@
-"""Logging of pdserve's processes: one record a line on stderr, as text or as JSON, with the process's name in it."""
+"""Logging of pdserve's processes: one record a line on stderr, as text or as JSON, with the name of the process."""
 
 import json
 import logging
 import sys
 from datetime import UTC, datetime
 
-_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}  # of each record
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+}  # every record has these
 
 
 class OneLineFormatter(logging.Formatter):
-    """Keeps a record on one line, tracebacks included: no request's content can forge a second record."""
+    """Writes a record on one line, with its traceback: the content of a request cannot forge a second record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record as one JSON object: time, level, process, logger and message, then the record's extra fields."""
+    """Writes a record as one JSON object: time, level, process, logger, message, and the record's extra fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""Messages that wait for a stream are written as one: each write costs both ends more than what it carries."""
+"""Writes messages that wait for a stream as one message: a write costs both ends more than its content."""
 
 from asyncio import Queue
 from collections.abc import Callable, MutableSequence
 from typing import Protocol, Self, TypeAlias, TypeVar
 
-TOGETHER_BYTES = 262_144  # from which on no more messages are written together; not tuned
+TOGETHER_BYTES = 262_144  # a message of this size is not extended; not tuned
 
 
 class Message(Protocol):
-    """A message of a stream. `more` are those that follow it, which have none themselves."""
+    """A message of a stream. `more` has the messages that follow it; these have no `more` themselves."""
 
     @property
     def more(self) -> MutableSequence[Self]: ...
@@ -17,13 +17,13 @@ class Message(Protocol):
 
 
 M = TypeVar("M", bound=Message)
-Deferred: TypeAlias = Callable[[], M | None]  # puts a message together when it is its turn; None: there is none
+Deferred: TypeAlias = Callable[[], M | None]  # makes the message when its turn comes; None: no message
 
 
 async def next_message(outbound: "Queue[M | None] | Queue[M | Deferred[M] | None]") -> M | None:
-    """Wait for a message; return it with those that wait behind it, up to a size. None is the last in a queue.
+    """Wait for a message; return it with those that wait behind it, up to a size. A None ends the queue.
 
-    The queue's messages stay as they are: the same one may be in another queue.
+    Queued messages are not changed: the same object may be in another queue.
     """
     first: M | None = None
     while first is None:

@@ -1,6 +1,6 @@
-"""Spans of requests, and W3C Trace Context: which span of which trace a request belongs to.
+"""Spans of requests, and W3C Trace Context, which says to which span of which trace a request belongs.
 
-`traceparent` and `tracestate` carry the latter from client to router and from router to worker.
+`traceparent` and `tracestate` carry the trace context from client to router and from router to worker.
 """
 
 import re
@@ -17,12 +17,12 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-
 
 @value
 class TraceContext:
-    """A span that others are made below."""
+    """A span that is the parent of others."""
 
     trace_id: str  # 32 hexadecimal digits, not all 0
     span_id: str  # 16 hexadecimal digits, not all 0
     flags: int  # a byte
-    tracestate: str = ""  # of other vendors, passed on as it came
+    tracestate: str = ""  # of other vendors, passed on unchanged
 
     @property
     def is_sampled(self) -> bool:
@@ -43,22 +43,22 @@ def new_span_id() -> str:
 
 @value
 class Span:
-    """What happened from one moment to another, both on this process's clock."""
+    """What happened between two moments of this process's clock."""
 
     name: str
     start_s: float
     end_s: float
     attributes: Attributes
-    parent_id: str  # empty: its trace begins with it
+    parent_id: str  # empty: the trace begins with this span
     span_id: str = field(default_factory=new_span_id)
-    error: str = ""  # what it failed of, if it did
+    error: str = ""  # why it failed, if it did
     answers_client: bool = False
 
 
 def read_trace(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Parse the two fields; None where `traceparent` is missing, or invalid, which the standard says to ignore.
+    """Parse the two fields; None if `traceparent` is missing, or invalid: the standard says to ignore it then.
 
-    Of versions above 00 the fields are read that 00 has. A `tracestate` that is too long is left out.
+    From versions above 00, the fields of version 00 are read. A `tracestate` that is too long is dropped.
     """
     found = _TRACEPARENT.fullmatch(traceparent.strip())
     if found is None or (traceparent.strip().startswith("00") and found[4]):

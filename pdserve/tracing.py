@@ -1,9 +1,9 @@
-"""Sends spans to an OpenTelemetry collector, with OTLP over gRPC. Takes long to import: only where spans are asked for.
+"""Sends spans to an OpenTelemetry collector, with OTLP over gRPC. Slow to import: only if spans are wanted.
 
-Invariant: nobody waits for a collector. Spans are queued, at most MAX_WAITING of them; a thread sends them. What finds
-the queue full, or cannot be sent, is counted and forgotten.
+Invariant: nobody waits for a collector. At most MAX_WAITING spans are queued; a thread sends them. A span is dropped,
+and counted, if the queue is full or it cannot be sent.
 
-Spans are made when what they describe is over, from readings of the process's monotonic clock, so their lengths are
+Spans are made from readings of the process's monotonic clock when what they describe is over, so their lengths are
 exact. The wall clock is read once for each set of spans; spans of different machines agree as well as their wall clocks
 do.
 """
@@ -28,19 +28,19 @@ from pdserve.tracecontext import Span, TraceContext
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 8192  # spans that are not sent yet, some of them on their way
-BATCH = 512  # spans that are sent at once
-DELAY_S = 1.0  # until spans are sent that make no batch
+MAX_WAITING = 8192  # spans that are queued or being sent
+BATCH = 512  # spans sent at once
+DELAY_S = 1.0  # until fewer spans than a batch are sent
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0  # for the last spans of a process
 
 
 class SpanExport:
-    """A process's way to its collector. All methods but `close` return at once."""
+    """A process's connection to its collector. All methods except `close` return at once."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         """`endpoint`: http://host:port, or https. Headers and certificates are read from OTEL_EXPORTER_OTLP_*."""
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # a line for each try while the collector is away
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # else it logs each failed try
         name = os.environ.get("OTEL_SERVICE_NAME", service)
         attributes = {"service.name": name, "service.instance.id": instance, "service.version": __version__}
         self._resource = Resource.create(attributes)
@@ -77,20 +77,20 @@ class SpanExport:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many spans have been sent, failed and dropped."""
+        """How many spans were sent, failed and dropped."""
         return {**self._exporter.counts, DROPPED: self._num_dropped}
 
     async def close(self) -> None:
-        """Send what waits, for CLOSE_TIMEOUT_S at most."""
+        """Send the queued spans, for CLOSE_TIMEOUT_S at most."""
         sending = asyncio.create_task(asyncio.to_thread(self._processor.force_flush), name="last spans")
         await asyncio.wait((sending,), timeout=CLOSE_TIMEOUT_S)
-        self._exporter.shutdown()  # also ends a call that lasts, and the pause before another try
+        self._exporter.shutdown()  # ends a running call, and the pause before another try
         await sending
         await asyncio.to_thread(self._processor.shutdown)
 
 
 class _Counting(SpanExporter):
-    """Counts what is sent and what is not. The library's thread calls it."""
+    """Counts spans that were sent or failed. The library's thread calls it."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter

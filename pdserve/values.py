@@ -1,7 +1,7 @@
-"""Values that are made by the thousand each second: events, commands, and what steps are made of.
+"""Values of which thousands are made each second: events, commands, and parts of steps.
 
-A frozen dataclass stores each field through `object.__setattr__`, which makes it four times as slow to make as a plain
-one. These are plain; only the type checker keeps them from being changed.
+A frozen dataclass sets each field through `object.__setattr__`, so making one takes four times as long as a plain one.
+These are plain; only the type checker keeps them from being changed.
 """
 
 from dataclasses import dataclass
@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def value(cls: type[T]) -> type[T]:
-    """Make a class a dataclass with slots whose objects nobody changes."""
+    """Make a class a dataclass with slots, which the type checker treats as frozen."""
     return dataclass(slots=True, unsafe_hash=True)(cls)

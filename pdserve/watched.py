@@ -17,21 +17,21 @@ _Stamp = tuple[tuple[int, ...], ...]
 class Watched(Generic[_Content]):
     """The content of some files, read again when they have changed.
 
-    Nothing watches in the background: each look compares what the file system says of the files. Files that cannot be
-    read, or make no sense together, leave in force what was read before.
+    Nothing watches in the background: each `look` compares the files' times and sizes. If changed files cannot be read,
+    or do not fit together, the content that was read before stays in force.
     """
 
     def __init__(self, paths: tuple[Path, ...], read: Callable[[], _Content]) -> None:
-        """`read` raises ConfigError where the files are refused, which here goes to the caller."""
+        """`read` raises ConfigError if it refuses the files. Here the error goes to the caller."""
         self._paths = paths
         self._read = read
         self._stamp = self._now()
         self._content = read()
-        self._reading = threading.Lock()  # else a slow reader could put back what another has replaced
-        self.num_refused = 0  # how often files that had changed were refused
+        self._reading = threading.Lock()  # else a slow reader could put back old content
+        self.num_refused = 0  # how often changed files were refused
 
     def look(self) -> _Content:
-        """Return the files' present content; from any thread."""
+        """Return the files' present content. Any thread may call this."""
         if self._now() != self._stamp:
             with self._reading:
                 self._read_again()
@@ -55,9 +55,9 @@ class Watched(Generic[_Content]):
 
 
 def _stamp_of(path: Path) -> tuple[int, ...]:
-    """Return what differs between versions of a file; links are followed, as Kubernetes swaps them."""
+    """Return values that differ between versions of a file. Links are followed: Kubernetes swaps links."""
     try:
         found = path.stat()
     except OSError:
         return ()
-    return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)  # a change of mode shows in ctime alone
+    return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)  # a changed mode shows only in ctime

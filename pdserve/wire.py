@@ -13,7 +13,7 @@ from pdserve.reports import NUM_BANDS, Demand
 from pdserve.roles import Role
 from pdserve.sampling import MAX_LOGPROBS, Format, SamplingParams, StructuredOutput, TokenLogprobs
 
-ENOUGH_STEPS = 20  # of a kind, to trust what was learnt of it
+ENOUGH_STEPS = 20  # of a kind, to trust what was learnt about it
 
 
 def most_seen(learnt: Iterable[admin.LearntCosts], role: "link.Role.ValueType") -> admin.LearntCosts:
@@ -27,7 +27,7 @@ def prefill_curve(learnt: admin.LearntCosts) -> Curve:
 
 
 def decode_pieces(learnt: admin.LearntCosts) -> tuple[DecodePiece, ...]:
-    """Return decode costs by size of batch; the largest size seen holds for all beyond."""
+    """Return decode costs by size of batch; those of the largest size hold for all larger ones."""
     known = [batches for batches in learnt.decode_batches if batches.num_steps >= ENOUGH_STEPS]
     if not known:
         curve = Curve(learnt.decode_step_s, learnt.decode_sequence_s, learnt.decode_kv_token_s)
@@ -45,7 +45,7 @@ _FORMATS: dict[str | None, Format] = {name: name for name in get_args(Format)}
 
 
 def params_to_proto(params: SamplingParams) -> inference.SamplingParams:
-    """Write sampling with every field set; log probabilities and structured output may be missing: none is wanted."""
+    """Write sampling with every field set, except log probabilities and structured output if they are not wanted."""
     fields = {name: getattr(params, name) for name in _FIELDS}
     fields["logit_bias"] = dict(params.logit_bias)
     fields["bad_word_ids"] = [inference.TokenIds(ids=word) for word in params.bad_word_ids]
@@ -90,7 +90,7 @@ def structured_to_proto(structured: StructuredOutput) -> inference.StructuredOut
 
 
 def structured_from_proto(message: inference.StructuredOutput) -> StructuredOutput:
-    """Return what a text has to match; RequestError(INVALID_ARGUMENT) where the message names nothing."""
+    """Return what a text must match; RequestError(INVALID_ARGUMENT) if the message names no format."""
     name = _FORMATS.get(message.WhichOneof("format"))
     match name:
         case None:
@@ -114,7 +114,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> inference.TokenLogprobs:
 
 
 def logprobs_from_proto(message: inference.TokenLogprobs) -> TokenLogprobs:
-    """Return what a peer reports of one position; ProtocolError for more than a request can ask for."""
+    """Return a peer's log probabilities of one position; ProtocolError for more than a request can ask for."""
     if len(message.top) > MAX_LOGPROBS:
         raise ProtocolError(f"logprobs.top: {len(message.top)} are over {MAX_LOGPROBS}")
     return TokenLogprobs(message.chosen, tuple((each.token_id, each.logprob) for each in message.top))
@@ -129,7 +129,7 @@ def demand_to_proto(demand: Demand) -> admin.Demand:
 
 
 def demand_from_proto(message: admin.Demand) -> Demand:
-    """Return what a router has counted; ProtocolError where its bands are not ours."""
+    """Return what a router has counted; ProtocolError if it counts in other bands."""
     parts: dict[str, Any] = {name: getattr(message, name) for name in _PARTS}
     for name in _BANDS:
         parts[name] = tuple(parts[name])
@@ -147,7 +147,7 @@ def layout_to_proto(layout: KvLayout) -> link.KvLayout:
 
 
 def layout_from_proto(message: link.KvLayout) -> KvLayout:
-    """Return the layout a peer claims; ProtocolError names a field that no layout has."""
+    """Return the layout that a peer reports; ProtocolError names the first impossible field."""
     layout = KvLayout(**{name: getattr(message, name) for name in KvLayout.__slots__})
     if layout.dtype not in DTYPE_BYTES:
         raise ProtocolError(f"layout.dtype: {layout.dtype!r} is none of {', '.join(DTYPE_BYTES)}")

@@ -1,4 +1,4 @@
-"""Models read from YAML or JSON files, and from flags. Whatever is wrong is named with file, line, field and limit."""
+"""Reads pydantic models from YAML or JSON files and from flags. Errors name file, line, field and limit."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +19,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class FieldError(ValueError):
-    """A validator's error about a field below the model that the validator belongs to."""
+    """A validator's error about a field inside the model that it validates."""
 
     def __init__(self, place: Place, problem: str) -> None:
         super().__init__(f"{_dotted(place)}: {problem}")
@@ -28,10 +28,10 @@ class FieldError(ValueError):
 
 
 def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] | None = None) -> Model:
-    """Read a model by its fields' aliases. Flags, by the same names, override what the file has.
+    """Read a model by its fields' aliases. Flags of the same names override the file.
 
-    ConfigError names the flag, or the file and the line, and field and limit of each fault, and what was given unless
-    the model's configuration has `hide_input_in_errors`. With flags the file may be empty, or there may be none.
+    ConfigError names for each fault the flag, or the file and line, the field, the limit and the value. The value is
+    left out if the model's configuration has `hide_input_in_errors`. With flags the file may be empty or missing.
     """
     node, content = (None, None) if path is None else _parse(path)
     if flags is not None and (content is None or isinstance(content, dict)):
@@ -51,13 +51,13 @@ def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] 
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest known key, or nothing."""
+    """Return a question that names the nearest known key, or an empty text."""
     close = get_close_matches(key, known, n=1)
     return f", did you mean {close[0]}?" if close else ""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does: 12:30 is a text, 1e-3 a number. Refuses a key that is there twice."""
+    """Reads numbers as YAML 1.2 does: 12:30 is a text, 1e-3 a number. Refuses duplicate keys."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML copies it where a subclass adds to it
         first: [(tag, pattern) for tag, pattern in kept if tag.removeprefix(_TAG) not in {"int", "float", "timestamp"}]
@@ -99,7 +99,7 @@ def _parse(path: Path) -> tuple[yaml.Node | None, object]:
 
 
 def _rank(fault: ErrorDetails) -> int:
-    """Put causes first: a misspelt key often makes another one missing."""
+    """Put causes first: a misspelt key often means that another one is missing."""
     return {"extra_forbidden": 0, "missing": 2}.get(fault["type"], 1)
 
 
@@ -138,13 +138,13 @@ def _dotted(place: Place) -> str:
 
 
 def _find(node: yaml.Node | None, place: Place) -> tuple[int, Place]:
-    """Return the line of a field, or of the nearest thing around it that is there, and the keys that lead there."""
+    """Return the line of a field, or of the nearest node around it, and the keys that lead there."""
     line, found = node.start_mark.line + 1 if node else 1, []
     for index, step in enumerate(place):
         if isinstance(node, yaml.MappingNode):
             pair = next((pair for pair in node.value if pair[0].value == step), None)
             if pair is None and index < len(place) - 1:
-                continue  # no key: which member of a union it is
+                continue  # no key, but the member of a union
             line, node = (pair[0].start_mark.line + 1, pair[1]) if pair else (line, None)
         elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
             node = node.value[step]
@@ -155,7 +155,7 @@ def _find(node: yaml.Node | None, place: Place) -> tuple[int, Place]:
 
 
 def _known(cls: type[BaseModel], place: Place) -> Iterable[str]:
-    """Return the keys that a part of a model has."""
+    """Return the keys of a part of a model."""
     schema = cls.model_json_schema(by_alias=True)
     here: dict[str, Any] = schema
     for step in place:

@@ -1,8 +1,8 @@
 """Writes replies to a gRPC call.
 
-gRPC's `write` is a coroutine that waits until its thread has passed the reply to the transport. A task that awaited it
-would run twice for each token: once to begin the write, once only to learn that it has ended. So the coroutine is
-stepped by hand, as a task would step it. A write is begun at once. It is ended when the next reply comes, or, where a
+gRPC's `write` is a coroutine that waits until gRPC's thread has passed the reply to the transport. A task that awaited
+it would run twice for each token: once to begin the write, and once only to learn that it has ended. So the coroutine
+is stepped by hand, as a task would step it. A write begins at once. It ends when the next reply comes or, if another
 reply already waits, as soon as its own has been passed on.
 
 Invariant: replies go out in their order, one at a time, each once.
@@ -24,12 +24,12 @@ class CallWriter:
 
     def __init__(self, context: AnyContext) -> None:
         self._context = context
-        self._waiting: deque[object] = deque()  # replies; bounded by those who write, see `write`
+        self._waiting: deque[object] = deque()  # replies; bounded by the callers of `write`
         self._writing: _Write | None = None
         self._flight: asyncio.Future[Any] | None = None  # what the write waits for
         self._failed: Exception | None = None
-        self._is_begun = False  # the call's initial metadata are sent
-        self._is_watched = False  # the flight's end is called back
+        self._is_begun = False  # the call's initial metadata have been sent
+        self._is_watched = False  # `_end_flight` will be called
         self._when_free: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> Self:
@@ -44,7 +44,7 @@ class CallWriter:
                 self._go_on()
         flight, self._flight = self._flight, None
         if flight is not None and not flight.cancel() and not flight.cancelled():
-            flight.exception()  # which nobody asks for any more
+            flight.exception()  # marks it as retrieved
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.close()
@@ -52,25 +52,25 @@ class CallWriter:
     def write(self, replies: Iterable[object]) -> bool:
         """Write replies after those that wait; return whether none waits now.
 
-        Otherwise the caller writes no more until `drain` has ended, or what it gives to `when_free` is called. Raises
-        what gRPC raises, for an earlier reply perhaps: then the call is over.
+        If some wait, the caller writes no more until `drain` has ended, or its function given to `when_free` is called.
+        Raises what gRPC raises, perhaps for an earlier reply: then the call is over.
         """
         self._waiting.extend(replies)
         self._go_on()
         return not self._waiting
 
     def when_free(self, call: Callable[[], None]) -> None:
-        """Let something be called once when no reply waits any more."""
+        """Call a function once, when no reply waits any more."""
         self._when_free.append(call)
 
     async def drain(self) -> None:
         """Return when all is written. Raises what gRPC raises."""
         while self._flight is not None:
-            await asyncio.wait((self._flight,))  # not the flight itself: it is not to be cancelled with who waits
+            await asyncio.wait((self._flight,))  # awaiting the flight itself would cancel it with the waiter
             self._go_on()
 
     def _go_on(self) -> None:
-        """End the write whose flight is over, and begin the next."""
+        """End the present write if it is done, and begin the next."""
         if self._failed is not None:
             raise self._failed
         while self._flight is None or self._flight.done():
@@ -93,7 +93,7 @@ class CallWriter:
         return self._context.write(reply) if self._is_begun else self._write_first(reply)
 
     async def _write_first(self, reply: object) -> None:
-        # Metadata are sent on their own: `context.write` would send them again after a first write that was dropped.
+        # Metadata are sent apart: after a first write that was dropped, `context.write` would send them again.
         await self._context.send_initial_metadata(())
         self._is_begun = True
         await self._context.write(reply)

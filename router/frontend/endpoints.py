@@ -40,20 +40,20 @@ logger = logging.getLogger(__name__)
 
 HAS_VLLM = find_spec("smg_grpc_proto") is not None  # the extra `dialects` installs it
 DIALECTS = ("inference.GRPCInferenceService", *(("vllm.grpc.engine.VllmEngine",) if HAS_VLLM else ()))  # services
-LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when a server stops
+LAST_WORDS_S = 1.0  # for replies and statuses that are being sent when a server stops
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where clients are awaited."""
+    """Where clients connect."""
 
     public: str  # host:port of gRPC
-    http: str  # a URL; empty: nowhere
+    http: str  # a URL; empty: HTTP is off
     changed: Callable[[], None]  # to be called when the router's standing may have changed
 
 
 def check_endpoints(config: RouterConfig) -> None:
-    """Raise ConfigError where other machines reach a port that identifies no callers, or TLS files are unusable."""
+    """Raise ConfigError if other machines could reach a port that identifies no callers, or TLS files are unusable."""
     has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
     remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or {} to 127.0.0.1"
     check_bind(config.host, has_identity=has_identity, remedy=remedy.format("host"))
@@ -63,7 +63,7 @@ def check_endpoints(config: RouterConfig) -> None:
 
 
 def http_url(config: RouterConfig, port: int) -> str:
-    """Return where HTTP is served; `port`: the one that was taken."""
+    """Return the URL of the HTTP endpoint; `port`: the bound one."""
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://{join_address(config.http_host, port)}"
 
@@ -74,7 +74,7 @@ async def open_endpoints(
 ) -> AsyncIterator[Endpoints]:
     """Serve a model's clients for the length of the block. ConfigError as `check_endpoints`, or for a port in use.
 
-    `port_key` is how the operator sets the port of gRPC.
+    `port_key`: the setting that has the port of gRPC.
     """
     check_endpoints(config)
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
@@ -140,7 +140,7 @@ def _credentials(config: RouterConfig, connections: Connections) -> grpc.ServerC
 
 @asynccontextmanager
 async def _listening_http(config: RouterConfig, intake: Intake) -> AsyncIterator[str]:
-    """Serve HTTP for the length of the block, unless that is turned off; yield its URL, empty where it is."""
+    """Serve HTTP for the length of the block; yield its URL, empty if HTTP is off."""
     if config.http_port is None:
         yield ""
         return

@@ -1,6 +1,6 @@
-"""InferenceService over gRPC, and what the services of other APIs have in common with it.
+"""InferenceService over gRPC, and what the services of other APIs share with it.
 
-All ask for a key, bound messages, write answers as they come, and end calls with a status.
+All of them require a key, bound messages, write answers as they come, and end calls with a status.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ OPEN = "/grpc.health.v1.Health/"  # methods that need no key
 HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
 
-Replies = Callable[[Answer, Sequence[Gain], Outcome | None], Iterable[object]]  # what a call says of what was gained
+Replies = Callable[[Answer, Sequence[Gain], Outcome | None], Iterable[object]]  # makes the replies of a call
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
@@ -37,13 +37,13 @@ class CutOffError(RefusedError):
 
 
 def _remaining_s(context: AnyContext) -> float:
-    """Return the seconds that the client's own deadline leaves; infinite without one."""
+    """Return the seconds until the client's own deadline; infinite without one."""
     remaining: float | None = context.time_remaining()
     return float("inf") if remaining is None else max(0.0, remaining)
 
 
 def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None:
-    """Let the trace context of a call's metadata count where the request has none."""
+    """Take the trace context from the call's metadata, unless the request has one."""
     if not request.traceparent:
         given: dict[str, list[str]] = {}
         for name, shown in context.invocation_metadata() or ():
@@ -54,7 +54,7 @@ def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None
 
 
 class CallSink:
-    """Gives an answer's gains to a call as replies. The answer's `Sink`."""
+    """The `Sink` of an answer that a gRPC call writes."""
 
     def __init__(self, writer: CallWriter, replies: Replies) -> None:
         self.answer: Answer | None = None  # to be set before the event loop runs next
@@ -98,7 +98,7 @@ class CallSink:
 async def read_answer(
     intake: Intake, request: inference.GenerateRequest, context: AnyContext, writer: CallWriter, replies: Replies
 ) -> None:
-    """Open a call's request and write `replies` of its answer to the end; raises NOT_SERVED."""
+    """Open a call's request and write the replies to the end of its answer. Raises errors of NOT_SERVED."""
     sink = CallSink(writer, replies)
     _take_trace(request, context)
     answer = await intake.open(request, sink, bearer(context.invocation_metadata()), _remaining_s(context))
@@ -111,7 +111,7 @@ async def read_answer(
 
 @asynccontextmanager
 async def denying(context: AnyContext) -> AsyncIterator[None]:
-    """End a call with a status where the block raises one of NOT_SERVED."""
+    """End a call with a status if the block raises an error of NOT_SERVED."""
     try:
         yield
     except DeniedError as error:
@@ -123,7 +123,7 @@ async def denying(context: AnyContext) -> AsyncIterator[None]:
 
 
 async def refuse(context: AnyContext, refused: Refused) -> Never:
-    """End a call with what a refused client may plan with, as trailing metadata."""
+    """End a call with a status, and with hints for a later try as trailing metadata."""
     known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
     hints = [(name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None]
     cause = () if refused.because is None else (("refused-because", refused.because.cause.value),)
@@ -131,7 +131,7 @@ async def refuse(context: AnyContext, refused: Refused) -> Never:
 
 
 class RequireKey(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED to every call, known method or not, without a client's key."""
+    """Answers UNAUTHENTICATED to every call, of a known method or not, without a client's key."""
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
@@ -153,10 +153,10 @@ async def _deny(denied: DeniedError, _messages: object, context: _Context) -> No
 
 
 class LimitSizes(grpc.aio.ServerInterceptor):
-    """Answers INVALID_ARGUMENT to a call whose one request is over the limit, or is none.
+    """Answers INVALID_ARGUMENT to a call whose one request is too large, or cannot be parsed.
 
-    gRPC by itself answers RESOURCE_EXHAUSTED, which clients take for a reason to try again. It still does so beyond
-    HARD_LIMIT_BYTES, before it has the whole message in memory.
+    gRPC itself answers RESOURCE_EXHAUSTED, which clients take as a reason to try again. It still does so for messages
+    over HARD_LIMIT_BYTES, before it has the whole message in memory.
     """
 
     async def intercept_service(
@@ -187,7 +187,7 @@ class LimitSizes(grpc.aio.ServerInterceptor):
 
 
 def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Outcome | None) -> bytes:
-    """Return a GenerateResponse as bytes; none where there is nothing to say."""
+    """Return a GenerateResponse as bytes; empty if the client would learn nothing from it."""
     reply = b"".join([_delta(gain) for gain in gains])
     for gain in gains:
         if gain.prompt_logprobs:
@@ -196,11 +196,11 @@ def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Outcome | None) -> 
     if isinstance(outcome, Finished):
         usage, ledger = wire.usage_message(outcome.usage), wire.ledger_message(outcome.ledger)
         reply += inference.GenerateResponse(usage=usage, ledger=ledger).SerializeToString()
-    return b"\n\x20" + hex_id.encode() + reply if reply else b""  # request_id, of 32 bytes; fields follow in any order
+    return b"\n\x20" + hex_id.encode() + reply if reply else b""  # field 1, request_id, of 32 bytes
 
 
 def _delta(gain: Gain) -> bytes:
-    """Return a gain as a field `deltas` of GenerateResponse. Those of most replies are put together by hand."""
+    """Return a gain as a field `deltas` of GenerateResponse. For most replies the bytes are written by hand."""
     if gain.index or gain.logprobs or gain.finish_reason:
         delta = inference.SequenceDelta(
             index=gain.index,
@@ -219,7 +219,7 @@ def _delta(gain: Gain) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """Return a number as protobuf has it: seven bits a byte, the lowest first."""
+    """Return a number in protobuf's encoding: seven bits a byte, the lowest first."""
     if number < 1 << 7:
         return _BYTES[number]
     low = _BYTES[number & 0x7F | 0x80]
@@ -238,7 +238,7 @@ class InferenceEndpoint:
         self._intake = intake
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve InferenceService. Generate writes bytes, which gRPC takes as they are."""
+        """Serve InferenceService. Generate writes bytes, so its handler has no serializer."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self._generate, request_deserializer=inference.GenerateRequest.FromString

@@ -1,8 +1,8 @@
 """What tenants use of their limits. Pure: requests in, refusals out.
 
-Invariant: over any time, a tenant begins at most its burst and its rate times that time in requests; at most
-max_concurrent of them are under way; and none begins while more tokens were charged than its rate allows. A prompt is
-charged when its length is known, an answer as a whole when it ends: those under way together may overdraw by as much.
+Invariant: in any period a tenant begins at most burst + rate * period requests; at most max_concurrent of them are
+under way; and no request begins while more tokens were charged than the rate allows. A prompt is charged when its
+length is known, an answer as a whole when it ends. So requests under way may overdraw the limit by their answers.
 """
 
 from collections import Counter
@@ -15,25 +15,25 @@ from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.clients import TenantLimits
 
-BUSY_RETRY_S = 1.0  # when one of a tenant's requests ends is not known
+BUSY_RETRY_S = 1.0  # nobody knows when one of the requests under way will end
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Fills at a rate up to a size; may be overdrawn."""
+    """A token bucket that may be overdrawn."""
 
-    level: float = inf  # cut to its size when it is looked at
+    level: float = inf  # `fill` cuts it to the bucket's size
     at_s: float = 0.0
 
     def fill(self, rate: float, size: float, now_s: float) -> float:
-        """Return the level at a moment."""
+        """Fill the bucket for the time that has passed; return its level."""
         self.level = min(size, self.level + rate * max(0.0, now_s - self.at_s))
         self.at_s = max(self.at_s, now_s)
         return self.level
 
 
 class Use:
-    """What one tenant uses."""
+    """What one tenant uses of its limits."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -41,12 +41,12 @@ class Use:
         self._tokens = Bucket()
 
     def begin(self, limits: TenantLimits, now_s: float) -> Refused | None:
-        """Take a request in, which must `end`; or return why not, and change nothing."""
+        """Admit a request, which must `end` later; or return why not, and change nothing."""
         if limits.max_concurrent is not None and self.num_running >= limits.max_concurrent:
             text = f"max_concurrent: {self.num_running} requests of this tenant are under way, the limit"
             return _refused(Cause.TENANT_CONCURRENCY, text, BUSY_RETRY_S)
         if limits.tokens_per_s is None:
-            self._tokens = Bucket()  # what is used without a limit is no debt under a later one
+            self._tokens = Bucket()  # tokens used without a limit do not count against a later limit
         else:
             rate = limits.tokens_per_s
             level = self._tokens.fill(rate, rate, now_s)
@@ -64,28 +64,28 @@ class Use:
         return None
 
     def spend(self, num_tokens: int) -> None:
-        """Note tokens of a prompt, or of an answer that has ended."""
+        """Charge tokens of a prompt, or of an answer that has ended."""
         self._tokens.level -= num_tokens
 
     def end(self) -> None:
-        """Note that a request has ended."""
+        """Count a request as ended."""
         self.num_running -= 1
 
 
 class Uses:
-    """What each tenant uses, and how often that was refused. The `Tenants` of a router."""
+    """What each tenant uses, and how often requests were refused. The `Tenants` in a router's process."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._uses: dict[str, Use] = {}  # of all tenants that have called: as many as the file of keys has named
-        self.denied: Counter[str] = Counter()  # calls, by what was wrong
-        self.over_limit: Counter[Cause] = Counter()  # requests, by the limit
+        self._uses: dict[str, Use] = {}  # of tenants that have called; all of them were in the file of keys
+        self.denied: Counter[str] = Counter()  # calls, by reason
+        self.over_limit: Counter[Cause] = Counter()  # requests, by limit
 
     async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
         return self.admit(tenant, limits)
 
     def admit(self, tenant: str, limits: TenantLimits) -> Refused | None:
-        """Begin a request at once."""
+        """The same as `begin`, without waiting."""
         refused = self._uses.setdefault(tenant, Use()).begin(limits, self._clock.now_s())
         if refused is not None and refused.because is not None:
             self.over_limit[refused.because.cause] += 1

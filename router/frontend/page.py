@@ -1,16 +1,17 @@
-"""The live page's endpoint: its files for everybody, what it shows for who may see it.
+"""The live page: its files for everybody, and its data for those who may see them.
 
     GET /                        the page
     GET /page/FILE               its styles and scripts
     GET /page/events             a stream of server-sent events: a snapshot, then changes
-    GET /page/requests/ID        all that is known of one request
+    GET /page/requests/ID        everything about one request
 
-Where clients need keys, the last two do: a key's tenant sees the pools, and of requests its own. Where none are asked
-for, a browser must have reached the router by a loopback name: a page of elsewhere could read it by a name of its own.
+If clients need keys, the last two need one, too: a tenant sees the pools, and its own requests. If clients need none,
+the browser must have reached the router by a loopback name: otherwise a page of another site could read the data, under
+a name of that site which leads to this machine.
 
-Invariant: nothing is asked of the router while nobody watches, and no more often than each PERIOD_S however many do; a
-watcher that reads slowly misses states, and nothing is kept for it. The connection ends one that does not read at all.
-A page that applies each change has the state behind it; and of requests it gets those that its tenant may see.
+Invariant: the router is asked for its state only while somebody watches, and at most once in PERIOD_S, however many
+watch. A watcher that reads slowly misses states, and nothing is kept for it; one that does not read at all loses its
+connection. A page that applies each change has the present state, with the requests that its tenant may see.
 """
 
 import asyncio
@@ -31,9 +32,9 @@ from pdserve.router.frontend.backend import MAX_OF_STAGE, PERIOD_S, Backend, Sta
 from pdserve.router.frontend.clients import Clients, DeniedError, bearer
 from pdserve.router.frontend.openai.errors import HttpError, error_of
 
-PULSE_S = 1.0  # without a change: by this a page knows that it is still connected
+PULSE_S = 1.0  # an event is sent at least so often, so that a page knows that it is still connected
 MAX_WATCHERS = 16
-MAX_OF_TENANT = 4  # of these, where clients have keys
+MAX_OF_TENANT = 4  # of these watchers, if clients have keys
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
@@ -49,7 +50,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def visible(state: State, tenant: str | None) -> State:
-    """Return what a tenant may see of a state: of requests its own, or with None all, the newest of each stage."""
+    """Return what a tenant may see of a state: its own requests (None: all), and of each stage the newest ones."""
 
     def own(section: str) -> dict[str, Any]:
         return {name: each for name, each in state[section].items() if tenant is None or each["tenant"] == tenant}
@@ -64,7 +65,7 @@ def visible(state: State, tenant: str | None) -> State:
 
 
 def difference(before: State, after: State) -> dict[str, dict[str, object]]:
-    """Return the entries of each section that are other than before; None stands for one that is gone."""
+    """Return the entries of each section that have changed; None stands for an entry that is gone."""
     changes: dict[str, dict[str, object]] = {}
     for section, entries in after.items():
         known = before.get(section, {})
@@ -76,7 +77,7 @@ def difference(before: State, after: State) -> dict[str, dict[str, object]]:
 
 
 class Page:
-    """The page. `app` serves the paths that `serves` names, and asks for keys itself."""
+    """The page. `app` serves the paths for which `serves` is true, and checks keys itself."""
 
     def __init__(self, backend: Backend, clients: Clients) -> None:
         self._backend = backend
@@ -95,7 +96,7 @@ class Page:
         self._router = Router(routes)
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Events go past the router, which knows no endpoints that write to `send` themselves."""
+        """Serve one request. Starlette's router has no routes that write to `send`, so events do not go through it."""
         await (self._events if scope["path"] == "/page/events" else self._router)(scope, receive, send)
 
     @property
@@ -139,7 +140,7 @@ class Page:
         return None
 
     async def _latest(self) -> State:
-        """Return what is shown, asked for at most PERIOD_S ago."""
+        """Return the router's state, at most PERIOD_S old."""
         async with self._asking:
             if self._clock.now_s() >= self._asked_s + PERIOD_S:
                 self._state = await self._backend.live()

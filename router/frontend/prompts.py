@@ -1,7 +1,7 @@
-"""What is done for a request before the core knows of it: its terms are checked, and its prompt is made of token ids.
+"""Prepares a request before the core knows it: checks its terms, and makes token ids of its prompt.
 
-Long prompts are tokenized in threads, so that they keep nobody else waiting; a short one takes less than the way to
-a thread and back. Errors name the field, its value and the limit.
+Long prompts are tokenized in threads, so that other requests need not wait. A short prompt takes less time than the
+way to a thread and back. Errors name the field, its value and the limit.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ MAX_TENANT_BYTES = 64
 MAX_LABEL_BYTES = 128
 MAX_ANSWER_TOKENS = 2**31 - 1
 NUM_THREADS = 2
-INLINE_BYTES = 2048  # of a request that is tokenized on the event loop: under half a millisecond
-INLINE_BAD_WORDS = 8  # each is tokenized twice
-SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
+INLINE_BYTES = 2048  # of a request tokenized on the event loop, in under half a millisecond
+INLINE_BAD_WORDS = 8  # of a request tokenized on the event loop; each word is tokenized twice
+SLICE_TOKENS = 16384  # packed without a pause: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
 Decoded = TypeVar("Decoded")
 
@@ -52,7 +52,7 @@ class Prompts:
         await self._grammars.close()
 
     async def token_ids(self, request: inference.GenerateRequest, max_model_len: int, remaining_s: float) -> TokenIds:
-        """Return a request's prompt as token ids; RequestError where it has none or is of no use."""
+        """Return a request's prompt as token ids; RequestError if there is no prompt, or it cannot be served."""
         match request.WhichOneof("prompt"):
             case "token_ids":
                 return await self._checked(request.token_ids.ids, max_model_len)
@@ -74,12 +74,12 @@ class Prompts:
             raise invalid("token_ids", f"{len(ids)} ids are over the limit of {max_model_len} (max_model_len)")
         packed = pack(ids[:SLICE_TOKENS])
         for start in range(SLICE_TOKENS, len(ids), SLICE_TOKENS):
-            await asyncio.sleep(0)  # protobuf makes an integer of each: others have their turn
+            await asyncio.sleep(0)  # protobuf makes an integer of each id: let others run
             packed += pack(ids[start : start + SLICE_TOKENS])
         return self._in_vocabulary(packed, "token_ids")
 
     async def with_bad_words(self, request: inference.GenerateRequest, terms: "Terms", remaining_s: float) -> "Terms":
-        """Return a request's terms with its bad words as token ids; RequestError where they are of no use."""
+        """Return a request's terms with its bad words as token ids; RequestError if these are over a limit."""
         if not request.sampling.bad_words:
             return terms
         is_short = len(request.sampling.bad_words) <= INLINE_BAD_WORDS
@@ -89,7 +89,7 @@ class Prompts:
         return replace(terms, params=params)
 
     async def check_structured(self, terms: "Terms", remaining_s: float) -> None:
-        """Raise RequestError where answers are to match what nothing can, or what takes too long to compile."""
+        """Raise RequestError if no answer can match the structured output, or it takes too long to compile."""
         structured = terms.params.structured_output
         if structured is None:
             return
@@ -101,14 +101,14 @@ class Prompts:
             raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
 
     def _encode_bad_words(self, request: inference.GenerateRequest) -> tuple[tuple[int, ...], ...]:
-        """Return each word's tokens, with a space before it and without: where it stands decides between them."""
+        """Return each word's tokens, with a space before it and without: an answer may have either."""
         encode, vocab_size = self._model.tokenizer.encode, self._model.vocab_size
         texts = [space + word.lstrip() for word in request.sampling.bad_words for space in ("", " ")]
         words = dict.fromkeys(tuple(encode(text, add_special=False)) for text in texts)
-        return tuple(word for word in words if word and max(word) < vocab_size)  # others are never sampled
+        return tuple(word for word in words if word and max(word) < vocab_size)  # no other token is ever sampled
 
     def _in_vocabulary(self, ids: TokenIds, field: str) -> TokenIds:
-        """Return the ids; RequestError naming the first that the model has no embedding for."""
+        """Return the ids; RequestError names the first for which the model has no embedding."""
         if largest(ids) >= self._model.vocab_size:
             position, token_id = next((place, i) for place, i in enumerate(ids) if i >= self._model.vocab_size)
             limit = self._model.vocab_size - 1
@@ -155,24 +155,24 @@ class Prompts:
             raise RequestError(Status.RESOURCE_EXHAUSTED, text) from error
 
     def _note_done(self) -> None:
-        # Called when the thread is done, which is later than a time-out: a stuck thread keeps its place.
+        # Called when the thread is done, which may be after a time-out: a stuck thread counts until then.
         self._num_tokenizing -= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a request asks for, besides its prompt."""
+    """What a request asks for, apart from its prompt."""
 
     params: SamplingParams
-    may_be_shorter: bool  # the request leaves max_tokens out
+    may_be_shorter: bool  # the request does not set max_tokens
     stops: tuple[str, ...]
-    includes_stop: bool  # in the text that it ends
-    skips_special: bool  # tokens, in the text
+    includes_stop: bool  # the text keeps the stop string that ends it
+    skips_special: bool  # the text leaves out special tokens
     priority: int
     tenant: str
     ttft_slo_s: float | None
     tpot_slo_s: float | None
-    deadline_s: float  # from its arrival on
+    deadline_s: float  # after its arrival
 
 
 def check_terms(
@@ -209,7 +209,7 @@ def check_terms(
 
 
 def usable_label(label: str) -> str:
-    """Return a client's own name of a request, empty where it cannot be kept."""
+    """Return a client's name for a request, empty if the name cannot be kept."""
     return label if len(label) <= MAX_LABEL_BYTES and label.isascii() and label.isprintable() else ""
 
 
@@ -222,7 +222,7 @@ def _check_label(label: str) -> None:
 
 
 def fitted(num_prompt_tokens: int, terms: Terms, max_model_len: int) -> SamplingParams:
-    """Return a request's sampling, with a max_tokens it left out cut to the room there is; RequestError for no room."""
+    """Return a request's sampling, with max_tokens cut to the room unless the request set it; RequestError: no room."""
     params, room = terms.params, max_model_len - num_prompt_tokens
     if num_prompt_tokens == 0:
         raise invalid("prompt", "it has no tokens, at least 1 is needed")
@@ -260,7 +260,7 @@ def _slo_s(field: str, milliseconds: float | None) -> float | None:
 
 
 def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: GenerationDefaults) -> SamplingParams:
-    """Return what is asked for over the defaults. The model's max_tokens limits what is asked for, too."""
+    """Return the request's values over the defaults. The model's max_tokens limits the request's, too."""
     given = given_params(asked)
     if asked.fill_model_len and not asked.HasField("max_tokens"):
         given["max_tokens"] = MAX_ANSWER_TOKENS
@@ -306,7 +306,7 @@ def _with_arguments(call: JsonObject) -> JsonObject:
 
 
 def json_object(field: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that a field's text is; RequestError(INVALID_ARGUMENT) unless it is one."""
+    """Parse a field's text as a JSON object; RequestError(INVALID_ARGUMENT) if it is none."""
     return _decoded(field, text, dict[str, Any], "object")
 
 

@@ -1,4 +1,4 @@
-"""What is written down of each request at its end: its spans, and a line in the log. Nothing is done for each token."""
+"""Records each request at its end, as spans and as a line in the log. Nothing is done for each token."""
 
 import logging
 import secrets
@@ -33,13 +33,13 @@ _LATENCIES = (  # vLLM's names, seconds
 
 @value
 class Opened:
-    """A request as an endpoint hands it in."""
+    """A request as it came from an endpoint."""
 
     received_s: float
-    operation: str  # as OpenTelemetry's conventions for generative AI name it
-    label: str  # the client's
-    trace: TraceContext | None  # with this router's span, which workers make theirs below; else the client's
-    parent_id: str  # the client's span; empty: there is none
+    operation: str  # its name in OpenTelemetry's conventions for generative AI
+    label: str  # the client's name for it
+    trace: TraceContext | None  # of the router's span, the parent of workers' spans; without a span, the client's
+    parent_id: str  # the client's span; empty: none
 
 
 class Records:
@@ -52,17 +52,17 @@ class Records:
         self._level = logging.INFO if config.enable_log_requests else logging.DEBUG
 
     def span_counts(self) -> Mapping[str, int]:
-        """How many spans have been sent, failed and dropped; empty where none are made."""
+        """Return how many spans were sent, failed and dropped; empty if no spans are made."""
         return {} if self._export is None else self._export.counts
 
     def open(self, request: inference.GenerateRequest, received_s: float) -> Opened:
-        """Begin the record of a request, and its span if it is traced."""
+        """Begin the record of a request, and its span if the request is traced."""
         operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
         trace = given = read_trace(request.traceparent, request.tracestate) if request.traceparent else None
         if self._export is not None and (given.is_sampled if given else random() < self._sample_ratio):
             trace_id, flags = (given.trace_id, given.flags) if given else (secrets.token_hex(16), SAMPLED)
             trace = TraceContext(trace_id, new_span_id(), flags, given.tracestate if given else "")
-        label = request.request_label[:MAX_LABEL_BYTES]  # may be too long, and is refused then
+        label = request.request_label[:MAX_LABEL_BYTES]  # too long a label is refused later
         return Opened(received_s, operation, label, trace, given.span_id if given else "")
 
     def reject(self, opened: Opened, refused: Refused, tenant: str, now_s: float) -> None:
@@ -97,7 +97,7 @@ class Records:
         error: str,
         steps: Sequence[tuple[Stage, float]] = (),
     ) -> None:
-        """Send the router's span of a request, and below it one for each part of its timeline."""
+        """Send the router's span of a request, and a child span for each part of the request's timeline."""
         trace, received_s = opened.trace, opened.received_s
         assert self._export is not None
         assert trace is not None

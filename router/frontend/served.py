@@ -21,31 +21,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the router needs of a model: everything but its weights."""
+    """What a router needs from a model: everything but the weights."""
 
     name: str
-    max_model_len: int  # by its own config
-    vocab_size: int  # may be less than the tokenizer knows
+    max_model_len: int  # the model's own limit
+    vocab_size: int  # may be smaller than the tokenizer's
     defaults: GenerationDefaults
     tokenizer: Tokenizer
     chat: ChatTemplate | None
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # by their names in templates, such as eos_token
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # by name in templates, such as eos_token
     eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
     tool_format: ToolFormat = FORMATS["hermes"]
     reasoning: Reasoning | None = None  # None: answers have none
-    model_type: str = ""  # as its config names it
+    model_type: str = ""  # from its config
     architectures: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # more names in requests
-    archived: Callable[[], bytes] | None = None  # a ZIP archive of the tokenizer's files; takes a moment
+    aliases: tuple[str, ...] = ()  # other names in requests
+    archived: Callable[[], bytes] | None = None  # makes a ZIP archive of the tokenizer's files; takes a moment
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names in requests, the first of them the one in answers."""
+        """All names in requests; the first is the one in answers."""
         return (self.name, *self.aliases)
 
 
 def check_model(name: str, model: ServedModel) -> None:
-    """Raise RequestError(NOT_FOUND) unless a name, empty or not, means the model that is served."""
+    """Raise RequestError(NOT_FOUND) unless a name is empty or one of the model's."""
     if name not in ("", *model.names):
         raise RequestError(
             Status.NOT_FOUND, f"model: {echo(name, repr)} is not served here; {echo(model.name, repr)} is"
@@ -54,7 +54,7 @@ def check_model(name: str, model: ServedModel) -> None:
 
 def load_model(config: RouterConfig) -> ServedModel:
     """Read the model's config, tokenizer and chat template."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads are woken for the few new words of a prompt
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a prompt has few new words: waking threads costs more
     checkpoint = open_checkpoint(resolve_model(config.model))
     tokenizer = checkpoint.tokenizer()
     vocab_size = min(tokenizer.vocab_size, checkpoint.config.vocab_size)

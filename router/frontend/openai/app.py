@@ -1,4 +1,4 @@
-"""The routes of the HTTP endpoint. Generation is dispatched by hand; what is asked rarely goes through FastAPI."""
+"""The routes of the HTTP endpoint. Generation is dispatched by hand; rare requests go through FastAPI."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ from pdserve.router.frontend.prompts import usable_label
 from pdserve.router.frontend.served import check_model
 from pdserve.text.tokenizer import Tokenizer
 
-OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
+OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no API key
 _ALLOWED = ((b"allow", b"POST"),)
 MAX_TOKEN_BODY_BYTES = 1 << 20  # of the next two
 TOKEN_PATHS = TOKENIZE, DETOKENIZE = ("/tokenize", "/detokenize")
@@ -87,12 +87,12 @@ class App:
         except (HttpError, *NOT_SERVED, ValueError) as error:
             await _end(error_of(error), scope, send)
         finally:
-            for name in ("connection", "cycle"):  # they refer to this scope: the garbage collector is left no cycle
+            for name in ("connection", "cycle"):  # they refer to this scope: leave no cycle to the garbage collector
                 scope["state"].pop(name, None)
 
 
 def _again(body: bytes) -> Receive:
-    """Return a `receive` that gives a body which has been read."""
+    """Return an ASGI `receive` for a body that has been read."""
 
     async def receive() -> Any:  # noqa: ANN401 - ASGI's
         return {"type": "http.request", "body": body, "more_body": False}
@@ -109,7 +109,7 @@ async def _end(error: HttpError, scope: Scope, send: Send) -> None:
 
 
 def routes(intake: Intake) -> FastAPI:
-    """Return what is served besides generation, with a description of everything at /openapi.json."""
+    """Return the routes besides generation; /openapi.json describes both."""
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _not_served)
     for kind in (RequestValidationError, HttpError, *NOT_SERVED, ValueError):
@@ -177,7 +177,7 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
     @app.get("/v1/models")
     @app.get("/v1/models/", include_in_schema=False)
     async def models() -> dict[str, Any]:
-        """The names of the one model that is served."""
+        """The one model that is served, under each of its names."""
         return {"object": "list", "data": [card(name) for name in intake.model.names]}
 
     @app.get("/v1/models/{model:path}")
@@ -188,7 +188,7 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
 
 
 def _add_tokens(app: FastAPI, intake: Intake) -> None:
-    """Add text to tokens and back. Both count against a tenant's limits, as requests for text do."""
+    """Add routes from text to tokens and back. Both count against a tenant's limits, as generation does."""
     model = intake.model
 
     @app.post(TOKENIZE)
@@ -224,7 +224,7 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
 
 @asynccontextmanager
 async def _visit(intake: Intake, call: Request) -> AsyncIterator[Visit]:
-    """Take a call in as a request of its tenant; DeniedError or OverLimitError where that cannot be."""
+    """Count a call as a request of its tenant. Raises DeniedError or OverLimitError."""
     visit = await intake.clients.visit(key_of(call.scope))
     try:
         yield visit
@@ -241,7 +241,7 @@ def _prompt(body: TokenizeRequest) -> inference.GenerateRequest:
 
 
 def _written(shown: dict[str, Any], tokenizer: Tokenizer | None) -> bytes:
-    """Return a response; with a tokenizer, the text of each token is in it."""
+    """Return the response's JSON; with a tokenizer, it has the text of each token."""
     if tokenizer is not None:
         shown["token_strs"] = [tokenizer.piece(token_id).decode(errors="replace") for token_id in shown["tokens"]]
     return msgspec.json.encode(shown)

@@ -1,7 +1,7 @@
-"""A client's HTTP/1.1 connection: uvicorn's, with bounds on what it may hold, and for how long.
+"""A client's HTTP/1.1 connection: uvicorn's, with bounds on what a client may hold, and for how long.
 
-Heads and bodies that do not come in time, heads that are too large, readers that take nothing, and peers that are gone
-without a word end the connection.
+A connection ends if a head or body does not come in time, a head is too large, the client does not read, or the client
+is gone without having closed.
 """
 
 import asyncio
@@ -19,42 +19,42 @@ from pdserve.rpc import MAX_CONNECTIONS
 if TYPE_CHECKING:
     from pdserve.router.frontend.openai.reply import Reply
 
-MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that may be told so
+MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that get an answer
 MAX_HEAD_BYTES = 65_536
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
-LOOK_S = 15.0  # between two looks at the peer
+LOOK_S = 15.0  # between two checks of the peer
 IDLE_TIMEOUT_S = 75  # between requests
-STALLED_S = 300.0  # in which a peer has to take something of what waits for it
-GONE_S = 30.0  # since a peer's last word, where it answers neither data nor probes
-MAX_UNANSWERED = 2  # of either: a first one may be on its way
+STALLED_S = 300.0  # within which a peer must read some of the bytes that wait
+GONE_S = 30.0  # of silence, if a peer answers neither data nor keepalive probes
+MAX_UNANSWERED = 2  # retransmissions or probes: the first may be on its way
 TCP_INFO = getattr(socket, "TCP_INFO", None)
 # struct tcp_info: retransmits, probes, last_ack_recv in ms, bytes_acked, notsent_bytes
 INFO = struct.Struct("=2xBB52xI60xQ16xI")
 
 
 class Peer:
-    """Whether the other end of a connection still reads, by what TCP knows of it.
+    """Whether the other end of a connection still reads, by what TCP knows.
 
-    What waits in this process says little: kernels hold megabytes, and a receiver whose window was full opens it again
-    only once tens of kilobytes were read, which takes minutes where a few hundred bytes a second are. Linux alone is
-    asked; elsewhere each peer counts as one that reads.
+    The bytes that wait in this process say little: kernels hold megabytes, and a receiver whose window was full opens
+    it again only after tens of kilobytes were read, which takes minutes at a few hundred bytes a second. Only Linux
+    shows TCP's figures; elsewhere every peer counts as reading.
     """
 
     def __init__(self, tcp: socket.socket | None, now_s: float) -> None:
         self._tcp = tcp if TCP_INFO is not None else None
         self._num_taken = 0
         self._taken_s = now_s
-        self.has_all = True  # that was written, as far as this kernel could send it
-        self.is_done = False  # it had all at the last two looks, and took nothing between them
+        self.has_all = True  # at the last check the kernel had nothing left to send
+        self.is_done = False  # the same at the last two checks, and the peer took nothing between them
 
     def reads(self, now_s: float) -> bool:
-        """Look at it. False where it is gone, or has taken nothing of what has waited for it for STALLED_S."""
+        """Check the peer. False if it is gone, or has read nothing for STALLED_S while bytes waited."""
         if self._tcp is None or TCP_INFO is None:
             return True
         try:
             info = self._tcp.getsockopt(socket.IPPROTO_TCP, TCP_INFO, INFO.size)
-        except OSError:  # this end is closed, and its protocol does not know yet
+        except OSError:  # this end is closed, and the protocol object has not been told yet
             return False
         if len(info) < INFO.size:
             return True
@@ -68,16 +68,16 @@ class Peer:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. While a request is served, `reply` learns what becomes of it."""
+    """One connection. While a request is served, `reply` is told when the connection is writable, or lost."""
 
     reply: "Reply | None" = None
-    _timer: asyncio.TimerHandle | None = None  # for the head or body on its way
+    _timer: asyncio.TimerHandle | None = None  # for the head or body that is being received
     _looking: asyncio.TimerHandle | None = None
-    _was_closing = False  # at the last look
+    _was_closing = False  # at the last check
     _in_head = True
     _num_head_bytes = 0
-    _read_s = 0.0  # when bytes were read last
-    _has_ended_another = False  # the bytes read last had the end of the previous request
+    _read_s = 0.0  # when bytes were last received
+    _has_ended_another = False  # the bytes received last had the end of the previous request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -125,7 +125,7 @@ class Connection(HttpToolsProtocol):
             self.scope["state"]["refused"] = _head_too_large(num_bytes)
         super().on_headers_complete()
         self.scope["state"]["cycle"] = self.cycle
-        if not self.pipeline:  # else nothing is read until the request before it is served
+        if not self.pipeline:  # else nothing is read until the previous request is served
             self._allow(BODY_TIMEOUT_S)
 
     def on_message_complete(self) -> None:
@@ -138,7 +138,7 @@ class Connection(HttpToolsProtocol):
         has_waiting = bool(self.pipeline)
         super().on_response_complete()
         if has_waiting and not self.pipeline and self.cycle.more_body:
-            self._allow(BODY_TIMEOUT_S)  # of the last one, which is read from here on
+            self._allow(BODY_TIMEOUT_S)  # of the last request, which is read from now on
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -146,21 +146,21 @@ class Connection(HttpToolsProtocol):
             self.reply.resume()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End a connection that is idle: whose peer has all of the last response, and asks for no other."""
+        """End a connection that is idle: the peer has the whole last response, and has sent no other request."""
         if self._peer.has_all and not self.flow.write_paused:
             super().timeout_keep_alive_handler()
         else:
             self.timeout_keep_alive_task = self.loop.call_later(LOOK_S, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP. Called by uvicorn."""
+        """Answer bytes that are not HTTP. Called by uvicorn."""
         self._refuse(HttpError(400, msg))
 
     def write_part(self, cycle: RequestResponseCycle, head: bytes, data: bytes, *, is_last: bool) -> bool:
         """Write a part of a chunked response; return whether the connection takes more at once.
 
-        `cycle` is what uvicorn knows of the request. `head`: status and headers for the first part, each with its line
-        end. This takes the place of ASGI's `send`, which writes them, and the end, apart.
+        `cycle`: uvicorn's object for the request. `head`: for the first part, status line and headers, each with its
+        line end. This replaces ASGI's `send`, which would write the head, the data and the end separately.
         """
         written = b"%x\r\n%b\r\n" % (len(data), data)
         if not cycle.response_started:
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
         return not self.flow.write_paused
 
     def _look(self) -> None:
-        """End the connection if its peer does not read, or has all of what closes and does not end TLS."""
+        """End the connection if the peer does not read, or has everything but does not end TLS."""
         was_closing, self._was_closing = self._was_closing, self.transport.is_closing()
         if not self._peer.reads(self.loop.time()) or (was_closing and self._peer.is_done):
             self.transport.abort()
@@ -199,7 +199,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(HttpError(408, "the request did not come in time", headers=((b"x-should-retry", b"false"),)))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer what never became a request, and close."""
+        """Answer without a request, and close."""
         if self.transport.is_closing():
             return
         body = error.body()
@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
 
 
 def header_lines(headers: Iterable[Header]) -> bytes:
-    """Return headers as a response has them. Their values have no line ends."""
+    """Return headers as lines of a response. The values must have no line ends."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 

@@ -1,6 +1,6 @@
-"""What responses look like: chat.completion and text_completion, whole or in chunks.
+"""The JSON of responses: chat.completion and text_completion, whole or in chunks.
 
-Chunks of a stream differ in little but their text. That little is put between bytes that are made once.
+Most chunks of a stream differ only in their text, so the bytes around the text are made once.
 """
 
 import secrets
@@ -31,7 +31,7 @@ encode = msgspec.json.encode
 class Shown:
     """What a request wants to see besides the text."""
 
-    usage: bool = False  # a chunk with it ends the stream
+    usage: bool = False  # the stream's last chunk has it
     usage_always: bool = False  # every chunk has it
     logprobs: bool = False
     token_ids: bool = False
@@ -41,34 +41,34 @@ class Shown:
 
 @dataclass(slots=True)
 class Prompt:
-    """What a response may show of a prompt."""
+    """What a response may show about a prompt."""
 
-    echo: str = ""  # what the text begins with
+    echo: str = ""  # the text begins with this
     token_ids: Sequence[int] = ()
     logprobs: list[inference.TokenLogprobs] = field(default_factory=list)  # from the second token on
 
     def take(self, gain: Gain) -> None:
-        """Keep what came of its log probabilities."""
+        """Keep the log probabilities that a gain brought."""
         for part in gain.prompt_logprobs:
             self.logprobs += map(logprobs_to_proto, part.entries())
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a response, as far as it has come."""
+    """One choice of a response so far."""
 
     index: int
     prompt: Prompt
     filter: MessageFilter | None = None
-    num_chars: int = 0  # given out: where the next token's text begins
+    num_chars: int = 0  # written: where the next token's text begins
     finish_reason: str | None = None
     stop_match: str | int | None = None
-    is_begun: bool = False  # a chunk of it was written
+    is_begun: bool = False  # a chunk was written
     end_is_shown: bool = False
-    before_text: bytes = b""  # of a chunk
+    before_text: bytes = b""  # in a chunk, made once
 
     def deltas(self, gain: Gain) -> list[Delta]:
-        """Return what the message gains; its end is noted."""
+        """Return the message's deltas for a gain, and keep the finish reason."""
         gained: list[Delta] = []
         if self.filter is not None:
             gained = self.filter.push(gain.text) if gain.text else []
@@ -98,7 +98,7 @@ class Dialect:
 
 
 def merged(deltas: Sequence[Delta]) -> Json:
-    """Return the message that deltas come to."""
+    """Return the whole message that deltas make."""
     message: Json = {"role": "assistant", "content": None}
     calls: dict[int, Json] = {}
     for delta in deltas:
@@ -162,10 +162,10 @@ class Response:
         self._after_text = dialect.after_text + self._after
 
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
-        """Return the chunks for what a choice gained; its end has one of its own."""
+        """Return the chunks for what a choice gained. `last_chunk` returns the one for its end."""
         gain = self._seen(choice, gain)
         if not (gain.token_ids or gain.text or gain.finish_reason):
-            return b""  # all that came is of the prompt
+            return b""  # the gain is about the prompt only
         if choice.is_begun and choice.filter is None and self._is_text_alone and not gain.finish_reason:
             return self._text(choice, gain.text) if gain.text else b""
         events = [] if choice.is_begun else self._beginning(choice)
@@ -180,16 +180,16 @@ class Response:
         return b"".join(events)
 
     def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:
-        """Return the chunk that ends a choice; `ledger` is shown with it."""
+        """Return the chunk that ends a choice, with `ledger` if there is one."""
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_match}
         return self._event(choice, {}, end, None if ledger is None else {"pdserve": ledger})
 
     def usage_chunk(self, usage: Json, ledger: Json | list[Json]) -> bytes:
-        """Return the chunk with the usage, which ends a stream."""
+        """Return the chunk with the usage, the last of a stream."""
         return self._before + b"]," + encode({"usage": usage, "pdserve": ledger})[1:] + b"\n\n"
 
     def body(self, choices: Sequence[tuple[Choice, Gain]], usage: Json, ledger: Json | list[Json]) -> bytes:
-        """Return a whole response; each choice comes with all that it gained."""
+        """Return a whole response. Each choice comes with everything it gained."""
         results = [self._result(choice, self._seen(choice, gain)) for choice, gain in choices]
         envelope: Json = {**self._envelope, "object": self.dialect.whole, "choices": results, "usage": usage}
         if self.shown.token_ids and self.dialect is CHAT:
@@ -286,7 +286,7 @@ def total(usages: Sequence[Usage], *, answer: bool) -> Json:
 
 
 def ledger_of(request_id: str, ledger: Ledger) -> Json:
-    """Return a request's ledger for its client: milliseconds after it was received, and who served it."""
+    """Return a request's ledger for the client: when each stage was reached, and which workers served it."""
     shown = {name: getattr(ledger, name) for name in _SHOWN}
     moves = [asdict(moved) for moved in ledger.moves]
     timings_ms = {stage.value: round(at_ms, 3) for stage, at_ms in ledger.steps}

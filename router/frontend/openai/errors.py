@@ -45,11 +45,11 @@ CODES = {
     504: "deadline_exceeded",
 }
 OF_TENANT = frozenset({Cause.TENANT_REQUESTS, Cause.TENANT_TOKENS, Cause.TENANT_CONCURRENCY})
-RETRY_AFTER_S = 1.0  # where nothing says when there will be room
+RETRY_AFTER_S = 1.0  # if nobody knows when there will be room
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]*)(?: entries| tokens?)?: ")
 _NAMES = {"text": "prompt", "token_ids": "prompt", "chat": "messages"}  # of inference.proto's fields, over HTTP
 _NAME = re.compile(r"[a-z_]+")  # of a field
-_KINDS = frozenset({"str", "int", "float", "bool", "dict", "list"})  # of a union, among the names of fields
+_KINDS = frozenset({"str", "int", "float", "bool", "dict", "list"})  # pydantic names members of a union like fields
 _TOO_LONG = re.compile(r"\(max_model_len\)$")
 
 Header = tuple[bytes, bytes]
@@ -58,7 +58,7 @@ JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
 
 @dataclass(slots=True, eq=False)
 class HttpError(Exception):
-    """The end of a request without its answer."""
+    """An error response."""
 
     status: int
     message: str
@@ -84,7 +84,7 @@ class HttpError(Exception):
 
 
 def error_of(error: Exception) -> HttpError:
-    """Return what HTTP has for an error of the intake, or for a request that was refused; others are logged."""
+    """Return the response for an error of a request. Unexpected errors are logged."""
     match error:
         case HttpError():
             return error
@@ -119,13 +119,13 @@ def _refused(refused: Refused) -> HttpError:
         code = "rate_limit_exceeded"
     headers = _try_no_more(status)
     if status in (429, 503):
-        # An idle cluster would not meet the objective either.
+        # Trying again does not help if even an idle cluster could not meet the objective.
         headers = try_again(refused.retry_after_s or RETRY_AFTER_S, helps=cause is not Cause.IDLE_CLUSTER)
     return HttpError(status, message, param, code, headers, more)
 
 
 def try_again(after_s: float, *, helps: bool = True) -> tuple[Header, ...]:
-    """Return when a client should try again; not `helps`: it will end the same way then."""
+    """Return headers that say when to try again; not `helps`: that another try would fail, too."""
     return (
         (b"retry-after", b"%d" % max(1, ceil(after_s))),
         (b"retry-after-ms", b"%d" % max(1, ceil(after_s * 1e3))),
@@ -134,12 +134,12 @@ def try_again(after_s: float, *, helps: bool = True) -> tuple[Header, ...]:
 
 
 def _try_no_more(status: int) -> tuple[Header, ...]:
-    """Return what keeps OpenAI's client from trying again, as it does after a 408, a 409 and any 5xx."""
+    """Return the header that keeps OpenAI's client from trying again, which it does after 408, 409 and any 5xx."""
     return ((b"x-should-retry", b"false"),) if status >= 500 else ()
 
 
 def _first_invalid(errors: Sequence[Mapping[str, Any]]) -> HttpError:
-    """Return the error for the first field that is not of its type, of pydantic's list."""
+    """Return the response for the first of pydantic's errors."""
     first = errors[0]
     place = [str(each) for each in first["loc"] if isinstance(each, int) or _NAME.fullmatch(each)]
     place = [each for each in place if each not in _KINDS]

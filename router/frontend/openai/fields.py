@@ -1,6 +1,6 @@
-"""The fields of requests over HTTP: OpenAI's, and those that vLLM's clients send besides; and both in /openapi.json.
+"""The fields of requests over HTTP, OpenAI's and vLLM's additions, and their description for /openapi.json.
 
-A null is as good as a field that is left out. Unknown fields are accepted; `ignored` names them for a header.
+A null means the same as a missing field. Unknown fields are accepted; `ignored` names them for a header.
 """
 
 from array import array
@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from pdserve.sampling import MAX_SEQUENCES
 
-WITHOUT_EFFECT = frozenset(  # OpenAI's own; no answer would be another for them
+WITHOUT_EFFECT = frozenset(  # OpenAI's fields that would not change any answer
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "verbosity"),
@@ -32,7 +32,7 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of given fields that nothing here knows."""
+        """The names of fields that were sent and are not known here."""
         given = (self.model_extra or {}).items()
         return [name for name, value in given if value is not None and name not in WITHOUT_EFFECT]
 
@@ -43,14 +43,14 @@ class StreamOptions(Body):
 
 
 class Slo(Body):
-    """What the client needs to be served in time."""
+    """The client's objectives."""
 
     ttft_ms: float | None = Field(None, description="Time to the first token, milliseconds.")
     tpot_ms: float | None = Field(None, description="Mean time per later token, milliseconds.")
 
 
 class Generation(Body):
-    """What requests for text have in common."""
+    """The fields that requests for generation share."""
 
     model: str | None = Field(None, description="By default the model that is served.")
     stream: bool | None = None
@@ -98,7 +98,7 @@ class Generation(Body):
         "kv_transfer_params": "the router decides where KV pages go",
         "truncate_prompt_tokens": "prompts are not truncated",
     }
-    """Fields that would change the answer, and cannot be had, with why."""
+    """Fields that would change the answer and are not supported, with the reason."""
 
 
 class TextPart(Body):
@@ -146,7 +146,7 @@ class ChatRequest(Generation):
 
 
 def _checked_prompt(value: Any) -> Prompt:  # noqa: ANN401 - whatever was sent
-    """Return a prompt if it is one. Lists of token ids may be long: no object is made of each."""
+    """Return a valid prompt. Lists of token ids may be long: no object is made of each."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:

@@ -1,7 +1,7 @@
-"""What requests ask of an answer's form, and where its text becomes something else than content: tool calls, reasoning.
+"""Structured output, tool calls and reasoning: what constrains an answer, and how its text is split into parts.
 
-`plan` checks a request's tools and constraints, writes what the answer is to match, and says how its text is filtered.
-A filter belongs to one choice of one response. Deltas are as in OpenAI's chunks: `{"content": ...}`,
+`plan` checks a request's tools and constraints, writes into the request what the answer must match, and returns how the
+text is filtered. A filter belongs to one choice of one response. Deltas are as in OpenAI's chunks: `{"content": ...}`,
 `{"reasoning_content": ...}`, `{"tool_calls": [{"index": 0, ...}]}`.
 """
 
@@ -24,7 +24,7 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.text.tool_calls import Arguments, CallBegun, Content, Event, ToolCallParser, ToolFormat
 
 MAX_TOOLS = 128
-MAX_FORCED_CALLS = 8  # of an answer that has to call tools
+MAX_FORCED_CALLS = 8  # of an answer that must call tools
 NEWLINE = "\n"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ANY_ARGUMENTS = {"type": "object"}
@@ -40,13 +40,13 @@ class Tool:
 class ToolUse:
     """What an answer may do with tools."""
 
-    forced: tuple[Tool, ...] = ()  # it has to call one of these; none: it may call any
-    is_named: bool = False  # the request names the one
+    forced: tuple[Tool, ...] = ()  # the answer must call one of these; empty: it may call any
+    is_named: bool = False  # the request names the tool to call
     one_at_most: bool = False
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """Return how tools are to be used, None where they are not; RequestError(INVALID_ARGUMENT) names what is wrong."""
+    """Return how an answer may use tools, None if there are none; RequestError(INVALID_ARGUMENT) names the field."""
     tools = [_tool(each, place) for place, each in enumerate(body.tools or ())]
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} are over the limit of {MAX_TOOLS}")
@@ -71,7 +71,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 
 
 def forced_calls(use: ToolUse, written: ToolFormat, tokenizer: Tokenizer) -> inference.StructuredOutput:
-    """Return what an answer matches that calls tools and does nothing else, in the way of the model's family."""
+    """Return a grammar of answers that only call tools, in the format of the model's family."""
     rules, calls = [], []
     for number, tool in enumerate(use.forced):
         opening = f'{{"name": {json.dumps(tool.name)}, "{written.arguments_key}": '
@@ -96,7 +96,7 @@ def _more(separator: str, rule: str, may_go_on: bool) -> str:
 
 
 def has_special(marker: str, tokenizer: Tokenizer) -> bool:
-    """Return whether a marker is a token that texts leave out."""
+    """Return whether a marker is a special token, which texts leave out."""
     token_id = tokenizer.token_id(marker) if marker else None
     return token_id is not None and not tokenizer.decode([token_id])
 
@@ -118,13 +118,13 @@ def _tool(given: dict[str, Any], place: int) -> Tool:
     return Tool(name, parameters or _ANY_ARGUMENTS)
 
 
-Constraint = tuple[str, inference.StructuredOutput]  # and the field that asks for it
+Constraint = tuple[str, inference.StructuredOutput]  # the field that asks for it, and the constraint
 _VLLM = ("json", "json_object", "regex", "choice", "grammar")
 _ITS_OPTIONS = frozenset({"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "_backend"})
 
 
 def constraint_of(body: Generation) -> Constraint | None:
-    """Return what the answer is to match; RequestError(INVALID_ARGUMENT) where fields contradict each other."""
+    """Return what the answer must match; RequestError(INVALID_ARGUMENT) if fields contradict each other."""
     found = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
     if len(found) > 1:
         raise invalid(found[1][0], f"goes against {found[0][0]}: an answer matches one of them")
@@ -159,7 +159,7 @@ def _structured_outputs(body: Generation) -> Iterator[Constraint]:
 
 
 def _guided(body: Generation) -> Iterator[Constraint]:
-    """Yield what vLLM's clients asked for by older names."""
+    """Yield constraints from vLLM's older fields."""
     for name in _VLLM:
         value = getattr(body, f"guided_{name}", None)
         if value is not None and value is not False:
@@ -186,19 +186,19 @@ def _constraint(field: str, name: str, value: object) -> inference.StructuredOut
 
 Delta = dict[str, Any]
 _ID_CHARS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # Mistral's templates take no other
+_ID_LENGTH = 9  # the only length that Mistral's templates accept
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a request's fields for output and tools come to."""
+    """How an answer is constrained and filtered."""
 
     new_filter: "Callable[[], MessageFilter] | None" = None  # for each choice; None: text is content
-    constrained_by: str = ""  # the field that says what the answer is to match
+    constrained_by: str = ""  # the field that says what the answer must match
 
 
 def rename(error: HttpError, field: str) -> None:
-    """Give an error the name of the field that asked for what is wrong with the structured output."""
+    """In an error about structured output, name the field that asked for it."""
     if field and error.message.startswith("structured_output"):
         error.message, error.param = f"{field}: {error.message.partition(': ')[2]}", field
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions, as bare ASGI: nothing stands between a chunk and its connection."""
+"""POST /v1/chat/completions and /v1/completions, as plain ASGI: no framework between a chunk and its connection."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,7 +26,7 @@ from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 IGNORED_FIELDS = b"x-ignored-fields"
 MAX_IGNORED_BYTES = 1024  # of that header
 REQUEST_ID = b"x-request-id"
-BEGIN = "x-begin"  # "at-once": a stream has its headers before its first token
+BEGIN = "x-begin"  # "at-once": send a stream's headers before the first token
 MAX_CHOICES = 256  # of a call
 
 
@@ -58,7 +58,7 @@ class Generator:
         texts = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
         choices = [_choices(each, place * each, plan, Prompt(text)) for place, text in enumerate(texts)]
         reply = self._reply(asked, scope, COMPLETION, shown, choices)
-        # Made one after another: what they share is checked with the first, before there are copies of it.
+        # A generator: a field that all requests share is checked with the first, before the template is copied again.
         requests = (with_prompt(template, prompt) for prompt in prompts)
         await self._serve(reply, requests, scope, send, plan.constrained_by)
 
@@ -94,13 +94,15 @@ class Generator:
                 await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"])
             await reply.run(send)
         except (HttpError, *NOT_SERVED) as error:
-            raise _shown_error(error, constrained_by, reply.headers) from None  # in no variable: it has this frame
+            raise _shown_error(
+                error, constrained_by, reply.headers
+            ) from None  # in no variable: it refers to this frame
         finally:
             reply.close(self._intake)
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return a request's headers by name; of one that is there twice, the last, or all where that is a list."""
+    """Return a request's headers by name. The last one of a name counts, except that tracestate is a list."""
     headers: dict[str, str] = {}
     for name, value in ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]):
         headers[name] = f"{headers[name]},{value}" if name == "tracestate" and name in headers else value
@@ -108,13 +110,13 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def key_of(scope: Scope) -> bytes | None:
-    """Return the API key that a request shows, None where it shows none."""
+    """Return the API key in a request's headers, None if there is none."""
     shown = next((value for name, value in scope["headers"] if name == b"authorization"), None)
     return None if shown is None else bearer([(METADATA_KEY, shown.decode("latin-1"))])
 
 
 def check_head(scope: Scope) -> None:
-    """Raise HttpError where a request announces a body over the limit, or a compressed one."""
+    """Raise HttpError if a request's body will be over the limit, or is compressed."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > PUBLIC_MESSAGE_BYTES:
             raise too_large(int(value))
@@ -124,7 +126,7 @@ def check_head(scope: Scope) -> None:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return a request's body; HttpError where it is over the limit, before it is read whole."""
+    """Return a request's body; HttpError as soon as it is over the limit."""
     parts: list[bytes] = []
     num_bytes, has_more = 0, True
     while has_more:
@@ -140,8 +142,8 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def too_large(num_bytes: int) -> HttpError:
-    """Return the error for a body of so many bytes, or more."""
-    close = ((b"connection", b"close"),)  # what is left of it is not read
+    """Return the error for a body of at least so many bytes."""
+    close = ((b"connection", b"close"),)  # the rest of the body is not read
     return HttpError(413, f"body: {num_bytes} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}", headers=close)
 
 
@@ -175,7 +177,7 @@ def _choices(num_choices: int, first: int, plan: filters.Plan, prompt: Prompt) -
 
 
 def _ignored(asked: Generation) -> bytes:
-    """Return the names of fields that nothing here knows, for a header."""
+    """Return the names of unknown fields, for a header."""
     names = asked.ignored
     for group, part in (("stream_options", asked.stream_options), ("slo", asked.slo)):
         names += [f"{group}.{name}" for name in (part.ignored if part is not None else ())]

@@ -7,11 +7,11 @@ from typing import Any
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # in place of minus infinity, which JSON does not have
+LEAST = -9999.0  # instead of minus infinity, which JSON cannot express
 
 
 def chat_logprobs(tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]) -> dict[str, Any]:
-    """Return them as chat has them: an entry a token."""
+    """Return them as chat.completion has them: one entry for each token."""
     content = [
         {
             **_entry(tokens, token_id, each.chosen),
@@ -25,9 +25,9 @@ def chat_logprobs(tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[infe
 def completion_logprobs(
     tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs | None], offset: int = 0
 ) -> dict[str, Any]:
-    """Return them as completions have them: parallel lists. The text offsets, in characters, begin at `offset`.
+    """Return them as text_completion has them: parallel lists. The text offsets, in characters, begin at `offset`.
 
-    None stands for the first token of a prompt, of which there is no probability.
+    `logprobs` has None for the first token of a prompt.
     """
     texts = [_text(tokens.piece(token_id)) for token_id in ids]
     offsets = []
@@ -47,7 +47,7 @@ def completion_logprobs(
 def prompt_logprobs(
     tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]
 ) -> list[dict[str, Any] | None]:
-    """Return those of a prompt as vLLM has them: by token id, with the rank where it is known; of the first, none."""
+    """Return those of a prompt as vLLM has them: by token id, with the rank if it is known; None for the first."""
     scored: list[dict[str, Any] | None] = [None]
     for token_id, each in zip(ids[1:], logprobs, strict=True):
         ranked = {top.token_id: (rank, top.logprob) for rank, top in enumerate(each.top, 1)}

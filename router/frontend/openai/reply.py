@@ -1,9 +1,8 @@
-"""Answers on their way to one HTTP request: written as server-sent events, or kept until they are whole.
+"""Writes the answers of one HTTP request: as server-sent events, or as one response when they are complete.
 
-The task that serves a request sleeps until its stream has ended: chunks are written where the answer's turn comes.
-Invariant: a response has its status no earlier than its first token, so that whatever ends it before is an HTTP error,
-unless its client asked for its headers at once or nothing was written for KEEP_ALIVE_S; and at most one write of each
-answer waits.
+The task that serves a request sleeps until the stream has ended: `Answer.write` writes the chunks. Invariant: the
+status is sent with the first token, so that a request which ends earlier gets an HTTP error, unless the client asked
+for the headers at once or nothing was written for KEEP_ALIVE_S. And at most one write of each answer waits.
 """
 
 import asyncio
@@ -27,16 +26,16 @@ EVENT_STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
-ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: as ledgers, logs and the live page name it
+ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: the id in ledgers, logs and the live page
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One request of a call, and its answer's end. The `Sink` of that answer."""
+    """One request of a call: the `Sink` of its answer."""
 
     reply: "Reply"
     choices: list[Choice]
-    gains: list[Gain] = field(default_factory=list)  # all that each choice gained, where that is kept
+    gains: list[Gain] = field(default_factory=list)  # everything that each choice gained, unless it is streamed
     answer: Answer | None = None
     outcome: Outcome | None = None
 
@@ -54,16 +53,16 @@ class Part:
 
 
 class Reply:
-    """What a call's response is made of. The two kinds differ in what they do with what is gained."""
+    """The response to a call. Its two kinds differ in what `take` does with gains."""
 
     def __init__(
         self, connection: Connection, response: Response, headers: Sequence[Header], choices: Sequence[list[Choice]]
     ) -> None:
-        """`choices`: those of each request of the call."""
+        """`choices`: for each request of the call, its choices."""
         self.connection = connection
         self.response = response
         self.headers = list(headers)
-        self.parts = [Part(self, each) for each in choices]  # all: the first may end before the last is opened
+        self.parts = [Part(self, each) for each in choices]  # made at once: the first may end before the last is opened
         self._is_lost = connection.transport.is_closing()
         self._news = asyncio.Event()
         connection.reply = self
@@ -78,16 +77,16 @@ class Reply:
         self.response.num_prompt_tokens += len(part.answer.event.token_ids)
 
     def close(self, intake: Intake) -> None:
-        """Leave all answers: those that have not ended are cancelled."""
-        if self.connection.reply is self:  # else the next request of its pipeline has begun
+        """Leave all answers; requests that have not ended are cancelled."""
+        if self.connection.reply is self:  # else the next request on the connection has begun
             self.connection.reply = None
         for part in self.parts:
             if part.answer is not None:
                 intake.leave(part.answer)
-        self.parts = []  # they refer to this reply: the garbage collector is left no cycle
+        self.parts = []  # they refer to this reply: leave no cycle to the garbage collector
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
-        """Take what a part gained, and its end; return whether it may give more at once."""
+        """Take what a part gained, and its end; return whether the part may write more at once."""
         raise NotImplementedError
 
     def lost(self) -> None:
@@ -96,14 +95,14 @@ class Reply:
         self._news.set()
 
     def resume(self) -> None:
-        """Let the answers go on: the connection takes bytes again."""
+        """Let the answers continue: the connection takes bytes again."""
         for part in self.parts:
             if part.answer is not None and part.outcome is None:
                 part.answer.resume()
 
     @property
     def refusal(self) -> Refused | None:
-        """The first end of a part without its answer."""
+        """Why the first part that was refused ended so; None if no part was."""
         return next((part.outcome for part in self.parts if isinstance(part.outcome, Refused)), None)
 
     @property
@@ -120,7 +119,7 @@ class Reply:
 
 
 class Whole(Reply):
-    """Keeps the answers until they are complete."""
+    """A response in one piece: keeps the answers until they are complete."""
 
     async def run(self, send: Send) -> None:
         """Write the response; RefusedError where a part ended without its answer."""
@@ -145,7 +144,7 @@ class Whole(Reply):
 
 
 class Stream(Reply):
-    """Writes events as the answers come."""
+    """A response in server-sent events: writes them as the answers come."""
 
     def __init__(
         self,
@@ -157,14 +156,14 @@ class Stream(Reply):
         *,
         begins_at_once: bool,
     ) -> None:
-        """`cycle`: the connection's, of this request. `begins_at_once`: the response begins before there is a token."""
+        """`cycle`: uvicorn's object for this request. `begins_at_once`: send the headers before the first token."""
         super().__init__(connection, response, headers, choices)
         self._cycle = cycle
         self._begins_at_once = begins_at_once
-        self._is_opened = False  # all parts are: none can be refused as not valid any more
-        self._unsent = b""  # before that
-        self._is_begun = False  # something was written, or is to be
-        self._is_over = False  # the last event is among the unsent, or sent
+        self._is_opened = False  # all parts: none can be refused as invalid any more
+        self._unsent = b""  # what was gained before that
+        self._is_begun = False  # something was written, or is in `_unsent`
+        self._is_over = False  # the same holds for the last event
         self._is_silent = True  # nothing was written since the timer was set
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._break_silence)
 
@@ -200,7 +199,7 @@ class Stream(Reply):
                 self._is_over = True
         elif part.outcome is not None:
             if not (self._is_begun or any(events)):
-                self._is_over = True  # what other parts gain in the same turn is not begun with
+                self._is_over = True  # the response must not begin with what other parts gain in the same turn
                 self._news.set()
                 return False
             events += [b"data: " + error_of(RefusedError(part.outcome)).body() + b"\n\n", DONE]
@@ -216,7 +215,7 @@ class Stream(Reply):
         return events
 
     def _endings(self, part: Part) -> list[bytes]:
-        """Return the last chunks of choices. The last of all has the ledger, unless a chunk with the usage follows."""
+        """Return the last chunks of choices. The very last has the ledger, unless a chunk with the usage follows."""
         ending = [choice for choice in part.choices if not choice.end_is_shown]
         ledger = None if self.response.shown.usage else part.ledger()
         return [self.response.last_chunk(each, ledger if each is ending[-1] else None) for each in ending]

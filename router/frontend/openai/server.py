@@ -1,6 +1,6 @@
-"""Listens for HTTP: uvicorn's protocol on the router's own event loop. Signals and drains are the router's.
+"""Listens for HTTP: uvicorn's protocol on the router's own event loop. The router handles signals and drains.
 
-With TLS, each handshake shows the certificate that the files hold then, and at most MAX_HANDSHAKES are under way.
+With TLS, each handshake uses the certificate that is in the files then, and at most MAX_HANDSHAKES are under way.
 """
 
 import asyncio
@@ -24,27 +24,27 @@ from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
 from pdserve.rpc import HANDSHAKE_TIMEOUT_S
 from pdserve.watched import Watched
 
-MAX_HANDSHAKES = 512  # with one more the oldest ends: an honest client's takes milliseconds
+MAX_HANDSHAKES = 512  # one more ends the oldest: an honest client's handshake takes milliseconds
 BACKLOG = 1024
-SHUTDOWN_TIMEOUT_S = 3600.0  # to flush, and to end TLS: whoever takes nothing is cut off by `Connection`
+SHUTDOWN_TIMEOUT_S = 3600.0  # to flush, and to end TLS: `Connection` cuts off clients that do not read
 
 
 class Handshakes:
-    """Connections that were accepted and have not shaken hands."""
+    """Accepted connections whose TLS handshake is under way."""
 
     def __init__(
         self, certificate: Path, key: Path, connect: Callable[[], asyncio.Protocol], on_failed: Callable[[], None]
     ) -> None:
-        """`connect` makes the protocol of a connection that has; `on_failed` is called for each that ends before.
+        """`connect` makes the protocol of a connection after its handshake; `on_failed` is called if that fails.
 
-        ConfigError where the files are refused.
+        ConfigError if the files are refused.
         """
         self._certificate = RotatingContext(certificate, key)
         self._connect, self._on_failed = connect, on_failed
         self._under_way: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def accept(self) -> asyncio.Protocol:
-        """Return the protocol of a connection to come."""
+        """Return the protocol of a new connection, as `create_server` wants it."""
         return _Accepted(self._begin)
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Handshakes:
 
         def note_done(task: asyncio.Task[None]) -> None:
             self._under_way.pop(task, None)
-            if task.cancelled():  # maybe before it began
+            if task.cancelled():  # perhaps before it began
                 tcp.close()
 
         task = asyncio.create_task(self._shake(tcp), name="handshake")
@@ -80,24 +80,24 @@ class Handshakes:
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
                 ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             )
-        except OSError:  # the peer's fault, or its absence
+        except OSError:  # the peer failed or left
             self._on_failed()
 
 
 class _Accepted(asyncio.Protocol):
-    """Takes a connection from the transport that accepted it, which would read what is meant for TLS."""
+    """Takes a connection from the transport that accepted it, which would read the bytes of TLS."""
 
     def __init__(self, begin: Callable[[socket.socket], None]) -> None:
         self._begin = begin
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        with suppress(OSError):  # no descriptor is left
+        with suppress(OSError):  # no file descriptor is left
             self._begin(transport.get_extra_info("socket").dup())
         transport.abort()
 
 
 class RotatingContext:
-    """TLS with a certificate whose files may change: each handshake takes what is there."""
+    """TLS with a certificate whose files may change: each handshake uses the present ones."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._paths = certificate, key
@@ -114,7 +114,7 @@ class RotatingContext:
         return context
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Give a handshake the certificate that is there. OpenSSL calls it whether a name is asked for or not."""
+        """Give a handshake the present certificate. OpenSSL calls this even if the client asks for no name."""
         pair = self._files.look()
         if pair is not self._pair:
             self._pair, self.shown = pair, self._made()
@@ -150,7 +150,7 @@ async def serving_http(config: RouterConfig, app: App, on_failed: Callable[[], N
 
 
 def _uvicorn(app: App) -> uvicorn.Config:
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what strangers send is no warning
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # do not warn about what strangers send
     config = uvicorn.Config(
         app,
         lifespan="off",

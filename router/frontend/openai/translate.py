@@ -1,4 +1,4 @@
-"""HTTP requests to inference.GenerateRequest, the one message that is checked and admitted."""
+"""Translates HTTP requests to GenerateRequest, the one message that is checked and admitted."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ Headers = Mapping[str, str]
 
 
 def chat_request(body: ChatRequest, headers: Headers) -> inference.GenerateRequest:
-    """Return a conversation's request; RequestError(INVALID_ARGUMENT) names what cannot be served."""
+    """Return a conversation's request; RequestError(INVALID_ARGUMENT) names a wrong field."""
     request = _request(body, headers)
     if not body.messages:
         raise invalid("messages", "it is empty, at least 1 message is needed")
@@ -43,7 +43,7 @@ def chat_request(body: ChatRequest, headers: Headers) -> inference.GenerateReque
 
 
 def completion_template(body: CompletionRequest, headers: Headers) -> inference.GenerateRequest:
-    """Return what the requests of all prompts share; RequestError(INVALID_ARGUMENT) names what cannot be served."""
+    """Return the part that the requests of all prompts share; RequestError(INVALID_ARGUMENT) names a wrong field."""
     if body.suffix:
         raise invalid("suffix", "text before a suffix is not supported")
     if body.best_of not in (None, body.n or 1):
@@ -56,7 +56,7 @@ def completion_template(body: CompletionRequest, headers: Headers) -> inference.
         if body.echo:
             template.sampling.prompt_logprobs = body.logprobs
     if body.max_tokens == 0 and body.echo:
-        template.sampling.max_tokens = 1  # computed, and not shown
+        template.sampling.max_tokens = 1  # the token is computed, but not shown
     return template
 
 
@@ -83,7 +83,7 @@ def prompts_of(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[i
 
 
 def chat_of(body: ChatRequest | TokenizeRequest) -> inference.Chat:
-    """Return the conversation, with what its template is given."""
+    """Return the conversation, with the arguments of its template."""
     kwargs = dict(body.chat_template_kwargs or {})
     documents: list[Object] | None = None
     if isinstance(body, ChatRequest):
@@ -102,7 +102,7 @@ def chat_of(body: ChatRequest | TokenizeRequest) -> inference.Chat:
 
 
 def label_of(body: Generation, headers: Headers) -> str:
-    """Return the client's own name of a request, empty where it gives none that can be kept."""
+    """Return the client's name for a request, empty if there is none that can be kept."""
     return usable_label(body.request_id or headers.get(LABEL, ""))
 
 
