@@ -16,7 +16,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 import pdserve
 from pdserve.errors import Status
-from pdserve.router.commands import Finished, Refused
+from pdserve.router.commands import Refused
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import RefusedError, bearer
@@ -54,10 +54,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             made = Replies(asked, streams=request.stream)
 
             def replies(answer: Answer, gains: Sequence[Gain], outcome: Outcome | None) -> list[vllm.GenerateResponse]:
-                made.prompt_ids = answer.event.token_ids
-                cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
-                found = made.take(gains, cached_tokens)
-                return found + made.complete(cached_tokens) if isinstance(outcome, Finished) else found
+                return made.take(answer.event.token_ids, gains, outcome)
 
             with self._abortable(tenant, request.request_id):
                 async with CallWriter(context) as writer:

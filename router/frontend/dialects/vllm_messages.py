@@ -11,7 +11,8 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from pdserve.errors import invalid
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.answer import Gain
+from pdserve.router.commands import Finished
+from pdserve.router.frontend.answer import Gain, Outcome
 from pdserve.router.frontend.prompts import usable_label
 from pdserve.sampling import PromptLogprobs
 
@@ -111,14 +112,16 @@ class Replies:
 
     def __init__(self, request: inference.GenerateRequest, *, streams: bool) -> None:
         self._streams = streams
-        self.prompt_ids: Sequence[int] = ()  # set before anything is taken
+        self._prompt_ids: Sequence[int] = ()
         self._has_top = request.sampling.logprobs > 0
         self._scored: list[PromptLogprobs] = []  # of the prompt, as far as they have come
         self._begun: set[int] = set()
         self._whole: dict[int, Gain] = {}  # by continuation, where nothing streams
 
-    def take(self, gains: Iterable[Gain], cached_tokens: int) -> list[Reply]:
-        """Return the replies to write now. `cached_tokens`: of the prompt, 0 until they are known."""
+    def take(self, prompt_ids: Sequence[int], gains: Sequence[Gain], outcome: Outcome | None) -> list[Reply]:
+        """Return the replies to write now. Their number of cached tokens is 0 until the end, when it is known."""
+        self._prompt_ids = prompt_ids
+        cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
         replies: list[Reply] = []
         for gain in gains:
             self._scored += gain.prompt_logprobs
@@ -126,18 +129,16 @@ class Replies:
                 replies += self._stream(gain, cached_tokens)
             else:
                 self._whole.setdefault(gain.index, Gain(gain.index)).add(gain)
+        if isinstance(outcome, Finished):
+            replies += [self._completed(gain, cached_tokens) for _, gain in sorted(self._whole.items())]
         return replies
-
-    def complete(self, cached_tokens: int) -> list[Reply]:
-        """Return all continuations of a request that does not stream."""
-        return [self._completed(gain, cached_tokens) for _, gain in sorted(self._whole.items())]
 
     def _stream(self, gain: Gain, cached_tokens: int) -> list[Reply]:
         replies: list[Reply] = []
         if gain.token_ids:
             chunk = vllm.GenerateStreamChunk(
                 token_ids=gain.token_ids,
-                prompt_tokens=len(self.prompt_ids),
+                prompt_tokens=len(self._prompt_ids),
                 completion_tokens=len(gain.token_ids),
                 cached_tokens=cached_tokens,
                 output_logprobs=self._output_logprobs(gain),
@@ -154,7 +155,7 @@ class Replies:
         complete = vllm.GenerateComplete(
             output_ids=gain.token_ids,
             finish_reason="length" if gain.finish_reason == inference.FINISH_REASON_LENGTH else "stop",
-            prompt_tokens=len(self.prompt_ids),
+            prompt_tokens=len(self._prompt_ids),
             completion_tokens=len(gain.token_ids),
             cached_tokens=cached_tokens,
             output_logprobs=self._output_logprobs(gain),
@@ -184,7 +185,7 @@ class Replies:
         values = [vllm.InputTokenLogProb(), *(vllm.InputTokenLogProb(value=entry.chosen) for entry in entries)]
         has_top = any(entry.top for entry in entries)
         tops = [vllm.TopLogProbs(), *(_top(entry.top) for entry in entries)] if has_top else ()
-        return vllm.InputLogProbs(token_logprobs=values, token_ids=self.prompt_ids, top_logprobs=tops)
+        return vllm.InputLogProbs(token_logprobs=values, token_ids=self._prompt_ids, top_logprobs=tops)
 
 
 def _top(pairs: Iterable[tuple[int, float]]) -> vllm.TopLogProbs:

@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.clients import METADATA_KEY, bearer
+from pdserve.router.frontend.clients import bearer
 from pdserve.router.frontend.intake import NOT_SERVED, Intake
 from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
@@ -111,8 +111,7 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 def key_of(scope: Scope) -> bytes | None:
     """Return the API key in a request's headers, None if there is none."""
-    shown = next((value for name, value in scope["headers"] if name == b"authorization"), None)
-    return None if shown is None else bearer([(METADATA_KEY, shown.decode("latin-1"))])
+    return bearer((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
 
 
 def check_head(scope: Scope) -> None:

@@ -192,7 +192,7 @@ async def test_tenants_abort_their_own_requests_alone(start_router: StartRouter,
 @pytest.mark.parametrize(("match", "shown_as"), [(0, "matched_token_id"), ("x", "matched_stop_str"), (None, None)])
 def test_an_end_names_what_it_matched(match: str | int | None, shown_as: str | None) -> None:
     gain = Gain(0, finish_reason=inference.FINISH_REASON_STOP, stop_match=match)
-    (end,) = Replies(inference.GenerateRequest(), streams=True).take([gain], 0)
+    (end,) = Replies(inference.GenerateRequest(), streams=True).take((), [gain], None)
     assert end.complete.finish_reason == "stop"
     assert end.complete.WhichOneof("matched_stop") == shown_as
     assert shown_as is None or getattr(end.complete, shown_as) == match
