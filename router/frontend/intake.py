@@ -1,14 +1,12 @@
 """The one way of a request from any endpoint to the core: its client, its terms, its tokens, and whether they fit."""
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
 
 from pdserve.errors import RequestError, echo, invalid
-from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
@@ -16,7 +14,7 @@ from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Outcome, Pace, Sink
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError, RefusedError, Visit
-from pdserve.router.frontend.prompts import Prompts, Terms, check_terms, fitted
+from pdserve.router.frontend.prompts import Prompts, check_terms, with_tokens
 from pdserve.router.frontend.records import Opened, Records
 from pdserve.router.frontend.served import ServedModel, check_model
 from pdserve.text.stop import OutputText
@@ -66,7 +64,7 @@ class Intake:
             self._records.reject(opened, error.refused, error.tenant, clock.now_s())
             raise
         try:
-            event, terms = await self._arrival(request, visit, opened, remaining_s)
+            event = await self._arrival(request, visit, opened, remaining_s)
         except BaseException as error:
             visit.end()
             if isinstance(error, RequestError):
@@ -74,7 +72,7 @@ class Intake:
                 refused = Refused(error.status, error.message)
                 self._records.reject(opened, refused, visit.tenant, clock.now_s())
             raise
-        answer = self._answer(event, terms, sink, partial(self._note_end, visit, opened))
+        answer = self._answer(event, request, sink, partial(self._note_end, visit, opened))
         self.backend.admit(event, answer)
         return answer
 
@@ -86,42 +84,34 @@ class Intake:
 
     async def _arrival(
         self, request: inference.GenerateRequest, visit: Visit, opened: Opened, remaining_s: float
-    ) -> tuple[RequestArrived, Terms]:
+    ) -> RequestArrived:
         check_model(request.model, self.model)
-        model, seed = self.model, secrets.randbits(64)
-        terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
-        terms = _permitted(terms, visit)
-        deadline_s, clock = opened.received_s + min(terms.deadline_s, remaining_s), self.backend.clock
-        terms = await self.prompts.with_bad_words(request, terms, deadline_s - clock.now_s())
-        await self.prompts.check_structured(terms, deadline_s - clock.now_s())
+        limit_ms, clock, prompts = self._config.max_deadline_ms, self.backend.clock, self.prompts
+        event = _permitted(check_terms(request, self.model, limit_ms, opened.received_s, remaining_s), visit)
+        event = await prompts.with_bad_words(event, request, event.deadline_s - clock.now_s())
+        await prompts.check_structured(event, event.deadline_s - clock.now_s())
         max_model_len = self.max_model_len()
-        token_ids = await self.prompts.token_ids(request, max_model_len, deadline_s - clock.now_s())
+        token_ids = await prompts.token_ids(request, max_model_len, event.deadline_s - clock.now_s())
         visit.spend(len(token_ids))
-        event = RequestArrived(
-            request_id=new_request_id(),
-            token_ids=token_ids,
-            params=fitted(len(token_ids), terms, max_model_len),
-            received_s=opened.received_s,
-            deadline_s=deadline_s,
-            priority=terms.priority,
-            tenant=terms.tenant,
-            ttft_slo_s=terms.ttft_slo_s,
-            tpot_slo_s=terms.tpot_slo_s,
-            trace=opened.trace,
-        )
-        return event, terms
+        return replace(with_tokens(event, request, token_ids, max_model_len), trace=opened.trace)
 
     def _answer(
-        self, event: RequestArrived, terms: Terms, sink: Sink, on_end: Callable[[Answer, Outcome], None]
+        self,
+        event: RequestArrived,
+        request: inference.GenerateRequest,
+        sink: Sink,
+        on_end: Callable[[Answer, Outcome], None],
     ) -> Answer:
+        sampling, stops = request.sampling, tuple(request.stop)
+        skips_special = not sampling.HasField("skip_special_tokens") or sampling.skip_special_tokens
         outputs = [
             OutputText(
-                self.model.tokenizer.detokenizer(at_start=False, skip_special=terms.skips_special),
-                terms.stops,
-                terms.params.min_tokens,
-                includes_stop=terms.includes_stop,
+                self.model.tokenizer.detokenizer(at_start=False, skip_special=skips_special),
+                stops,
+                event.params.min_tokens,
+                includes_stop=sampling.include_stop_str_in_output,
             )
-            for _ in range(terms.params.n)
+            for _ in range(event.params.n)
         ]
         return Answer(
             event,
@@ -145,11 +135,11 @@ class Intake:
         return min(length for length in known if length is not None)
 
 
-def _permitted(terms: Terms, visit: Visit) -> Terms:
-    """Return a request's terms within its client's limits; RequestError where it names another tenant."""
+def _permitted(event: RequestArrived, visit: Visit) -> RequestArrived:
+    """Return a request within its client's limits; RequestError if it names another tenant."""
     client = visit.client
     if client is None:
-        return terms
-    if terms.tenant not in ("", client.tenant):
-        raise invalid("tenant", f"{echo(terms.tenant, repr)} is not the tenant of this API key, {client.tenant!r} is")
-    return replace(terms, tenant=client.tenant, priority=min(terms.priority, client.limits.max_priority))
+        return event
+    if event.tenant not in ("", client.tenant):
+        raise invalid("tenant", f"{echo(event.tenant, repr)} is not the tenant of this API key, {client.tenant!r} is")
+    return replace(event, tenant=client.tenant, priority=min(event.priority, client.limits.max_priority))

@@ -6,18 +6,21 @@ way to a thread and back. Errors name the field, its value and the limit.
 
 import asyncio
 import math
+import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.grammar.checker import Checker
+from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.served import ServedModel
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
 from pdserve.text.chat import ChatMessage, ChatOptions, JsonObject
@@ -78,24 +81,26 @@ class Prompts:
             packed += pack(ids[start : start + SLICE_TOKENS])
         return self._in_vocabulary(packed, "token_ids")
 
-    async def with_bad_words(self, request: inference.GenerateRequest, terms: "Terms", remaining_s: float) -> "Terms":
-        """Return a request's terms with its bad words as token ids; RequestError if these are over a limit."""
+    async def with_bad_words(
+        self, event: RequestArrived, request: inference.GenerateRequest, remaining_s: float
+    ) -> RequestArrived:
+        """Return a request with its bad words as token ids; RequestError if these are over a limit."""
         if not request.sampling.bad_words:
-            return terms
+            return event
         is_short = len(request.sampling.bad_words) <= INLINE_BAD_WORDS
         words = await self._encoded(request, self._encode_bad_words, remaining_s, is_short=is_short)
-        params = replace(terms.params, bad_word_ids=terms.params.bad_word_ids + words)
+        params = replace(event.params, bad_word_ids=event.params.bad_word_ids + words)
         params.validate(self._model.vocab_size)
-        return replace(terms, params=params)
+        return replace(event, params=params)
 
-    async def check_structured(self, terms: "Terms", remaining_s: float) -> None:
+    async def check_structured(self, event: RequestArrived, remaining_s: float) -> None:
         """Raise RequestError if no answer can match the structured output, or it takes too long to compile."""
-        structured = terms.params.structured_output
+        structured = event.params.structured_output
         if structured is None:
             return
         try:
             async with asyncio.timeout(remaining_s):
-                await self._grammars.check(structured, terms.tenant)
+                await self._grammars.check(structured, event.tenant)
         except TimeoutError as error:
             text = "the deadline passed before structured_output was compiled"
             raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
@@ -159,32 +164,15 @@ class Prompts:
         self._num_tokenizing -= 1
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a request asks for, apart from its prompt."""
-
-    params: SamplingParams
-    may_be_shorter: bool  # the request does not set max_tokens
-    stops: tuple[str, ...]
-    includes_stop: bool  # the text keeps the stop string that ends it
-    skips_special: bool  # the text leaves out special tokens
-    priority: int
-    tenant: str
-    ttft_slo_s: float | None
-    tpot_slo_s: float | None
-    deadline_s: float  # after its arrival
-
-
 def check_terms(
-    request: inference.GenerateRequest,
-    vocab_size: int,
-    random_seed: int,
-    max_deadline_ms: int,
-    defaults: GenerationDefaults,
-) -> Terms:
-    """Return a request's terms with defaults filled in; RequestError for the first field out of range."""
-    params = _sampling(request.sampling, random_seed, defaults)
-    params.validate(vocab_size)
+    request: inference.GenerateRequest, model: ServedModel, max_deadline_ms: int, received_s: float, remaining_s: float
+) -> RequestArrived:
+    """Return a request for the core, with defaults filled in and without its tokens.
+
+    `remaining_s`: until the call's own deadline. RequestError names the first field out of range.
+    """
+    params = _sampling(request.sampling, model.defaults)
+    params.validate(model.vocab_size)
     check_stops(request.stop)
     _check_bad_words(request.sampling.bad_words)
     num_bytes = len(request.tenant.encode())
@@ -194,17 +182,16 @@ def check_terms(
     deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else max_deadline_ms
     if not 0 < deadline_ms <= max_deadline_ms:
         raise invalid("deadline_ms", f"{deadline_ms} is outside [1, {max_deadline_ms}]")
-    return Terms(
+    return RequestArrived(
+        request_id=new_request_id(),
+        token_ids=(),
         params=params,
-        may_be_shorter=not request.sampling.HasField("max_tokens"),
-        stops=tuple(request.stop),
-        includes_stop=request.sampling.include_stop_str_in_output,
-        skips_special=not request.sampling.HasField("skip_special_tokens") or request.sampling.skip_special_tokens,
+        received_s=received_s,
+        deadline_s=received_s + min(deadline_ms / 1e3, remaining_s),
         priority=request.priority,
         tenant=request.tenant,
-        ttft_slo_s=_slo_s("ttft_ms", request.slo.ttft_ms if request.slo.HasField("ttft_ms") else None),
-        tpot_slo_s=_slo_s("tpot_ms", request.slo.tpot_ms if request.slo.HasField("tpot_ms") else None),
-        deadline_s=deadline_ms / 1e3,
+        ttft_slo_s=_slo_s(request.slo, "ttft_ms"),
+        tpot_slo_s=_slo_s(request.slo, "tpot_ms"),
     )
 
 
@@ -221,24 +208,30 @@ def _check_label(label: str) -> None:
     raise invalid("request_label", f"{echo(label, repr)} is not printable ASCII")
 
 
-def fitted(num_prompt_tokens: int, terms: Terms, max_model_len: int) -> SamplingParams:
-    """Return a request's sampling, with max_tokens cut to the room unless the request set it; RequestError: no room."""
-    params, room = terms.params, max_model_len - num_prompt_tokens
+def with_tokens(
+    event: RequestArrived, request: inference.GenerateRequest, token_ids: TokenIds, max_model_len: int
+) -> RequestArrived:
+    """Return a request with its tokens; RequestError if there is no room for an answer.
+
+    If the client did not set max_tokens, it is cut to the room.
+    """
+    params, num_prompt_tokens = event.params, len(token_ids)
+    room, may_be_shorter = max_model_len - num_prompt_tokens, not request.sampling.HasField("max_tokens")
     if num_prompt_tokens == 0:
         raise invalid("prompt", "it has no tokens, at least 1 is needed")
-    if terms.may_be_shorter and max(1, params.min_tokens) <= room < params.max_tokens:
-        return replace(params, max_tokens=room)
-    if terms.may_be_shorter and room < 1:
+    if may_be_shorter and room < 1:
         text = f"it alone has {num_prompt_tokens} tokens, which leaves no room within {max_model_len} (max_model_len)"
         raise invalid("prompt", text)
-    name, num_tokens = ("min_tokens", params.min_tokens) if terms.may_be_shorter else ("max_tokens", params.max_tokens)
+    name, num_tokens = ("min_tokens", params.min_tokens) if may_be_shorter else ("max_tokens", params.max_tokens)
     if num_tokens > room:
         raise invalid(
             name,
             f"{num_prompt_tokens} prompt tokens and {name} {num_tokens} are "
             f"{num_prompt_tokens + num_tokens} together, over the limit of {max_model_len} (max_model_len)",
         )
-    return params
+    if params.max_tokens > room:
+        params = replace(params, max_tokens=room)
+    return replace(event, token_ids=token_ids, params=params)
 
 
 def _check_bad_words(words: Seq[str]) -> None:
@@ -251,20 +244,21 @@ def _check_bad_words(words: Seq[str]) -> None:
             raise invalid("bad_words", f"{echo(word, repr)} has {num_bytes} bytes; {limits}")
 
 
-def _slo_s(field: str, milliseconds: float | None) -> float | None:
-    if milliseconds is None:
+def _slo_s(slo: inference.Slo, field: Literal["ttft_ms", "tpot_ms"]) -> float | None:
+    if not slo.HasField(field):
         return None
+    milliseconds: float = getattr(slo, field)
     if not math.isfinite(milliseconds) or milliseconds <= 0:
         raise invalid(f"slo.{field}", f"{milliseconds} is not a number of milliseconds over 0")
     return milliseconds / 1e3
 
 
-def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: GenerationDefaults) -> SamplingParams:
+def _sampling(asked: inference.SamplingParams, defaults: GenerationDefaults) -> SamplingParams:
     """Return the request's values over the defaults. The model's max_tokens limits the request's, too."""
     given = given_params(asked)
     if asked.fill_model_len and not asked.HasField("max_tokens"):
         given["max_tokens"] = MAX_ANSWER_TOKENS
-    params = SamplingParams(**{"seed": random_seed} | defaults.sampling() | given)
+    params = SamplingParams(**{"seed": secrets.randbits(64)} | defaults.sampling() | given)
     if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
         return params
     return replace(params, max_tokens=defaults.max_tokens)

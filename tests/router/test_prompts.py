@@ -8,10 +8,10 @@ from router_fakes import TEMPLATE, TOKENIZER, StartRouter, collect
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.events import RequestArrived
 from pdserve.router.frontend import endpoints
-from pdserve.router.frontend.prompts import Prompts, Terms, check_terms
+from pdserve.router.frontend.prompts import Prompts, check_terms
 from pdserve.router.frontend.served import ServedModel
-from pdserve.sampling import StructuredOutput
 from pdserve.text.chat import ChatTemplate
 from pdserve.token_ids import TokenIds
 
@@ -19,9 +19,12 @@ from pdserve.token_ids import TokenIds
 Request = inference.GenerateRequest
 
 
+# Its vocabulary ends before the tokenizer's.
+SMALL = ServedModel("m", 100, SPACE, NO_DEFAULTS, TOKENIZER, ChatTemplate(TEMPLATE, {}))
+
+
 def prompts() -> Prompts:
-    """Serve a model whose vocabulary ends before the tokenizer's."""
-    return Prompts(ServedModel("m", 100, SPACE, NO_DEFAULTS, TOKENIZER, ChatTemplate(TEMPLATE, {})), 4, 10.0)
+    return Prompts(SMALL, 4, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ async def test_many_bad_words_are_tokenized_beside_the_event_loop(num_words: int
         return encode(given)
 
     served._encode_bad_words = noting  # type: ignore[method-assign]
-    await served.with_bad_words(request, check_terms(request, SPACE, 0, 1000, NO_DEFAULTS), 10.0)
+    await served.with_bad_words(check_terms(request, SMALL, 1000, 0.0, 10.0), request, 10.0)
     await served.close()
     assert threads == {"MainThread"} if is_inline else "MainThread" not in threads
 
@@ -77,13 +80,13 @@ async def test_each_step_before_admission_has_what_is_left_of_the_deadline(
     left_s: list[float] = []
 
     class Noting(Prompts):
-        async def with_bad_words(self, request: Request, terms: Terms, remaining_s: float) -> Terms:
+        async def with_bad_words(self, event: RequestArrived, request: Request, remaining_s: float) -> RequestArrived:
             left_s.append(remaining_s)
-            return await super().with_bad_words(request, terms, remaining_s)
+            return await super().with_bad_words(event, request, remaining_s)
 
-        async def check_structured(self, structured: StructuredOutput | None, remaining_s: float) -> None:
+        async def check_structured(self, event: RequestArrived, remaining_s: float) -> None:
             left_s.append(remaining_s)
-            await super().check_structured(structured, remaining_s)
+            await super().check_structured(event, remaining_s)
 
         async def token_ids(self, request: Request, max_model_len: int, remaining_s: float) -> TokenIds:
             left_s.append(remaining_s)
