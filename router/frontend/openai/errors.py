@@ -28,21 +28,14 @@ STATUS = {
     Status.CANCELLED: 499,
     Status.INTERNAL: 500,
 }
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    499: "request_cancelled",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-CODES = {
-    401: "invalid_api_key",
-    404: "model_not_found",
-    429: "overloaded",
-    503: "unavailable",
-    504: "deadline_exceeded",
+TYPES = {  # OpenAI's type of an error, and its code unless it has another, by status
+    400: ("invalid_request_error", None),
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("not_found_error", "model_not_found"),
+    429: ("rate_limit_error", "overloaded"),
+    499: ("request_cancelled", None),
+    503: ("overloaded_error", "unavailable"),
+    504: ("timeout_error", "deadline_exceeded"),
 }
 OF_TENANT = frozenset({Cause.TENANT_REQUESTS, Cause.TENANT_TOKENS, Cause.TENANT_CONCURRENCY})
 RETRY_AFTER_S = 1.0  # if nobody knows when there will be room
@@ -69,12 +62,8 @@ class HttpError(Exception):
 
     def body(self) -> bytes:
         """Return the JSON of the response, or of an event in a stream."""
-        error = {
-            "message": self.message,
-            "type": TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error"),
-            "param": self.param,
-            "code": self.code or CODES.get(self.status),
-        }
+        kind, code = TYPES.get(self.status, ("invalid_request_error" if self.status < 500 else "server_error", None))
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or code}
         return msgspec.json.encode({"error": {**error, **self.more}})
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:

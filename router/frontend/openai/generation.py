@@ -94,9 +94,8 @@ class Generator:
                 await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"])
             await reply.run(send)
         except (HttpError, *NOT_SERVED) as error:
-            raise _shown_error(
-                error, constrained_by, reply.headers
-            ) from None  # in no variable: it refers to this frame
+            # Not kept in a variable: the error refers to this frame.
+            raise _shown_error(error, constrained_by, reply.headers) from None
         finally:
             reply.close(self._intake)
 
