@@ -14,7 +14,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend.backend import Standing
+from pdserve.router.frontend.backend import Readiness
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.hub import Hub
@@ -39,13 +39,13 @@ class FrontendLink:
         self._replies: set[asyncio.Task[None]] = set()
         self._num_unanswered = 0  # pings in a row
         self._counted = messages.Pong({}, 0, 0)  # as last reported
-        self._standing: Standing | None = None  # as the frontend knows it
+        self._readiness: Readiness | None = None  # as the frontend knows it
 
-    def show(self, standing: Standing) -> None:
+    def show(self, readiness: Readiness) -> None:
         """Tell the frontend whether the router serves, if that has changed."""
-        if standing != self._standing:
-            self._standing = standing
-            self.channel.post(messages.Stands(standing))
+        if readiness != self._readiness:
+            self._readiness = readiness
+            self.channel.post(messages.ReadinessChanged(readiness))
 
     def ping(self) -> None:
         """Send a ping; end the channel if the frontend has not answered the last MAX_UNANSWERED pings."""

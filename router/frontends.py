@@ -120,7 +120,7 @@ class Frontends:
             for number, first in enumerate(opened)
         ]
         self._looking = [
-            tasks.create_task(_repeat(LOOK_S, self.show), name="standing"),
+            tasks.create_task(_repeat(LOOK_S, self.show), name="readiness"),
             tasks.create_task(_repeat(PING_S, self._ping), name="frontends' pings"),
         ]
         await asyncio.wait(opened)
@@ -139,9 +139,9 @@ class Frontends:
 
     def show(self) -> None:
         """Tell frontends whether the router serves."""
-        standing = self._hub.standing()
+        readiness = self._hub.readiness()
         for link in self._links:
-            link.show(standing)
+            link.show(readiness)
 
     def _ping(self) -> None:
         for link in self._links:
@@ -177,7 +177,7 @@ class Frontends:
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=ours)
             self._links.add(link)
-            link.show(self._hub.standing())
+            link.show(self._hub.readiness())
             await asyncio.wait((link.ready, link.lost, ended), timeout=START_TIMEOUT_S, return_when=FIRST_COMPLETED)
             if link.ready.done():
                 self._count()

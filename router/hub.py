@@ -17,7 +17,7 @@ from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Answer
 from pdserve.router.events import ClientGone, RequestArrived
-from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, Standing, State
+from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, Readiness, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import Live
@@ -52,8 +52,8 @@ class Hub:
         self._grace_s = config.pool_grace_s
         self._ready_until_s = -inf
 
-    def standing(self) -> Standing:
-        """Return how the router stands now.
+    def readiness(self) -> Readiness:
+        """Return whether the router serves now.
 
         It counts as ready for `pool_grace_s` after a pair of workers was seen here: requests wait for workers as long.
         Pairs that come and go between two calls are not seen.
@@ -62,7 +62,7 @@ class Hub:
         if core.is_ready:
             self._ready_until_s = now_s + self._grace_s
         was_ready = core.is_ready or now_s < self._ready_until_s
-        return Standing(
+        return Readiness(
             is_live=is_live,
             is_ready=was_ready and is_live and self.num_frontends > 0,
             can_serve=core.is_ready and is_live,

@@ -91,7 +91,7 @@ async def run(
             watching = tasks.create_task(_report_health(shell, endpoints.changed), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
             await server.start()  # after the endpoints: launchers take a cluster for ready by what is said here
-            answers.start(lambda: hub.standing().is_ready)
+            answers.start(lambda: hub.readiness().is_ready)
             on_ready(Addresses(endpoints.public, internal, metrics, answers.address, endpoints.http, hub.ports))
             logger.info("workers on %s", internal)
             await stop.wait()

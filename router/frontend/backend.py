@@ -19,7 +19,7 @@ Abort = Callable[[str, Sequence[str]], None]  # a tenant, and the names that it 
 
 
 @value
-class Standing:
+class Readiness:
     """Whether a router serves, as probes and clients ask."""
 
     is_live: bool  # it is not draining
@@ -64,7 +64,7 @@ class Backend(Protocol):
     def connections(self) -> Connections:
         """The counter of connections to the public port, if the port has TLS; metrics add up all frontends."""
 
-    def standing(self) -> Standing: ...
+    def readiness(self) -> Readiness: ...
 
     def admit(self, event: RequestArrived, answer: Answer) -> None:
         """Hand a request to the core; `answer` receives its tokens and its end."""

@@ -14,7 +14,7 @@ from pdserve.errors import ProtocolError, Status
 from pdserve.ids import RequestId
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.events import RequestArrived
-from pdserve.router.frontend.backend import Standing
+from pdserve.router.frontend.backend import Readiness
 from pdserve.sampling import PromptLogprobs
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -31,10 +31,10 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 # ---- from the core
 
 
-class Stands(_Message, tag=1):
-    """What `Backend.standing` returns from now on."""
+class ReadinessChanged(_Message, tag=1):
+    """What `Backend.readiness` returns from now on."""
 
-    standing: Standing
+    readiness: Readiness
 
 
 class Tokens(_Message, tag=2):
@@ -158,7 +158,7 @@ class Pong(_Message, tag=31):
     num_called: int
 
 
-FromCore = Stands | Tokens | Ended | Reply | Abort | Stop | Ping
+FromCore = ReadinessChanged | Tokens | Ended | Reply | Abort | Stop | Ping
 FromFrontend = (
     Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected | Begin | Spend | Done | Deny | Ask | Abort | Pong
 )

@@ -49,7 +49,7 @@ class Endpoints:
 
     public: str  # host:port of gRPC
     http: str  # a URL; empty: HTTP is off
-    changed: Callable[[], None]  # to be called when the router's standing may have changed
+    changed: Callable[[], None]  # to be called when the router's readiness may have changed
 
 
 def check_endpoints(config: RouterConfig) -> None:
@@ -82,8 +82,8 @@ async def open_endpoints(
     records = Records(model.name, config, export)
     backend.span_counts = records.span_counts
     intake = Intake(backend, model, prompts, clients, config, records)
-    serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.standing().can_serve)
-    shown = HealthMethods({"": lambda: backend.standing().is_live, **serves})
+    serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.readiness().can_serve)
+    shown = HealthMethods({"": lambda: backend.readiness().is_live, **serves})
     try:
         server = _server(config, intake, shown)
         public = listen(server, config.host, config.port, port_key, _credentials(config, backend.connections))

@@ -130,7 +130,7 @@ class Intake:
 
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""
-        of_workers = self.backend.standing().max_model_len
+        of_workers = self.backend.readiness().max_model_len
         known = (self.model.max_model_len, self._config.max_model_len, of_workers)
         return min(length for length in known if length is not None)
 

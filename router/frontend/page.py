@@ -178,7 +178,7 @@ class Page:
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         sent: State = {}
         sent_s = float("-inf")
-        while not left.done() and self._backend.standing().is_live:
+        while not left.done() and self._backend.readiness().is_live:
             state = visible(await self._latest(), self._tenant(headers))
             clock = state.pop("clock")
             changes, now_s = difference(sent, state), self._clock.now_s()

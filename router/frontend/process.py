@@ -27,7 +27,7 @@ from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.router.desk import Answer
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend.backend import Abort, EngineState, Standing, State
+from pdserve.router.frontend.backend import Abort, EngineState, Readiness, State
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.clients import Clients, TenantLimits
 from pdserve.router.frontend.endpoints import open_endpoints
@@ -52,14 +52,14 @@ class Remote:
         self.aborts: list[Abort] = []
         self.span_counts: Callable[[], Mapping[str, int]] = dict
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: by the router
-        self.changed: Callable[[], None] = lambda: None  # called when `standing` has changed
-        self._standing = Standing(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
+        self.changed: Callable[[], None] = lambda: None  # called when `readiness` has changed
+        self._readiness = Readiness(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
         self._answers: dict[RequestId, Answer] = {}
         self._num_asked = 0
         self._replies: dict[int, asyncio.Future[bytes]] = {}  # replies that are still to come, by number
 
-    def standing(self) -> Standing:
-        return self._standing
+    def readiness(self) -> Readiness:
+        return self._readiness
 
     def admit(self, event: RequestArrived, answer: Answer) -> None:
         self._answers[event.request_id] = answer
@@ -115,8 +115,8 @@ class Remote:
                 self._answers.pop(request_id).end(outcome)
             case messages.Reply(number, data):
                 self._take_reply(number, data)
-            case messages.Stands(standing):
-                self._standing = standing
+            case messages.ReadinessChanged(readiness):
+                self._readiness = readiness
                 self.changed()
             case messages.Abort(tenant, names):
                 for abort in self.aborts:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.clock import MonotonicClock
 from pdserve.router.frontend import page as page_app
-from pdserve.router.frontend.backend import MAX_OF_STAGE, Standing, State
+from pdserve.router.frontend.backend import MAX_OF_STAGE, Readiness, State
 from pdserve.router.frontend.clients import Clients, new_key
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.frontend.page import MAX_OF_TENANT, MAX_WATCHERS, Page, difference, visible
@@ -62,8 +62,8 @@ class Router:
         self.unlisted: dict[str, dict[str, Any]] = {}  # under way too
         self.workers: list[str] = ["p0"]
 
-    def standing(self) -> Standing:
-        return Standing(self.is_live, is_ready=True, can_serve=True, max_model_len=None)
+    def readiness(self) -> Readiness:
+        return Readiness(self.is_live, is_ready=True, can_serve=True, max_model_len=None)
 
     async def live(self) -> State:
         self.num_asked += 1

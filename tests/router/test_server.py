@@ -76,15 +76,15 @@ async def test_a_router_that_lost_its_workers_is_ready_for_as_long_as_requests_w
     driver, clock = Driver(), HandClock()
     config = RouterConfig(model="m", secret_file=Path("secret"), pool_grace_s=30.0)
     hub = Hub(Shell(driver.core, clock), config, "m", lambda: False)
-    assert not hub.standing().is_ready, "none has come yet"
+    assert not hub.readiness().is_ready, "none has come yet"
     prefill, _ = driver.pair()
-    assert hub.standing().is_ready
+    assert hub.readiness().is_ready
     driver.post(LinkLost(prefill, "it crashed"))
     assert not driver.core.is_ready
     clock.at_s = 29.0
-    assert hub.standing().is_ready
+    assert hub.readiness().is_ready
     clock.at_s = 31.0
-    assert not hub.standing().is_ready
+    assert not hub.readiness().is_ready
 
 
 async def serves(router: RouterUnderTest) -> list[str]:

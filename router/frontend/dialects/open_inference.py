@@ -72,16 +72,16 @@ class OpenInference(GRPCInferenceServiceServicer):
             await refuse(context, refused[0])
 
     async def ServerLive(self, request: protocol.ServerLiveRequest, context: AnyContext) -> protocol.ServerLiveResponse:
-        return protocol.ServerLiveResponse(live=self._intake.backend.standing().is_live)
+        return protocol.ServerLiveResponse(live=self._intake.backend.readiness().is_live)
 
     async def ServerReady(
         self, request: protocol.ServerReadyRequest, context: AnyContext
     ) -> protocol.ServerReadyResponse:
-        return protocol.ServerReadyResponse(ready=self._intake.backend.standing().is_ready)
+        return protocol.ServerReadyResponse(ready=self._intake.backend.readiness().is_ready)
 
     async def ModelReady(self, request: protocol.ModelReadyRequest, context: AnyContext) -> protocol.ModelReadyResponse:
         is_served = request.name in self._intake.model.names and request.version in ("", VERSION)
-        return protocol.ModelReadyResponse(ready=is_served and self._intake.backend.standing().is_ready)
+        return protocol.ModelReadyResponse(ready=is_served and self._intake.backend.readiness().is_ready)
 
     async def ServerMetadata(
         self, request: protocol.ServerMetadataRequest, context: AnyContext

@@ -138,12 +138,12 @@ def _add_state(app: FastAPI, backend: Backend) -> None:
     @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
         """Whether this router lives."""
-        return Response(status_code=200 if backend.standing().is_live else 503)
+        return Response(status_code=200 if backend.readiness().is_live else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
         """Whether requests may come: some pair of workers serves, or did lately."""
-        return Response(status_code=200 if backend.standing().is_ready else 503)
+        return Response(status_code=200 if backend.readiness().is_ready else 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
