@@ -82,7 +82,7 @@ _MODEL = "model_name"
 _CLASS = "priority_class"
 
 # ---- what a gateway chooses by: a router shows its own requests and the pages of its fullest pool, a worker its own
-WAITING = _gauge("vllm:num_requests_waiting", "Requests of which nothing is computed yet.", _MODEL)
+WAITING = _gauge("vllm:num_requests_waiting", "Requests whose computation has not begun.", _MODEL)
 RUNNING = _gauge("vllm:num_requests_running", "Requests that are being computed.", _MODEL)
 KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", _MODEL)
 
@@ -110,15 +110,15 @@ INFERENCE = _histogram(
 PROMPT_TOKENS = _histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS, _MODEL)
 ANSWER_TOKENS = _histogram("vllm:request_generation_tokens", "Tokens of a request's answers.", _TOKENS, _MODEL)
 FINISHED = _counter("vllm:request_success_total", "Answers, by why they ended.", _MODEL, "finished_reason")
-CACHE_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked for in a cache.", _MODEL)
-CACHE_HITS = _counter("vllm:prefix_cache_hits_total", "Of these, those that were there.", _MODEL)
+CACHE_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked up in a cache.", _MODEL)
+CACHE_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens that were found in a cache.", _MODEL)
 HANDOFF_S = _histogram(
     "pdserve_handoff_seconds", "Of a prompt's hand-off, from when it could be sent until it landed.", _HANDOFF_S
 )
 HANDOFF_BYTES = _counter("pdserve_handoff_bytes_total", "Bytes of prompts' KV that were handed over.")
 OUTCOME_RATIO = _histogram(
     "pdserve_observed_to_predicted_ratio",
-    "What came of a prediction that placed a request, as a multiple of it.",
+    "Observed time divided by the prediction that placed the request.",
     _RATIO,
     "objective",
 )
@@ -127,14 +127,14 @@ OUTCOME_RATIO = _histogram(
 ARRIVED = _counter("pdserve_requests_arrived_total", "Valid requests.")
 ENDED = _counter("pdserve_requests_ended_total", "Valid requests by how they ended: OK, or a gRPC status.", "status")
 INVALID = _counter("pdserve_requests_invalid_total", "Requests that were not valid, by gRPC status.", "status")
-REFUSED = _counter("pdserve_requests_refused_total", "Valid requests refused, by what bound them.", "cause")
+REFUSED = _counter("pdserve_requests_refused_total", "Valid requests refused, by cause.", "cause")
 DENIED = _counter(
     "pdserve_calls_denied_total",
     "Calls of clients without a known API key, and connections to the HTTP port that ended before TLS was established.",
     "reason",
 )
 REFUSED_KEY_FILES = _counter(
-    "pdserve_api_keys_refused_total", "How often a changed file of API keys was not valid: the former stays in force."
+    "pdserve_api_keys_refused_total", "How often a changed file of API keys was not valid; the old one stays in force."
 )
 FRONTENDS = _gauge("pdserve_frontends", "Processes that serve clients; 1 where the router does so itself.")
 FRONTENDS_LOST = _counter("pdserve_frontends_lost_total", "Frontends that have ended while the router ran.")
@@ -155,7 +155,7 @@ ATTAINMENT = _gauge(
     _CLASS,
 )
 REPLACED = _counter("pdserve_placements_again_total", "Placements of requests that had been placed before.")
-MOVES = _counter("pdserve_moves_total", "Moves of running answers: done, or what they failed of.", "outcome")
+MOVES = _counter("pdserve_moves_total", "Moves of running answers: done, or why they failed.", "outcome")
 WORKERS = _gauge("pdserve_workers", "Attached workers.", "role", "state")
 REFUSED_MESSAGES = _counter(
     "pdserve_messages_refused_total", "Messages of peers that broke the protocol, by what was wrong.", "refusal"
@@ -167,7 +167,7 @@ SPANS = _counter("pdserve_spans_total", "Spans made for the collector of traces:
 # ---- workers
 ITL = _histogram(
     "vllm:inter_token_latency_seconds",
-    "From one token of a running sequence to its next, as steps take it.",
+    "Time between two tokens of a running sequence, by steps.",
     _TOKEN_S,
     _MODEL,
 )
@@ -185,23 +185,23 @@ PAGES = _gauge(
     "Pages by state: free ones are cached or empty, others held, granted to a hand-off, or in quarantine.",
     "state",
 )
-LEAKED = _gauge("pdserve_kv_pages_leaked", "Held pages that belong to nothing that goes on: a defect.")
+LEAKED = _gauge("pdserve_kv_pages_leaked", "Held pages that belong to nothing under way: a defect.")
 HANDOFFS = _gauge("pdserve_handoffs", "Hand-offs that are open, by direction and state.", "direction", "state")
 WAITING_TOKENS = _gauge("pdserve_prompt_tokens_waiting", "Prompt tokens that wait to be computed.")
 KV_TOKENS = _gauge("pdserve_kv_tokens", "Tokens whose KV running sequences hold.")
-DIGEST_MISMATCHES = _counter("pdserve_digest_mismatches_total", "Hand-offs of which a page's digest was wrong.")
-STALLED_PEERS = _gauge("pdserve_stalled_peers", "Workers that pages are sent to and that do not take them.")
+DIGEST_MISMATCHES = _counter("pdserve_digest_mismatches_total", "Hand-offs with a page whose digest was wrong.")
+STALLED_PEERS = _gauge("pdserve_stalled_peers", "Workers that do not take the pages sent to them.")
 
 # ---- the autoscaler
 DESIRED = _gauge("pdserve_desired_replicas", "Replicas that a pool should have, for HPA or KEDA to follow.", "pool")
 REPLICAS = _gauge("pdserve_replicas", "Replicas that a pool has.", "pool", "state")
 DECISIONS = _counter(
-    "pdserve_scaling_decisions_total", "Decisions about a pool, by what was done and why.", "pool", "action", "reason"
+    "pdserve_scaling_decisions_total", "Decisions about a pool, by action and reason.", "pool", "action", "reason"
 )
-LEADS = _gauge("pdserve_autoscaler_leads", "Whether an autoscaler is the one that decides, 0 or 1.")
+LEADS = _gauge("pdserve_autoscaler_leads", "Whether this autoscaler is the leader, 0 or 1.")
 REPORTED_ENDS = _counter("pdserve_reported_ends_total", "Processes of pods whose end was reported to routers.")
 UNPROVED_ENDS = _gauge(
-    "pdserve_unproved_ends", "Processes of pods that were removed, whose end nothing proves: their nodes do not answer."
+    "pdserve_unproved_ends", "Processes of removed pods whose end nothing proves, because their nodes do not answer."
 )
 
 TLS_CONNECTIONS = _counter(
@@ -211,12 +211,12 @@ TLS_CONNECTIONS = _counter(
 )
 TLS_CONNECTIONS_CALLED = _counter(
     "pdserve_tls_connections_called_total",
-    "Of these, those that made a call. The others asked for nothing or were refused, but for those in a handshake now.",
+    "Those of these connections that made a call. The others were refused, sent nothing, or are in a handshake now.",
     "port",
 )
 CERTIFICATE_END = _gauge(
     "pdserve_certificate_not_after_timestamp_seconds",
-    "Unix time at which a certificate that the process shows ends to be valid: of changed files, once they are taken.",
+    "Unix time at which the process's certificate expires; changed files count once they are in use.",
     "certificate",
 )
 

@@ -170,10 +170,8 @@ def _failed(refused: Refused) -> dict[str, AttributeValue]:
 
 def _asked(opened: Opened, tenant: str) -> dict[str, object]:
     """Return the fields of a log record that describe the request itself."""
-    trace_id = "" if opened.trace is None else opened.trace.trace_id
-    return {
-        name: given for name, given in (("trace_id", trace_id), ("label", opened.label), ("tenant", tenant)) if given
-    }
+    fields = {"trace_id": opened.trace and opened.trace.trace_id, "label": opened.label, "tenant": tenant}
+    return {name: given for name, given in fields.items() if given}
 
 
 def _logged(refused: Refused) -> dict[str, object]:
