@@ -126,7 +126,7 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        app(joined(sys.argv[1:]))
+        app(repeat_goodput(sys.argv[1:]))
     except (ConfigError, CommandError, OSError, ModuleNotFoundError, ExceptionGroup) as error:
         cause = only_cause(error)
         if isinstance(cause, ModuleNotFoundError) and cause.name in EXTRAS:
@@ -144,14 +144,13 @@ def _fail(message: str, status: int) -> None:
     sys.exit(status)
 
 
-def joined(arguments: Sequence[str]) -> list[str]:
-    """Make one argument of what follows `--goodput`, which vLLM's command line takes in several: ttft:250 tpot:40."""
+def repeat_goodput(arguments: Sequence[str]) -> list[str]:
+    """Write `--goodput` before each objective: vLLM's command line takes several after one, ttft:250 tpot:40."""
     result: list[str] = []
     for argument in arguments:
         if len(result) > 1 and result[-2] == "--goodput" and _OBJECTIVE.fullmatch(argument):
-            result[-1] += f" {argument}"
-        else:
-            result.append(argument)
+            result.append("--goodput")
+        result.append(argument)
     return result
 
 

@@ -38,7 +38,7 @@ def load(
         ),
     ] = None,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests under way at once, at most.")] = None,
-    goodput: Goodput = "",
+    goodput: Goodput = None,
     temperature: Annotated[
         float, typer.Option(min=0, max=2, help="Sampling temperature; 0 takes the likeliest tokens.")
     ] = 0.0,
@@ -66,7 +66,7 @@ def load(
     workloads = [(each, rate) for each in read for rate in rates]
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
-    goal = parse_objective(goodput)
+    goal = parse_objective(*goodput or ())
     sampling = Sampling(temperature, top_p, sizes.seed)
     doors = router.doors(door or ["grpc"], http_url)
     runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, sampling, rounds)))

@@ -154,13 +154,14 @@ Poisson = Annotated[
 Attainment = Annotated[
     float, typer.Option(min=0.01, max=1.0, help="Share of all requests that has to meet both objectives.")
 ]
+_OBJECTIVES = ["ttft:250", "tpot:100"]
 _MANY, _SOME = Sizes(num_prompts=10_000), Sizes(num_prompts=5_000)
 
 
 @grouped_flags
 def sim(
     workload: WorkloadText = "512x128",
-    goodput: Goodput = "ttft:250 tpot:100",
+    goodput: Goodput = _OBJECTIVES,
     sizes: Sizes = _MANY,
     profile: ProfileFile = None,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 2,
@@ -205,7 +206,7 @@ def sim(
     points += [each.point for each in found if each.point is not None]
     notes = [f"{name}: {planner.rate_note(each)}" for name, each in zip(names, found, strict=False)]
     if not points:
-        raise CommandError(f"no rate is known to keep {attainment:.0%} within {goodput}: {'; '.join(notes)}")
+        raise CommandError(f"no rate is known to keep {attainment:.0%} within {question.objective}: {'; '.join(notes)}")
     results = planner.results(points, title, found)
     table = show(json_file, map(planner.figures, points), title, *notes, results=results)
     draw(html, "Attainment", title, table, [planner.chart(points, attainment)])
@@ -214,7 +215,7 @@ def sim(
 @grouped_flags
 def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs there are.")],
-    goodput: Goodput = "ttft:250 tpot:100",
+    goodput: Goodput = _OBJECTIVES,
     workload: WorkloadText = "512x128",
     sizes: Sizes = _SOME,
     profile: ProfileFile = None,
@@ -232,7 +233,7 @@ def plan(
         found = planner.plan(question, gpus, attainment, lambda *_: advance())
     if found is None:
         raise CommandError(
-            f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {goodput} at any rate, "
+            f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {question.objective} at any rate, "
             f"by {sizes.num_prompts} requests at each (--num-prompts)"
         )
     points, title, notes = planner.plan_report(found, gpus)
@@ -240,11 +241,11 @@ def plan(
     show(json_file, map(planner.figures, points), title, *notes, results=results)
 
 
-def _question(workload: str, goodput: str, profile: Path | None, sizes: Sizes, *, poisson: bool) -> "Question":
+def _question(workload: str, goodput: Goodput, profile: Path | None, sizes: Sizes, *, poisson: bool) -> "Question":
     from pdserve.capacity.long_run import Question
     from pdserve.perfmodel.profile import read_profile, shipped_profile
 
     requests = sizes.read(workload)
     requests = requests.poisson(sizes.seed) if poisson else requests
-    costs, goal = read_profile(profile or shipped_profile()), parse_objective(goodput)
+    costs, goal = read_profile(profile or shipped_profile()), parse_objective(*goodput or ())
     return Question(costs, requests, goal, sizes.num_prompts)

@@ -65,7 +65,7 @@ def overload(
     loads: Loads = _SHORT_LOADS,
     sizes: Sizes = _SIZES,
     placement: Annotated[list[str] | None, typer.Option(help="How requests are placed; repeatable.")] = None,
-    goodput: Goodput = "",
+    goodput: Goodput = None,
     json_file: JsonFile = None,
 ) -> None:
     """Load clusters up to twice their capacity: goodput, what admitted requests attain, how fast others are refused.
@@ -74,7 +74,7 @@ def overload(
     """
     from pdserve.measure.loads import measure_loads
 
-    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), parse_objective(goodput) if goodput else None)
+    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), parse_objective(*goodput) if goodput else None)
     policies = placement or ["goodput", "round_robin"]
     specs = {policy: own.spec("overload", {"placement": policy}) for policy in policies}
     _show(json_file, run(measure_loads(specs, trial, report)))
@@ -86,7 +86,7 @@ def simulator(
     loads: Loads = _LOADS,
     sizes: Sizes = _SIZES,
     placement: Annotated[str, typer.Option(help="How requests are placed.")] = "goodput",
-    goodput: Goodput = "",
+    goodput: Goodput = None,
     json_file: JsonFile = None,
     profile: Annotated[
         Path | None,
@@ -100,7 +100,7 @@ def simulator(
     from pdserve.capacity.replay import measure_simulator
     from pdserve.perfmodel.profile import write_profile
 
-    trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), parse_objective(goodput) if goodput else None)
+    trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), parse_objective(*goodput) if goodput else None)
     spec = own.spec("simulator", {"placement": placement})
     found, learnt = run(measure_simulator(spec, placement, trial, report))
     if profile is not None:

@@ -54,7 +54,8 @@ Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog o
 Threads = Annotated[int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.")]
 Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
 Goodput = Annotated[
-    str, typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing.")
+    list[str] | None,
+    typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
 ]
 ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.")]
 

@@ -24,11 +24,13 @@ class Objective:
 ANY = Objective()
 
 
-def parse_objective(text: str) -> Objective:
-    """Return the objective written "ttft:MS tpot:MS"; either may be missing."""
+def parse_objective(*texts: str) -> Objective:
+    """Return the objective written "ttft:MS tpot:MS", in one text or in several; either limit may be missing."""
     limits: dict[str, float] = {}
-    for part in text.split():
+    for part in " ".join(texts).split():
         name, _, value = part.partition(":")
+        if name in limits:
+            raise ConfigError(f"--goodput: {name} is given twice")
         try:
             limits[name] = float(value) / 1e3
         except ValueError:

@@ -6,7 +6,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from pdserve.cli.app import joined
+from pdserve.cli.app import repeat_goodput
 from pdserve.cli.results import only_cause
 from pdserve.errors import CommandError
 
@@ -42,10 +42,30 @@ def test_a_rate_that_cannot_be_is_refused(pdserve: Command, command: tuple[str, 
 
 def test_an_objective_is_written_as_for_vllm() -> None:
     command = ["bench", "--goodput", "ttft:250", "tpot:40", "4x5x6"]
-    assert joined(command) == ["bench", "--goodput", "ttft:250 tpot:40", "4x5x6"]
-    assert joined(["--goodput", "ttft:250", "--endpoint", "h:1"]) == ["--goodput", "ttft:250", "--endpoint", "h:1"]
-    assert joined(["--endpoint", "h:1", "i:2"]) == ["--endpoint", "h:1", "i:2"]
-    assert joined(["--goodput"]) == ["--goodput"]
+    assert repeat_goodput(command) == ["bench", "--goodput", "ttft:250", "--goodput", "tpot:40", "4x5x6"]
+    for other in (["--goodput", "ttft:250", "--endpoint", "h:1"], ["--endpoint", "h:1", "i:2"], ["--goodput"]):
+        assert repeat_goodput(other) == other
+
+
+@pytest.mark.parametrize(
+    "goodput",
+    [
+        ("--goodput", "ttft:450", "tpot:10"),
+        ("--goodput", "ttft:450", "--goodput", "tpot:10"),
+        ("--goodput", "tpot:10 ttft:450"),
+    ],
+)
+def test_objectives_that_are_given_apart_are_all_taken(
+    pdserve: Command, address: str, goodput: tuple[str, ...]
+) -> None:
+    ended = pdserve("bench", "--workload", "2x3x4", *goodput, "--endpoint", address, "--json", "-")
+    assert json.loads(ended.stdout)["objective"] == {"ttft_s": 0.45, "tpot_s": 0.01}
+
+
+@pytest.mark.parametrize("command", [("bench", "load", "2x3x4"), ("bench", "overload", "/no/such/model"), ("sim",)])
+def test_an_objective_that_is_given_twice_is_refused(pdserve: Command, command: tuple[str, ...]) -> None:
+    ended = pdserve(*command, "--goodput", "ttft:450", "tpot:20", "--goodput", "tpot:10")
+    assert (ended.returncode, ended.stderr) == (2, "pdserve: --goodput: tpot is given twice\n")
 
 
 def test_what_a_command_says_while_its_other_tasks_run_is_still_one_line() -> None:
