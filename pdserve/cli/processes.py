@@ -118,6 +118,13 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def known_settings() -> set[str]:
+    """Return the keys that the file of any process, or of a whole cluster, may have."""
+    from pdserve.cli.cluster_file import ClusterFile
+
+    return {name for cls in (*CONFIGS.values(), ClusterFile) for name in cls.model_fields}
+
+
 def schema(process: Annotated[Process, typer.Argument(help="Whose configuration.")]) -> None:
     """Print the JSON Schema of a process's YAML file, or of a whole cluster's."""
     from pdserve.cli.cluster_file import ClusterFile

@@ -1,12 +1,20 @@
-"""Checks of a cluster, over one router's status."""
+"""Checks of a cluster, over one router's status; and of this machine's ports, where no cluster runs."""
 
+import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from urllib.parse import urlsplit
 
+import grpc
 from google.protobuf.json_format import MessageToDict
 
-from pdserve.doctor.machine import Finding, failed, ok, warning
-from pdserve.launch.folder import ClusterState
+from pdserve.doctor.gathering import gather_listeners, gather_taken
+from pdserve.doctor.machine import Finding, cluster_port_findings, failed, free_port_findings, ok, warning
+from pdserve.doctor.settings import fingerprint_of
+from pdserve.errors import ConfigError
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import ClusterState, read_state, state_file
 from pdserve.launch.plan import WORKER_ROLES
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -25,6 +33,44 @@ REFUSALS = {  # by what was wrong, as `errors.Refusal` names it
     "layout": "give all workers the same model, dtype and page_size",
     "mover": "set the same mover on all workers",
 }
+
+
+def cluster_checks(name: str | None, connect: Callable[[], AdminClient], model: str | None) -> Iterator[Finding]:
+    """Check the cluster that an operator's client reaches. `name`: of one of this machine."""
+    if name is not None and not state_file(name).exists():
+        yield ok("cluster", f"none named {name!r} runs here")
+        yield from free_port_findings(gather_taken())
+        return
+    try:
+        client = connect()
+    except ConfigError as error:
+        yield failed(
+            "cluster", str(error), "start it again, or name what is right with --admin, --secret-file, --identity-dir"
+        )
+        return
+    state = None
+    if name is not None:
+        state = read_state(name)
+        pids = {process.name: process.pid for process in state.processes if process.pid is not None}
+        expected = {"router": frozenset({state.endpoint, state.admin, urlsplit(state.http).netloc} - {""})}
+        yield from cluster_port_findings(gather_listeners(pids), expected)
+    yield from asyncio.run(asked(client, model, state))
+
+
+async def asked(router: AdminClient, model: str | None, state: ClusterState | None) -> list[Finding]:
+    """Return what a router says of its cluster. `state`: what its launcher keeps running, where it is here."""
+    asked_s = time.time()
+    try:
+        reply = await router.status_and_clock()
+    except (grpc.aio.AioRpcError, ConfigError) as error:
+        why = str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        return [failed("router", f"{router.address}: {why}", "see that it runs, and that this machine reaches it")]
+    found = [clock_finding(reply.unix_time_ms / 1e3, asked_s, time.time()), *cluster_findings(reply.status)]
+    if state is not None:
+        found += launched_findings(state, reply.status)
+    if model is not None and (fingerprint := fingerprint_of(model)):
+        found.append(model_matches(fingerprint, reply.status))
+    return found
 
 
 def cluster_findings(status: admin.ClusterStatus) -> Iterator[Finding]:

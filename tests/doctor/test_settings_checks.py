@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.doctor import cluster_checks, key_findings
 from pdserve.cli.options import Operated
+from pdserve.cli.processes import known_settings
 from pdserve.doctor import gathering
+from pdserve.doctor.cluster import cluster_checks
 from pdserve.doctor.gathering import gather_listeners
 from pdserve.doctor.machine import (
     Finding,
@@ -20,7 +21,7 @@ from pdserve.doctor.machine import (
     free_port_findings,
     shown_address,
 )
-from pdserve.doctor.settings import Settings, expiry_finding, settings_findings
+from pdserve.doctor.settings import Settings, expiry_finding, key_findings, settings_findings
 from pdserve.errors import ConfigError
 from pdserve.launch.folder import state_file
 from pdserve.yaml_models import read_model
@@ -55,7 +56,7 @@ def test_files_that_cannot_be_read_are_found(tmp_path: Path) -> None:
 
 
 def test_a_key_that_no_process_has_is_found_with_the_nearest_one() -> None:
-    (finding,) = key_findings(["num_page", "num_pages", "placement", "policy", "routers", "workers"])
+    (finding,) = key_findings(["num_page", "num_pages", "placement", "policy", "routers", "workers"], known_settings())
     assert (finding.level, finding.seen) == (Level.FAILED, "num_page: unknown key, did you mean num_pages?")
 
 
@@ -119,12 +120,12 @@ def test_no_cluster_is_fine_and_one_that_left_its_state_behind_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    levels = {finding.name: finding.level for finding in cluster_checks(Settings(), Operated("c"))}
+    levels = {finding.name: finding.level for finding in cluster_checks("c", Operated("c").client, None)}
     assert levels["cluster"] is Level.OK
     file = state_file("c")
     file.parent.mkdir(parents=True)
     file.write_text("{}")
-    (finding,) = cluster_checks(Settings(), Operated("c"))
+    (finding,) = cluster_checks("c", Operated("c").client, None)
     assert (finding.name, finding.level) == ("cluster", Level.FAILED)
     assert "another version" in finding.seen
 

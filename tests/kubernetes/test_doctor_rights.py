@@ -8,9 +8,8 @@ import yaml
 from kube_cluster import KubeCluster
 
 from pdserve.autoscaler.schema import KubernetesActuator, ScaleTarget
-from pdserve.cli.doctor import policy_findings, resource_findings
 from pdserve.doctor.machine import Level
-from pdserve.doctor.rights import needed
+from pdserve.doctor.settings import needed, policy_findings, resource_findings
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "deploy/policies/kubernetes.yaml"

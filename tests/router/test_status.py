@@ -8,8 +8,8 @@ import pytest
 from router_driver import Driver
 from router_fakes import StartRouter
 
-from pdserve.cli.doctor import asked
 from pdserve.clock import VirtualClock
+from pdserve.doctor.cluster import asked
 from pdserve.doctor.machine import Level
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
