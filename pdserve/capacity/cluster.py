@@ -9,7 +9,6 @@ from itertools import permutations
 from math import isfinite
 
 from pdserve.capacity.leaping import END
-from pdserve.capacity.shape import USUAL, Run, Shape, Ways
 from pdserve.capacity.wires import (
     LEDGER_ONLY,
     Delta,
@@ -22,7 +21,7 @@ from pdserve.capacity.wires import (
     news,
     stage,
 )
-from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, SimWorker, Steps
+from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, Shape, SimWorker, Steps
 from pdserve.clock import VirtualClock, garbage_left
 from pdserve.ids import RequestId
 from pdserve.kvtransfer.doors import PeerGone
@@ -57,6 +56,16 @@ from pdserve.worker.reporting import LOAD_EVERY_S
 DEADLINE_S = 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a simulation, or of a part of it."""
+
+    outcomes: tuple[Outcome, ...]
+    span_s: float  # from the first arrival to the last end, or to where it stopped
+    busy: dict[str, float]  # share of the time that each worker computed
+    num_steps: int
+
+
 @dataclass(slots=True)
 class _Router:
     """A router as the cluster knows it."""
@@ -76,14 +85,13 @@ class SimCluster:
         policy: str,
         workload: Workload,
         objective: Objective,
-        ways: Ways = USUAL,
     ) -> None:
         self.clock = VirtualClock()
         self._profile = profile
         self._workload = workload
         self._objective = objective
         self.builder = builder = Builder(profile, shape, workload)
-        self._moves = ways.moves
+        self._moves = shape.moves
         self._coming: Iterator[Arrival] = iter(())
         self._num_awaited = self._num_attached = 0
         self._outcomes: dict[bytes, Outcome] = {}
@@ -98,7 +106,7 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            predictor = Predictor(builder.costs, builder.hasher, may_fetch=ways.fetches)
+            predictor = Predictor(builder.costs, builder.hasher, may_fetch=shape.fetches)
             self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
@@ -331,8 +339,6 @@ class SimCluster:
             self._post(router, load_report(worker.link, load, ref))
 
 
-def simulate(
-    profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective, ways: Ways = USUAL
-) -> Run:
+def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:
     """Serve a workload on a cluster of this shape; return what its clients saw."""
-    return SimCluster(profile, shape, policy, workload, objective, ways).run()
+    return SimCluster(profile, shape, policy, workload, objective).run()

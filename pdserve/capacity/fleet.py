@@ -10,8 +10,7 @@ from pdserve.autoscaler.actuator import ActuatorError, State
 from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
 from pdserve.autoscaler.observation import Replica, sequences_of
 from pdserve.capacity.cluster import SimCluster
-from pdserve.capacity.shape import Shape
-from pdserve.capacity.worker import SimWorker
+from pdserve.capacity.worker import Shape, SimWorker
 from pdserve.ids import WorkerId
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Workload

@@ -26,10 +26,9 @@ from itertools import pairwise
 from math import inf, sqrt
 from statistics import fmean, stdev
 
-from pdserve.capacity.cluster import SimCluster
-from pdserve.capacity.shape import Run, Shape
-from pdserve.measure.outcomes import Objective, Outcome
-from pdserve.measure.summary import Percentiles, percentiles
+from pdserve.capacity.cluster import Run, SimCluster
+from pdserve.capacity.worker import Shape
+from pdserve.measure.outcomes import Objective, Outcome, Percentiles, percentiles
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from math import sqrt
 
 from pdserve.capacity.long_run import MOST_GROWTH, Point, Question, measure
-from pdserve.capacity.shape import Shape
+from pdserve.capacity.worker import Shape
 from pdserve.measure.plots import Line, Plot, plot
 from pdserve.perfmodel.profile import Profile
 

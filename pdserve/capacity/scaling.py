@@ -15,10 +15,9 @@ from pdserve.autoscaler.observation import Capacity, Observation
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import Fleet, Sizes
-from pdserve.capacity.shape import Shape
-from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.capacity.worker import Shape
+from pdserve.measure.outcomes import Objective, Outcome, percentiles
 from pdserve.measure.plots import Line, Plot, plot, stepped
-from pdserve.measure.summary import percentiles
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.reports import Demand

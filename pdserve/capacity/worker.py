@@ -5,10 +5,10 @@ only decode, until a sequence ends or another comes, are done in one leap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, sqrt
 
 from pdserve.capacity.leaping import LeapingScheduler
-from pdserve.capacity.shape import Shape
 from pdserve.clock import VirtualClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
@@ -28,6 +28,37 @@ from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Due, Event
 from pdserve.worker.wire import computed
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a cluster is made of. Without prefill workers it is colocated: decode workers do everything."""
+
+    prefill: int
+    decode: int
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_chunk: int = 2048  # tokens of a prefill worker's step
+    decode_chunk: int = 512  # tokens of a step of a decode worker that computes prompts itself
+    max_num_seqs: int = 256
+    local_prefill: bool = True  # whether a policy may let decode workers compute prompts
+    kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
+    routers: int = 1  # that place requests, in turn, each on its own
+    fetches: bool = True  # whether workers fetch cached pages from each other
+    moves: bool = False  # whether answers leave workers that run out of pages; steps are then simulated one by one
+
+    def tp_of(self, role: Role) -> int:
+        """Return the devices of a worker of a role."""
+        return self.prefill_tp if role is Role.PREFILL else self.decode_tp
+
+    @property
+    def num_gpus(self) -> int:
+        return self.prefill * self.prefill_tp + self.decode * self.decode_tp
+
+    def __str__(self) -> str:
+        if not self.prefill:
+            return f"colocated {self.decode} x tp{self.decode_tp}, chunk {self.decode_chunk}"
+        return f"{self.prefill} x tp{self.prefill_tp} prefill + {self.decode} x tp{self.decode_tp} decode"
 
 
 @value

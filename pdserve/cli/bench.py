@@ -88,7 +88,7 @@ def router(
     json_file: JsonFile = None,
 ) -> None:
     """Measure decisions per second of one core, for each policy, without network or engine."""
-    from pdserve.measure.router_speed import measure_policies
+    from pdserve.measure.router import measure_policies
 
     found = measure_policies(prefill, decode, num_prompts, input_len)
     title = f"{prefill} + {decode} workers, {num_prompts} requests of {input_len} tokens"
@@ -117,7 +117,7 @@ def frontend(
     from itertools import product
 
     from pdserve.measure.frontend import Load, gains, measure_frontend
-    from pdserve.measure.router_speed import measure_steps
+    from pdserve.measure.router import measure_steps
 
     kinds = product(
         step_ms or (20.0, 2.0), named_doors(door or ["grpc", "http"]), streams or (64, 256), output_len or (64, 8)

@@ -92,7 +92,7 @@ def _scene(
 ) -> "Scene":
     """Return what is simulated, without slow stretches. `replicas`: of each pool at the start, by default the least."""
     from pdserve.capacity.scaling import Scene
-    from pdserve.capacity.shape import Shape
+    from pdserve.capacity.worker import Shape
     from pdserve.perfmodel.profile import read_profile, shipped_profile
     from pdserve.roles import POOLS
 
@@ -183,7 +183,7 @@ def sim(
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
     from pdserve.capacity import planner
     from pdserve.capacity.long_run import measure
-    from pdserve.capacity.shape import Shape
+    from pdserve.capacity.worker import Shape
     from pdserve.measure.tables import counted
     from pdserve.router.policies import POLICIES
 

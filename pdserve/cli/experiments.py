@@ -24,7 +24,7 @@ from pdserve.errors import CommandError
 from pdserve.measure.outcomes import ANY, Objective, parse_objective
 
 if TYPE_CHECKING:
-    from pdserve.measure.loads import Findings
+    from pdserve.capacity.loads import Findings
 
 Seed = Annotated[int, typer.Option(help="Seed of the requests and their times.")]
 StepMs = Annotated[
@@ -51,7 +51,7 @@ def accuracy(
     json_file: JsonFile = None,
 ) -> None:
     """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
-    from pdserve.measure.loads import measure_loads
+    from pdserve.capacity.loads import measure_loads
     from pdserve.perfmodel.profile import shipped_profile
 
     trial = loads.trial(sizes, (0.3, 0.6, 0.9), ANY)
@@ -72,7 +72,7 @@ def overload(
 
     Without --goodput, the objectives are multiples of what is seen at light load.
     """
-    from pdserve.measure.loads import measure_loads
+    from pdserve.capacity.loads import measure_loads
 
     trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), parse_objective(*goodput) if goodput else None)
     policies = placement or ["goodput", "round_robin"]
@@ -97,7 +97,7 @@ def simulator(
 
     Without --goodput, the objectives are multiples of what is seen at light load.
     """
-    from pdserve.capacity.replay import measure_simulator
+    from pdserve.capacity.loads import measure_simulator
     from pdserve.perfmodel.profile import write_profile
 
     trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), parse_objective(*goodput) if goodput else None)
@@ -194,8 +194,7 @@ def moves(
 
     Fails unless all of it was done, every answer has the tokens of one engine alone, and every page is free in the end.
     """
-    from pdserve.measure.moves import run_moves
-    from pdserve.measure.operations import OperationsPlan
+    from pdserve.measure.moves import OperationsPlan, run_moves
 
     spec = own.spec("moves", max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None)
     spec = replace(spec, max_workers=spec.num_workers + 1)
@@ -222,7 +221,7 @@ def drain(
 
     Compares how soon it leaves with the time that the pages of its answers take.
     """
-    from pdserve.measure.drains import measure_drain
+    from pdserve.measure.drain import measure_drain
 
     pages = answers * (2 + (known.input_len + known.output_len) // 16)
     own = OwnCluster(model, decode=2, num_threads=1, dtype=dtype)

@@ -15,11 +15,11 @@ from pdserve.measure.outcomes import Objective
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.capacity.loads import Trial
     from pdserve.launch.admin import AdminClient
     from pdserve.launch.plan import ClusterSpec, Flags
     from pdserve.measure.client import Access, Door
     from pdserve.measure.known_answers import KnownRequest
-    from pdserve.measure.loads import Trial
     from pdserve.measure.workload import Workload
     from pdserve.proto.v1 import inference_pb2 as inference
 
@@ -240,7 +240,7 @@ class Loads:
     ] = 60
 
     def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: Objective | None) -> "Trial":
-        from pdserve.measure.loads import Trial
+        from pdserve.capacity.loads import Trial
 
         return Trial(
             sizes.read(self.workload), tuple(self.load or loads), self.seconds, self.calibration, goal, sizes.seed

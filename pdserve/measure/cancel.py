@@ -14,8 +14,7 @@ from pdserve.errors import CommandError
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import request_of
 from pdserve.measure.live import StatusBoard, all_free, is_busy, started
-from pdserve.measure.outcomes import ANY
-from pdserve.measure.summary import Percentiles, percentiles
+from pdserve.measure.outcomes import ANY, Percentiles, percentiles
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference

@@ -15,8 +15,7 @@ from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import Client
 from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, recovered, started
-from pdserve.measure.outcomes import ANY, OK, Outcome
-from pdserve.measure.summary import Percentiles, Summary, percentiles, summarize
+from pdserve.measure.outcomes import ANY, OK, Outcome, Percentiles, Summary, percentiles, summarize
 from pdserve.measure.tables import counted
 from pdserve.proto.v1 import admin_pb2 as admin
 

@@ -29,8 +29,8 @@ from pdserve.launch.folder import free_port
 from pdserve.measure.client import Door
 from pdserve.measure.cpu_share import cpu_s, held
 from pdserve.measure.live import Report, router_process
+from pdserve.measure.outcomes import Percentiles, percentiles
 from pdserve.measure.replayed import replay
-from pdserve.measure.summary import Percentiles, percentiles
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.rpc import split_address
 

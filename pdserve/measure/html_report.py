@@ -11,9 +11,8 @@ import jinja2
 from pdserve import __version__
 from pdserve.measure import plots
 from pdserve.measure.load import Run
-from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.outcomes import Objective, Outcome, Summary
 from pdserve.measure.plots import Bar, Line, Plot, Timeline, plot, shares, timeline
-from pdserve.measure.summary import Summary
 from pdserve.measure.tables import Comparison, compared
 from pdserve.reports import Stage
 from pdserve.router.timeline import parts

@@ -5,11 +5,11 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from pdserve.clock import MonotonicClock
+from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
@@ -186,6 +186,23 @@ async def recovered(cluster: LocalCluster, board: StatusBoard) -> tuple[float | 
     if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
         left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
     return free_after_s, left_over
+
+
+async def drained(cluster: LocalCluster, name: str, clock: Clock, ask: Awaitable[None]) -> float:
+    """Drain a worker as `ask` does; return the seconds until its process has ended."""
+    pid = cluster.state.pid_of(name)
+    if pid is None:
+        raise CommandError(f"{name} does not run")
+    process = os.pidfd_open(pid)
+    try:
+        began_s, ended = clock.now_s(), asyncio.Event()
+        asyncio.get_running_loop().add_reader(process, ended.set)
+        await ask
+        await ended.wait()
+        return clock.now_s() - began_s
+    finally:
+        asyncio.get_running_loop().remove_reader(process)
+        os.close(process)
 
 
 Report = Callable[[str], None]  # prints progress for a person who waits

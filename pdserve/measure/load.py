@@ -10,8 +10,7 @@ from statistics import median
 from pdserve.clock import MonotonicClock
 from pdserve.measure import http_client
 from pdserve.measure.client import GREEDY, Access, Client, Door, OpenLoop, Sampling, Timed, connect, requests_of
-from pdserve.measure.outcomes import Objective, Outcome
-from pdserve.measure.summary import Summary, percentiles, summarize
+from pdserve.measure.outcomes import Objective, Outcome, Summary, percentiles, summarize
 from pdserve.measure.tables import counted
 from pdserve.measure.workload import Workload, random_prompts
 

@@ -16,13 +16,11 @@ from pdserve.measure.chaos import REQUEST_DEADLINE_S
 from pdserve.measure.client import Timed, new_tenant
 from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
 from pdserve.measure.live import Report, started
-from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.moves import roles_of
+from pdserve.measure.outcomes import Objective, Outcome, summarize
 from pdserve.measure.plots import Line, Plot, plot
-from pdserve.measure.summary import summarize
-from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.roles import POOLS, Role
-from pdserve.wire import ROLES
 
 LOOK_EVERY_S = 1.0
 QUIET = 0.2  # of the full rate
@@ -101,7 +99,9 @@ async def measure_scale(
 
         async def watch() -> None:
             while True:
-                moments.append(_moment(clock.now_s() - began_s, board.last))
+                roles, status = list(roles_of(board.last).values()), board.last
+                ready = {role: roles.count(role) for role in Role}
+                moments.append(Moment(clock.now_s() - began_s, ready, status.num_active, status.num_held))
                 await asyncio.sleep(LOOK_EVERY_S)
 
         def on_end(outcome: Outcome) -> None:
@@ -127,14 +127,6 @@ def _timed(at_s: float, request: KnownRequest, plan: ScalePlan) -> Timed:
     wanted = plan.objective
     message.slo.CopyFrom(inference.Slo(ttft_ms=1e3 * wanted.ttft_s, tpot_ms=1e3 * wanted.tpot_s))
     return at_s, message
-
-
-def _moment(at_s: float, status: admin.ClusterStatus) -> Moment:
-    workers = [
-        worker.registration for worker in status.workers if worker.registration.ready and not worker.load.draining
-    ]
-    ready = {role: sum(ROLES.get(worker.role) is role for worker in workers) for role in Role}
-    return Moment(at_s, ready, status.num_active, status.num_held)
 
 
 def phase_results(found: ScaleFindings) -> list[dict[str, object]]:

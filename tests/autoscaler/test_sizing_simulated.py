@@ -7,7 +7,7 @@ from pdserve.autoscaler.schema import Objectives
 from pdserve.autoscaler.sizing import Sizer
 from pdserve.autoscaler.traffic import Fading
 from pdserve.capacity.cluster import simulate
-from pdserve.capacity.shape import Shape
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile

@@ -6,14 +6,14 @@ from statistics import median
 import pytest
 
 from pdserve.capacity import planner
-from pdserve.capacity.cluster import simulate
+from pdserve.capacity.cluster import Run, simulate
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.long_run import Question, measure
 from pdserve.capacity.planner import Search, candidates, highest_rate, plan
-from pdserve.capacity.shape import Run, Shape
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.read_workload import parse_workload
-from pdserve.measure.router_speed import measure_policies
+from pdserve.measure.router import measure_policies
 from pdserve.measure.tables import as_json
 from pdserve.measure.workload import Arrival, Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile

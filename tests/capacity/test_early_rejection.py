@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from pdserve.capacity.cluster import simulate
-from pdserve.capacity.shape import Shape
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile

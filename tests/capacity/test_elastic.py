@@ -2,8 +2,9 @@
 
 import pytest
 
+from pdserve.capacity.cluster import Run
 from pdserve.capacity.fleet import Fleet
-from pdserve.capacity.shape import Run, Shape
+from pdserve.capacity.worker import Shape
 from pdserve.errors import CommandError
 from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import random_lengths

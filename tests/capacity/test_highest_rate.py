@@ -5,7 +5,7 @@ import pytest
 from pdserve.capacity import planner
 from pdserve.capacity.long_run import Question, measure
 from pdserve.capacity.planner import Highest, highest_rate
-from pdserve.capacity.shape import Shape
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.tables import compared
 from pdserve.measure.workload import Arrival, Workload, random_lengths

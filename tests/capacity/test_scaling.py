@@ -11,8 +11,8 @@ from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.pools import Bounds
 from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
 from pdserve.capacity.scaling import Scaling, Scene, Slow
-from pdserve.capacity.shape import Shape
 from pdserve.capacity.versus import StaticPools
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile

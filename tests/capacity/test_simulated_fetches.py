@@ -1,7 +1,7 @@
 """Cached pages that are fetched under virtual time: the real router asks, and the real workers send."""
 
 from pdserve.capacity.cluster import SimCluster
-from pdserve.capacity.shape import Shape, Ways
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import read_profile, shipped_profile
@@ -17,9 +17,9 @@ WORKLOAD = Workload(
 )
 
 
-def served(ways: Ways) -> tuple[float, list[float]]:
+def served(*, fetches: bool) -> tuple[float, list[float]]:
     """Return for how long prefill workers computed, and the later times to first token, ascending."""
-    cluster = SimCluster(PROFILE, Shape(2, 1, local_prefill=False), "goodput", WORKLOAD, ANY, ways)
+    cluster = SimCluster(PROFILE, Shape(2, 1, local_prefill=False, fetches=fetches), "goodput", WORKLOAD, ANY)
     run = cluster.run()
     assert all(each.num_tokens == each.output_tokens for each in run.outcomes)
     for worker in cluster.workers:
@@ -29,6 +29,6 @@ def served(ways: Ways) -> tuple[float, list[float]]:
 
 
 def test_a_prefix_that_one_prefill_worker_has_is_fetched_by_the_other() -> None:
-    (alone_s, alone), (fetching_s, fetching) = served(Ways(fetches=False)), served(Ways())
+    (alone_s, alone), (fetching_s, fetching) = served(fetches=False), served(fetches=True)
     assert fetching_s < alone_s
     assert fetching[-1] < 0.9 * alone[-1]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pdserve.capacity.cluster import SimCluster
-from pdserve.capacity.shape import Shape, Ways
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import read_profile, shipped_profile
@@ -14,12 +14,12 @@ SHAPE = Shape(1, 2, kv_share=0.2, local_prefill=False)
 LOPSIDED = Workload("lopsided", tuple(Arrival(0.1 * i, 200, 800 if i % 4 in (1, 2) else 20) for i in range(80)))
 
 
-def served(ways: Ways, shape: Shape = SHAPE) -> tuple[float, int, int]:
+def served(shape: Shape) -> tuple[float, int, int]:
     """Return how long the cluster took, how often it preempted a sequence, and how many answers moved.
 
     Every answer has to be whole, and no part of it computed twice by a router's order.
     """
-    cluster = SimCluster(PROFILE, shape, "round_robin", LOPSIDED, ANY, ways)
+    cluster = SimCluster(PROFILE, shape, "round_robin", LOPSIDED, ANY)
     run = cluster.run()
     assert [each.num_tokens for each in run.outcomes] == [each.output_tokens for each in LOPSIDED.arrivals]
     placements = [router.placements for router in cluster.routers]
@@ -29,7 +29,7 @@ def served(ways: Ways, shape: Shape = SHAPE) -> tuple[float, int, int]:
 
 
 def test_answers_move_to_where_there_is_room() -> None:
-    (alone_s, alone, _), (moving_s, moving, num_moved) = served(Ways()), served(Ways(moves=True))
+    (alone_s, alone, _), (moving_s, moving, num_moved) = served(SHAPE), served(replace(SHAPE, moves=True))
     assert num_moved > 10
     assert moving < alone / 2
     assert moving_s < 0.8 * alone_s
@@ -37,5 +37,5 @@ def test_answers_move_to_where_there_is_room() -> None:
 
 def test_several_routers_move_answers_only_where_that_is_simulated() -> None:
     three = replace(SHAPE, routers=3)
-    assert served(Ways(), three)[2] == 0
-    assert served(Ways(moves=True), three)[2] > 10
+    assert served(three)[2] == 0
+    assert served(replace(three, moves=True))[2] > 10

@@ -5,17 +5,15 @@ from pathlib import Path
 import pytest
 from cluster_states import cluster_state
 
-from pdserve.capacity.replay import shape_of
+from pdserve.capacity.loads import Findings, Trial, served, shape_of
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError
 from pdserve.kvlayout import KvLayout
 from pdserve.launch.folder import write_secret
 from pdserve.measure.client import Client, connect
 from pdserve.measure.live import LiveCluster
-from pdserve.measure.loads import Findings, Trial, served
-from pdserve.measure.outcomes import Objective, Outcome
+from pdserve.measure.outcomes import Objective, Outcome, summarize
 from pdserve.measure.profile import bursts, learnt_profile
-from pdserve.measure.summary import summarize
 from pdserve.measure.workload import fixed_lengths
 from pdserve.perfmodel.curve import Curve
 from pdserve.perfmodel.profile import read_profile, write_profile

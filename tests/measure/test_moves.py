@@ -6,8 +6,7 @@ import pytest
 
 from pdserve.measure.chaos import tally
 from pdserve.measure.conversation import ConversationFindings, ConversationPlan, Turn, medians
-from pdserve.measure.moves import MovesVerdict, gaps_beside, moved_gaps
-from pdserve.measure.operations import Record, roles_of, serves
+from pdserve.measure.moves import MovesVerdict, Record, gaps_beside, moved_gaps, roles_of, serves
 from pdserve.measure.outcomes import Moved, Outcome
 from pdserve.measure.tables import compared
 from pdserve.proto.v1 import admin_pb2 as admin

@@ -6,12 +6,11 @@ from math import inf
 import pytest
 from cluster_states import printed
 
+from pdserve.capacity.loads import Findings
 from pdserve.cli.results import fail_unless_right
 from pdserve.errors import CommandError
 from pdserve.measure.chaos import Fault, Verdict, tally
-from pdserve.measure.loads import Findings
-from pdserve.measure.outcomes import ANY, Objective, Outcome
-from pdserve.measure.summary import Percentiles, summarize
+from pdserve.measure.outcomes import ANY, Objective, Outcome, Percentiles, summarize
 from pdserve.measure.tables import as_json, compared
 
 OBJECTIVE = Objective(ttft_s=0.5)

@@ -6,8 +6,17 @@ from math import inf
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.measure.outcomes import ANY, PARTS, Objective, Outcome, parse_objective, part_times
-from pdserve.measure.summary import Percentiles, percentiles, summarize
+from pdserve.measure.outcomes import (
+    ANY,
+    PARTS,
+    Objective,
+    Outcome,
+    Percentiles,
+    parse_objective,
+    part_times,
+    percentiles,
+    summarize,
+)
 
 
 def outcome(sent_s: float, times_s: tuple[float, ...], status: str = "OK", handoff_bytes: int = 0) -> Outcome:

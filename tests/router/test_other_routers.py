@@ -6,7 +6,7 @@ import pytest
 from goodput_cluster import Cluster, placed, refused_in_the_end
 
 from pdserve.capacity.cluster import simulate
-from pdserve.capacity.shape import Shape
+from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.read_workload import parse_workload
 from pdserve.perfmodel.curve import Step, attention_work

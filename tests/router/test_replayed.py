@@ -9,7 +9,7 @@ from router_fakes import MODEL, TOKENIZER, collect, running_router, text_of
 from pdserve.errors import CommandError
 from pdserve.measure.frontend import GrpcStream, HttpStream
 from pdserve.measure.replayed import Replayed
-from pdserve.measure.router_speed import measure_steps
+from pdserve.measure.router import measure_steps
 from pdserve.proto.v1 import link_pb2 as link
 
 ANSWER = "abcdefg"

@@ -7,8 +7,7 @@ from faultsim.clients import Answer
 from faultsim.scenario import Scenario, draw
 from faultsim.simulation import Simulation
 from pdserve.measure.moves import MovedGap, moved_gaps
-from pdserve.measure.outcomes import Moved, Outcome
-from pdserve.measure.summary import percentiles
+from pdserve.measure.outcomes import Moved, Outcome, percentiles
 
 STEP_S = 0.05  # and half of it more for each page: prompts make a step up to nine times as long
 SPAN_S = 30.0

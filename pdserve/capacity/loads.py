@@ -1,16 +1,21 @@
-"""Live clusters at shares of their capacity: what clients see at each load, and how right predictions were."""
+"""Live clusters at shares of their capacity: what clients see at each load, and what the simulator makes of it."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from pdserve.capacity.cluster import simulate
+from pdserve.capacity.worker import Shape
 from pdserve.errors import CommandError
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.live import LiveCluster, Report, live_cluster, saturate
-from pdserve.measure.outcomes import ANY, Objective, Outcome
-from pdserve.measure.summary import Summary, summarize
+from pdserve.measure.outcomes import ANY, Objective, Outcome, Summary, summarize
+from pdserve.measure.profile import learnt_profile
 from pdserve.measure.tables import counted
 from pdserve.measure.workload import Arrival, Workload, random_prompts
+from pdserve.perfmodel.profile import Profile
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
 
 _LENIENT_TTFT, _LENIENT_TPOT = 6.0, 2.0  # times what is seen at light load
 _LIGHT_LOAD = 0.3  # of the capacity
@@ -57,6 +62,21 @@ async def measure_loads(specs: Mapping[str, ClusterSpec], trial: Trial, report: 
     return found
 
 
+async def measure_simulator(spec: ClusterSpec, policy: str, trial: Trial, report: Report) -> tuple[Findings, Profile]:
+    """Serve each load live, then simulate it with the profile that the router has learnt by then."""
+    runs = list[Summary]()
+    async with live_cluster(spec, report) as cluster:
+        goal = await calibrate(cluster, trial, report)
+        async for load, arrivals, outcomes in served(cluster, trial, goal, report):
+            status = await cluster.status()
+            profile = learnt_profile(status, "pdserve bench simulator")
+            sent = Workload("live", tuple(arrivals), exact=True)
+            simulated = simulate(profile, shape_of(status), policy, sent, goal.objective)
+            for side, seen in (("live", outcomes), ("simulated", simulated.outcomes)):
+                runs.append(summarize(f"{load:.0%}, {side}", seen, goal.objective, trial.seconds))
+    return replace(goal, runs=tuple(runs)), profile
+
+
 async def calibrate(cluster: LiveCluster, trial: Trial, report: Report) -> Findings:
     """Find the capacity, then an objective at light load unless the trial has one; this teaches the router too."""
     seconds, arrivals = trial.calibration_s / 2, trial.workload.arrivals
@@ -91,3 +111,18 @@ def _lenient(light: Sequence[Outcome]) -> Objective:
     ttfts_s = [outcome.ttft_s for outcome in light if outcome.ttft_s is not None]
     tpots_s = [outcome.tpot_s for outcome in light if outcome.tpot_s is not None]
     return Objective(_LENIENT_TTFT * median(ttfts_s), _LENIENT_TPOT * median(tpots_s)) if ttfts_s and tpots_s else ANY
+
+
+def shape_of(status: admin.ClusterStatus) -> Shape:
+    """Return the simulator's description of a live cluster."""
+    workers = [worker.registration for worker in status.workers]
+    prefills = [worker for worker in workers if worker.role == link.ROLE_PREFILL]
+    decodes = [worker for worker in workers if worker.role == link.ROLE_DECODE]
+    return Shape(
+        prefill=len(prefills),
+        decode=len(decodes),
+        prefill_chunk=prefills[0].max_num_batched_tokens,
+        decode_chunk=decodes[0].max_num_batched_tokens,
+        max_num_seqs=decodes[0].max_num_seqs,
+        local_prefill=False,
+    )

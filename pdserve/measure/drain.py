@@ -10,11 +10,9 @@ from pdserve.ids import WorkerId
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.client import Client, new_tenant
 from pdserve.measure.known_answers import KnownRequest, check_answer
-from pdserve.measure.live import Report, StatusBoard, recovered, started
+from pdserve.measure.live import Report, StatusBoard, drained, recovered, started
 from pdserve.measure.moves import MovedGap, moved_gaps, over_allowed
-from pdserve.measure.operations import drained
-from pdserve.measure.outcomes import Outcome
-from pdserve.measure.summary import Percentiles, percentiles
+from pdserve.measure.outcomes import Outcome, Percentiles, percentiles
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
