@@ -53,6 +53,32 @@ class Scene:
         return self.workload.arrivals[-1].at_s
 
 
+def scene_of(
+    policy: Policy,
+    workload: Workload,
+    profile: Profile,
+    replicas: tuple[int | None, int | None],
+    startup_s: float | None,
+    slow: tuple[Slow, ...],
+) -> Scene:
+    """Return the scene of a policy. `replicas`: of each pool at the start, by default the least that it allows."""
+    pools = policy.pools
+    return Scene(
+        profile=profile,
+        workload=workload,
+        objective=Objective(policy.objectives.ttft_s, policy.objectives.tpot_s),
+        shape=Shape(
+            replicas[0] or pools.prefill.min_replicas,
+            replicas[1] or pools.decode.min_replicas,
+            pools.prefill.devices_per_replica,
+            pools.decode.devices_per_replica,
+            local_prefill=False,
+        ),
+        startup_s={role: pools.of(role).startup_s if startup_s is None else startup_s for role in POOLS},
+        slow=slow,
+    )
+
+
 @value
 class Noted:
     """A decision with an action, and why the action failed if it did."""

@@ -17,26 +17,16 @@ from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.rules import HPA_PERIOD_S, PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
 from pdserve.capacity.scaling import Decide, Scaled, Scaling, Scene
-from pdserve.errors import ConfigError
 from pdserve.measure.read_workload import warm_up
 from pdserve.roles import POOLS, Role
 
-RIVALS = "static", "hpa", "planner"
 _LOOK_S = 20.0  # between looks at whether a run can still attain enough
 
 Tried = Callable[[str], None]
 
 
-def checked(rivals: Sequence[str]) -> Sequence[str]:
-    """Return these names; ConfigError where one is not of RIVALS."""
-    for name in rivals:
-        if name not in RIVALS:
-            raise ConfigError(f"--versus: {name!r} is none of {', '.join(RIVALS)}")
-    return rivals
-
-
 def simulate_all(scene: Scene, policy: Policy, rivals: Sequence[str], on_tried: Tried) -> list[Scaled]:
-    """Return the run of the autoscaler's core first, then those of its rivals, which are of RIVALS."""
+    """Return the run of the autoscaler's core first, then those of its rivals: static, hpa, planner."""
     on_tried("policy")
     core, max_devices = Autoscaler(policy, warm_up(policy)), policy.budget.max_devices
     runs = [Scaling(scene, core.decide, policy.interval.react_s, core).run("policy")]

@@ -18,7 +18,6 @@ from pdserve.cli import (
     ask,
     autoscale,
     bench,
-    capacity,
     cluster,
     doctor,
     experiments,
@@ -69,8 +68,8 @@ app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
 app.command("run-batch")(ask.run_batch)
 app.command("profile")(bench.profile)
-app.command("sim")(capacity.sim)
-app.command("plan")(capacity.plan)
+app.command("sim")(bench.sim)
+app.command("plan")(bench.plan)
 app.command("router")(processes.router)
 app.command("worker")(processes.worker)
 app.command("watch-pods")(processes.watch_pods)
@@ -80,7 +79,7 @@ autoscale_app.command("validate")(autoscale.validate)
 autoscale_app.command("explain")(autoscale.explain)
 autoscale_app.command("schema")(autoscale.schema)
 autoscale_app.command("crd")(autoscale.crd)
-autoscale_app.command("simulate")(capacity.simulate)
+autoscale_app.command("simulate")(autoscale.simulate)
 autoscale_app.command("run")(autoscale.run)
 autoscale_app.command("status")(autoscale.status)
 autoscale_app.command("end", hidden=True)(autoscale.end)

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.autoscaler.config import AutoscalerConfig
-from pdserve.cli.flags import config_flags
-from pdserve.cli.options import AsJson, ClusterName, ConfigFile
+from pdserve.cli.flags import config_flags, grouped_flags
+from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, Sizes, one_of
 from pdserve.cli.processes import run_process, settings_of
+from pdserve.cli.results import HtmlFile, JsonFile, draw, report, show, writable
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
     from pdserve.autoscaler.server import Target
+    from pdserve.capacity.scaling import Slow
 
 PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.")]
+_WHOLE_TRACE = Sizes(num_prompts=1_000_000)
 
 
 def validate(
@@ -62,6 +65,101 @@ def crd() -> None:
     from pdserve.autoscaler.definition import definition
 
     typer.echo(yaml.safe_dump(definition(), sort_keys=False), nl=False)
+
+
+@grouped_flags
+def simulate(
+    policy: PolicyFile,
+    trace: Annotated[str, typer.Option(metavar="FILE", help="Requests, as `pdserve sim --workload` takes them.")],
+    sizes: Sizes = _WHOLE_TRACE,
+    profile: ProfileFile = None,
+    startup: Annotated[
+        str | None,
+        typer.Option(help="Time from an order to a replica that serves, such as 30s; by default the policy's."),
+    ] = None,
+    rate_scale: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="Factor for the number of requests in the same time.")
+    ] = 1.0,
+    window: Annotated[
+        str, typer.Option(metavar="A-B", help="Only the requests of these seconds of the trace.")
+    ] = "0-inf",
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="X@A-B", help="Steps take X times as long from second A to B; repeatable."),
+    ] = None,
+    prefill: Annotated[
+        int | None, typer.Option(min=1, help="Prefill replicas at the start; by default the least.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(min=1, help="Decode replicas at the start; by default the least.")
+    ] = None,
+    versus: Annotated[
+        list[str] | None,
+        typer.Option(
+            **one_of("static", "hpa", "planner"),
+            help="Also the smallest static pools that attain as much; HPA on queue length and KV usage; the published "
+            "rules of Dynamo's planner. Repeatable.",
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+    log_file: Annotated[
+        Path | None, typer.Option("--log", help="Write the decisions there, a line each.", callback=writable("--log"))
+    ] = None,
+) -> None:
+    """Simulate a policy under a trace: attainment, refusals, replicas and device-hours over time."""
+    from pdserve.autoscaler.schema import load
+    from pdserve.capacity import scaling
+    from pdserve.capacity.versus import simulate_all
+    from pdserve.perfmodel.profile import read_profile, shipped_profile
+
+    wanted, costs = load(policy), read_profile(profile or shipped_profile())
+    requests = sizes.read(trace).between(*stretch("--window", window)).multiplied(rate_scale, sizes.seed)
+    startup_s = None if startup is None else _seconds("--startup", startup)
+    slowed = tuple(slow_stretch(each) for each in slow or ())
+    scene = scaling.scene_of(wanted, requests, costs, (prefill, decode), startup_s, slowed)
+    runs = simulate_all(scene, wanted, versus or (), report)
+    starts = " and ".join(f"{each_s:g}" for each_s in scene.startup_s.values())
+    title = f"{requests.name}, {len(requests.arrivals)} requests; {scene.objective}; start-up {starts} s"
+    results = [scaling.result(each, wanted, scene.objective) for each in runs]
+    table = show(json_file, results, title, results={"title": title, "runs": results})
+    draw(html, "A policy simulated", title, table, scaling.charts(runs, requests, scene.objective))
+    if log_file is not None:
+        log_file.write_text("".join(f"{line}\n" for line in scaling.log(runs[0])), encoding="utf-8")
+
+
+def slow_stretch(text: str) -> "Slow":
+    from pdserve.capacity.scaling import Slow
+
+    factor, _, when = text.partition("@")
+    try:
+        times = float(factor)
+    except ValueError:
+        times = 0.0
+    if not 0.01 <= times <= 100:
+        raise ConfigError(f"--slow: {text!r} is not X@A-B, with X from 0.01 to 100")
+    return Slow(times, *stretch("--slow", when))
+
+
+def stretch(flag: str, text: str) -> tuple[float, float]:
+    """Return the seconds that A-B means."""
+    first, _, last = text.partition("-")
+    try:
+        from_s, until_s = float(first), float(last)
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is not A-B, in seconds") from None
+    if not 0 <= from_s < until_s:
+        raise ConfigError(f"{flag}: {text!r} does not end after it begins")
+    return from_s, until_s
+
+
+def _seconds(flag: str, text: str) -> float:
+    from pdserve.autoscaler.section import seconds
+
+    try:
+        return float(seconds(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {text!r}: {error}") from None
 
 
 @config_flags(AutoscalerConfig)

@@ -1,26 +1,30 @@
-"""Measurements of a running cluster, or of a part of one."""
+"""Measurements of a running cluster, of a part of one, and of a simulated one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
     DEFAULT_MODEL,
+    DOORS,
     THIS_MACHINES_ROUTER,
     WORKLOAD_HELP,
     ClusterName,
     Goodput,
     Model,
+    Placements,
+    ProfileFile,
     Reached,
     Sizes,
     checked_rate,
-    named_doors,
 )
-from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show, writable
-from pdserve.errors import ConfigError
-from pdserve.measure.outcomes import parse_objective
+from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
+from pdserve.errors import CommandError, ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.capacity.long_run import Question
 
 _SIZES = Sizes()
 
@@ -44,7 +48,7 @@ def load(
     ] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from this much probability.")] = 1.0,
     door: Annotated[
-        list[str] | None, typer.Option(help="grpc or http; repeatable: then they take turns. By default grpc.")
+        list[str] | None, typer.Option(**DOORS, help="Repeatable: then they take turns. By default grpc.")
     ] = None,
     http_url: Annotated[
         str, typer.Option(metavar="URL", help="OpenAI's API of a router; by default of the cluster that runs here.")
@@ -60,6 +64,7 @@ def load(
     """
     from pdserve.measure.client import Sampling
     from pdserve.measure.load import Load, door_notes, measure_load
+    from pdserve.measure.outcomes import parse_objective
 
     rates = [checked_rate(rate) for rate in request_rate] if request_rate else [None]
     read = [sizes.read(text) for text in (*(workload or ()), *(more or ()))]
@@ -97,7 +102,7 @@ def router(
 
 def frontend(
     model: Model = DEFAULT_MODEL,
-    door: Annotated[list[str] | None, typer.Option(help="grpc or http; repeatable.")] = None,
+    door: Annotated[list[str] | None, typer.Option(**DOORS, help="Repeatable; by default both.")] = None,
     step_ms: Annotated[list[float] | None, typer.Option(help="Milliseconds of a decode step; repeatable.")] = None,
     streams: Annotated[list[int] | None, typer.Option(help="Streams at once; repeatable.")] = None,
     output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None,
@@ -116,12 +121,12 @@ def frontend(
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
     from itertools import product
 
+    from pdserve.measure.client import Door
     from pdserve.measure.frontend import Load, gains, measure_frontend
     from pdserve.measure.router import measure_steps
 
-    kinds = product(
-        step_ms or (20.0, 2.0), named_doors(door or ["grpc", "http"]), streams or (64, 256), output_len or (64, 8)
-    )
+    doors = map(Door, door or ("grpc", "http"))
+    kinds = product(step_ms or (20.0, 2.0), doors, streams or (64, 256), output_len or (64, 8))
     loads = [
         Load(each, ms / 1e3, num, prompt_words, tokens, rounds, count)
         for ms, each, num, tokens in kinds
@@ -150,3 +155,104 @@ def profile(
     source = f"pdserve profile --bursts {bursts} --seed {seed}"
     shapes = profiles.bursts(bursts, max_length, seed)
     write_profile(output, run(profiles.measure_profile(read_state(name), shapes, source, report)))
+
+
+WorkloadText = Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)]
+Poisson = Annotated[
+    bool, typer.Option(help="Random arrivals instead of the trace's, and another order when it is repeated.")
+]
+Attainment = Annotated[
+    float, typer.Option(min=0.01, max=1.0, help="Share of all requests that has to meet both objectives.")
+]
+_OBJECTIVES = ["ttft:250", "tpot:100"]
+_MANY, _SOME = Sizes(num_prompts=10_000), Sizes(num_prompts=5_000)
+
+
+@grouped_flags
+def sim(
+    workload: WorkloadText = "512x128",
+    goodput: Goodput = _OBJECTIVES,
+    sizes: Sizes = _MANY,
+    profile: ProfileFile = None,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Devices of a prefill worker.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Devices of a decode worker.")] = 1,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill worker's step.")] = 2048,
+    decode_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step that mixes prompts and decoding.")] = 512,
+    placement: Placements = None,
+    request_rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second on average, repeatable; by default the highest is searched."),
+    ] = None,
+    attainment: Attainment = 0.9,
+    poisson: Poisson = False,
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
+    from pdserve.capacity import planner
+    from pdserve.capacity.long_run import measure
+    from pdserve.capacity.worker import Shape
+    from pdserve.measure.tables import counted
+
+    rates, names = [checked_rate(each) for each in request_rate or ()], placement or ["goodput"]
+    question = _question(workload, goodput, profile, sizes, poisson=poisson)
+    shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
+    title = f"{question.profile.model}, {question.workload.name}, {question.objective}"
+    found, points = [], []
+    with counted("simulating", len(names) * max(1, len(rates))) as advance:
+        for name in names:
+            if not rates:
+                found.append(planner.highest_rate(question, shape, name, attainment))
+                advance()
+            for rate in rates:
+                points.append(measure(question, shape, name, rate / shape.num_gpus))
+                advance()
+    points += [each.point for each in found if each.point is not None]
+    notes = [f"{name}: {planner.rate_note(each)}" for name, each in zip(names, found, strict=False)]
+    if not points:
+        raise CommandError(f"no rate is known to keep {attainment:.0%} within {question.objective}: {'; '.join(notes)}")
+    results = planner.results(points, title, found)
+    table = show(json_file, map(planner.figures, points), title, *notes, results=results)
+    draw(html, "Attainment", title, table, [planner.chart(points, attainment)])
+
+
+@grouped_flags
+def plan(
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs there are.")],
+    goodput: Goodput = _OBJECTIVES,
+    workload: WorkloadText = "512x128",
+    sizes: Sizes = _SOME,
+    profile: ProfileFile = None,
+    attainment: Attainment = 0.9,
+    poisson: Poisson = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Search the split into prefill and decode workers that serves most within the objectives."""
+    from pdserve.capacity import planner
+    from pdserve.measure.tables import counted
+
+    question = _question(workload, goodput, profile, sizes, poisson=poisson)
+    total = sum(1 for _ in planner.tries(question.profile, gpus))
+    with counted("trying clusters", total) as advance:
+        found = planner.plan(question, gpus, attainment, lambda *_: advance())
+    if found is None:
+        raise CommandError(
+            f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {question.objective} at any rate, "
+            f"by {sizes.num_prompts} requests at each (--num-prompts)"
+        )
+    points, title, notes = planner.plan_report(found, gpus)
+    results = planner.results(points, title, [found.known])
+    show(json_file, map(planner.figures, points), title, *notes, results=results)
+
+
+def _question(workload: str, goodput: Goodput, profile: Path | None, sizes: Sizes, *, poisson: bool) -> "Question":
+    from pdserve.capacity.long_run import Question
+    from pdserve.measure.outcomes import parse_objective
+    from pdserve.perfmodel.profile import read_profile, shipped_profile
+
+    requests = sizes.read(workload)
+    requests = requests.poisson(sizes.seed) if poisson else requests
+    costs, goal = read_profile(profile or shipped_profile()), parse_objective(*goodput or ())
+    return Question(costs, requests, goal, sizes.num_prompts)

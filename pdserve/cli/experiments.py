@@ -15,16 +15,18 @@ from pdserve.cli.options import (
     Loads,
     Model,
     OwnCluster,
+    Placements,
     Sizes,
     Threads,
     checked_rate,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
 from pdserve.errors import CommandError
-from pdserve.measure.outcomes import ANY, Objective, parse_objective
+from pdserve.router.config import PolicyName
 
 if TYPE_CHECKING:
     from pdserve.capacity.loads import Findings
+    from pdserve.measure.outcomes import Objective
 
 Seed = Annotated[int, typer.Option(help="Seed of the requests and their times.")]
 StepMs = Annotated[
@@ -52,6 +54,7 @@ def accuracy(
 ) -> None:
     """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
     from pdserve.capacity.loads import measure_loads
+    from pdserve.measure.outcomes import ANY
     from pdserve.perfmodel.profile import shipped_profile
 
     trial = loads.trial(sizes, (0.3, 0.6, 0.9), ANY)
@@ -64,7 +67,7 @@ def overload(
     own: OwnCluster = _SERVING,
     loads: Loads = _SHORT_LOADS,
     sizes: Sizes = _SIZES,
-    placement: Annotated[list[str] | None, typer.Option(help="How requests are placed; repeatable.")] = None,
+    placement: Placements = None,
     goodput: Goodput = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -74,7 +77,7 @@ def overload(
     """
     from pdserve.capacity.loads import measure_loads
 
-    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), parse_objective(*goodput) if goodput else None)
+    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), _objective(goodput))
     policies = placement or ["goodput", "round_robin"]
     specs = {policy: own.spec("overload", {"placement": policy}) for policy in policies}
     _show(json_file, run(measure_loads(specs, trial, report)))
@@ -85,7 +88,7 @@ def simulator(
     own: OwnCluster = _SERVING,
     loads: Loads = _LOADS,
     sizes: Sizes = _SIZES,
-    placement: Annotated[str, typer.Option(help="How requests are placed.")] = "goodput",
+    placement: Annotated[PolicyName, typer.Option(help="How requests are placed.")] = "goodput",
     goodput: Goodput = None,
     json_file: JsonFile = None,
     profile: Annotated[
@@ -100,12 +103,18 @@ def simulator(
     from pdserve.capacity.loads import measure_simulator
     from pdserve.perfmodel.profile import write_profile
 
-    trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), parse_objective(*goodput) if goodput else None)
+    trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), _objective(goodput))
     spec = own.spec("simulator", {"placement": placement})
     found, learnt = run(measure_simulator(spec, placement, trial, report))
     if profile is not None:
         write_profile(profile, learnt)
     _show(json_file, found)
+
+
+def _objective(goodput: Goodput) -> "Objective | None":
+    from pdserve.measure.outcomes import parse_objective
+
+    return parse_objective(*goodput) if goodput else None
 
 
 def _show(json_file: Path | None, found: "Findings") -> None:
@@ -277,6 +286,7 @@ def scale(
     from pdserve.autoscaler.process import sizes_at_start
     from pdserve.autoscaler.schema import load
     from pdserve.measure import scale as scaling
+    from pdserve.measure.outcomes import Objective
 
     objectives, sizes = load(policy).objectives, sizes_at_start(policy)
     own = OwnCluster(model, sizes.prefill, sizes.decode, num_threads, dtype)

@@ -1,16 +1,17 @@
 """Flags that several commands share, each spelled and explained once; those that go together are a dataclass."""
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict, get_args
 from urllib.parse import urlsplit
 
 import typer
 
 from pdserve.errors import ConfigError, echo
-from pdserve.measure.outcomes import Objective
+from pdserve.router.config import PolicyName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pdserve.launch.plan import ClusterSpec, Flags
     from pdserve.measure.client import Access, Door
     from pdserve.measure.known_answers import KnownRequest
+    from pdserve.measure.outcomes import Objective
     from pdserve.measure.workload import Workload
     from pdserve.proto.v1 import inference_pb2 as inference
 
@@ -33,6 +35,24 @@ WORKLOAD_HELP = (
 _MOST_SECONDS = 86_400
 _UINT32 = 2**32 - 1
 
+
+class _Choice(TypedDict):
+    metavar: str
+    parser: Callable[[str], str]
+
+
+def one_of(*names: str) -> _Choice:
+    """Return what makes an option take these names alone, also where it is repeatable."""
+
+    def check(given: str) -> str:
+        if given not in names:
+            raise typer.BadParameter(f"{given!r} is none of {', '.join(names)}")
+        return given
+
+    return {"metavar": "|".join(names), "parser": check}
+
+
+DOORS = one_of("grpc", "http")
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with settings by name; flags override it.")
 ]
@@ -56,6 +76,10 @@ Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
 Goodput = Annotated[
     list[str] | None,
     typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
+]
+Placements = Annotated[
+    list[str] | None,
+    typer.Option(**one_of(*get_args(PolicyName)), help="How requests are placed; repeatable."),
 ]
 ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.")]
 
@@ -92,10 +116,10 @@ class Reached:
         return state.http, self._access(state.ca_file, key_for(state.http))
 
     def doors(self, names: "Sequence[str]", http_url: str) -> "dict[Door, tuple[str, Access | None]]":
-        """Return the address of each door, and a client's credentials. ConfigError where a door is not known."""
+        """Return the address of each door, and a client's credentials."""
         from pdserve.measure.client import Door
 
-        return {door: self.http(http_url) if door is Door.HTTP else self.router() for door in named_doors(names)}
+        return {Door(name): self.http(http_url) if name == "http" else self.router() for name in names}
 
     def _access(self, ca_file: Path | None, api_key: str) -> "Access | None":
         from pdserve.measure.client import Access
@@ -239,21 +263,12 @@ class Loads:
         float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before, to find the capacity.")
     ] = 60
 
-    def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: Objective | None) -> "Trial":
+    def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
         from pdserve.capacity.loads import Trial
 
         return Trial(
             sizes.read(self.workload), tuple(self.load or loads), self.seconds, self.calibration, goal, sizes.seed
         )
-
-
-def named_doors(names: "Sequence[str]") -> "list[Door]":
-    """Return the protocols that are named; ConfigError where one is not known."""
-    from pdserve.measure.client import Door
-
-    if unknown := set(names) - set(Door):
-        raise ConfigError(f"--door: {min(unknown)!r} is neither grpc nor http")
-    return list(map(Door, names))
 
 
 def key_for(url: str) -> str:

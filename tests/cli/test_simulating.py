@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from pdserve.cli.capacity import slow_stretch, stretch
+from pdserve.cli.autoscale import slow_stretch, stretch
 from pdserve.errors import ConfigError
 
 Command = Callable[..., CompletedProcess[str]]
