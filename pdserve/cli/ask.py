@@ -13,7 +13,16 @@ import typer
 
 from pdserve.cli import results
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import THIS_MACHINES_ROUTER, AsJson, CaFile, ClusterName, Reached, Sampling, key_for, utf8
+from pdserve.cli.options import (
+    THIS_MACHINES_ROUTER,
+    AsJson,
+    CaFile,
+    ClusterName,
+    RouterFlags,
+    SamplingFlags,
+    key_for,
+    utf8,
+)
 from pdserve.errors import CommandError, ConfigError
 from pdserve.sampling import MAX_SEQUENCES
 
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
 
     Router = tuple[str, Access | None]
 
-_SHORT, _LONG = Sampling(max_tokens=128), Sampling(max_tokens=512)
+_SHORT, _LONG = SamplingFlags(max_tokens=128), SamplingFlags(max_tokens=512)
 
 # What a model writes must not drive the terminal: control characters are shown, not obeyed.
 VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -34,8 +43,8 @@ VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if 
 @grouped_flags
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    router: Reached = THIS_MACHINES_ROUTER,
-    sampling: Sampling = _SHORT,
+    router: RouterFlags = THIS_MACHINES_ROUTER,
+    sampling: SamplingFlags = _SHORT,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the answer.")] = False,
     n: Annotated[int, typer.Option(min=1, max=MAX_SEQUENCES, help="How many continuations.")] = 1,
     as_json: AsJson = False,
@@ -51,8 +60,8 @@ def generate(
 def chat(
     once: Annotated[str | None, typer.Option(help="Send this one message and end.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    router: Reached = THIS_MACHINES_ROUTER,
-    sampling: Sampling = _LONG,
+    router: RouterFlags = THIS_MACHINES_ROUTER,
+    sampling: SamplingFlags = _LONG,
     as_json: AsJson = False,
 ) -> None:
     """Talk with the model. Ctrl-C ends an answer, Ctrl-D the talk."""

@@ -7,7 +7,7 @@ import typer
 
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags, grouped_flags
-from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, Sizes, one_of
+from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, WorkloadFlags, one_of
 from pdserve.cli.processes import run_process, settings_of
 from pdserve.cli.results import HtmlFile, JsonFile, draw, report, show, writable
 from pdserve.errors import ConfigError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.capacity.scaling import Slow
 
 PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.")]
-_WHOLE_TRACE = Sizes(num_prompts=1_000_000)
+_WHOLE_TRACE = WorkloadFlags(num_prompts=1_000_000)
 
 
 def validate(
@@ -71,7 +71,7 @@ def crd() -> None:
 def simulate(
     policy: PolicyFile,
     trace: Annotated[str, typer.Option(metavar="FILE", help="Requests, as `pdserve sim --workload` takes them.")],
-    sizes: Sizes = _WHOLE_TRACE,
+    sizes: WorkloadFlags = _WHOLE_TRACE,
     profile: ProfileFile = None,
     startup: Annotated[
         str | None,

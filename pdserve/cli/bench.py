@@ -16,8 +16,8 @@ from pdserve.cli.options import (
     Model,
     Placements,
     ProfileFile,
-    Reached,
-    Sizes,
+    RouterFlags,
+    WorkloadFlags,
     checked_rate,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
@@ -26,14 +26,14 @@ from pdserve.errors import CommandError, ConfigError
 if TYPE_CHECKING:
     from pdserve.capacity.long_run import Question
 
-_SIZES = Sizes()
+_SIZES = WorkloadFlags()
 
 
 @grouped_flags
 def load(
     more: Annotated[list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="More workloads.")] = None,
     workload: Annotated[list[str] | None, typer.Option(metavar="W", help=f"{WORKLOAD_HELP} Repeatable.")] = None,
-    sizes: Sizes = _SIZES,
+    sizes: WorkloadFlags = _SIZES,
     request_rate: Annotated[
         list[float] | None,
         typer.Option(
@@ -56,7 +56,7 @@ def load(
     rounds: Annotated[int, typer.Option(min=1, help="How often each workload is sent.")] = 1,
     json_file: JsonFile = None,
     html: HtmlFile = None,
-    router: Reached = THIS_MACHINES_ROUTER,
+    router: RouterFlags = THIS_MACHINES_ROUTER,
 ) -> None:
     """Send workloads of random prompts, answered to full length, and measure what a client sees.
 
@@ -165,14 +165,14 @@ Attainment = Annotated[
     float, typer.Option(min=0.01, max=1.0, help="Share of all requests that has to meet both objectives.")
 ]
 _OBJECTIVES = ["ttft:250", "tpot:100"]
-_MANY, _SOME = Sizes(num_prompts=10_000), Sizes(num_prompts=5_000)
+_MANY, _SOME = WorkloadFlags(num_prompts=10_000), WorkloadFlags(num_prompts=5_000)
 
 
 @grouped_flags
 def sim(
     workload: WorkloadText = "512x128",
     goodput: Goodput = _OBJECTIVES,
-    sizes: Sizes = _MANY,
+    sizes: WorkloadFlags = _MANY,
     profile: ProfileFile = None,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 2,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
@@ -223,7 +223,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs there are.")],
     goodput: Goodput = _OBJECTIVES,
     workload: WorkloadText = "512x128",
-    sizes: Sizes = _SOME,
+    sizes: WorkloadFlags = _SOME,
     profile: ProfileFile = None,
     attainment: Attainment = 0.9,
     poisson: Poisson = False,
@@ -247,7 +247,9 @@ def plan(
     show(json_file, map(planner.figures, points), title, *notes, results=results)
 
 
-def _question(workload: str, goodput: Goodput, profile: Path | None, sizes: Sizes, *, poisson: bool) -> "Question":
+def _question(
+    workload: str, goodput: Goodput, profile: Path | None, sizes: WorkloadFlags, *, poisson: bool
+) -> "Question":
     from pdserve.capacity.long_run import Question
     from pdserve.measure.outcomes import parse_objective
     from pdserve.perfmodel.profile import read_profile, shipped_profile

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdserve.cli.flags import config_flags, grouped_flags
-from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, Operated, Reached
+from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, OperatorFlags, RouterFlags
 from pdserve.config import WorkerConfig
 from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import RouterConfig
@@ -100,7 +100,7 @@ ClusterArgument = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas:
+class ReplicaFlags:
     """Workers with which a cluster begins, by role."""
 
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; by default 1, or the policy's least.")] = None
@@ -109,7 +109,7 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ClusterFlags:
     """Settings of a new cluster, by the names of `ClusterSpec`."""
 
     policy: Annotated[Path | None, typer.Option(help="Autoscaling policy to follow, see `pdserve autoscale run`.")] = (
@@ -151,7 +151,7 @@ class Settings:
     ] = None
 
 
-_NO_REPLICAS, _NO_SETTINGS = Replicas(), Settings()
+_NO_REPLICAS, _NO_SETTINGS = ReplicaFlags(), ClusterFlags()
 
 
 @config_flags(WorkerConfig, RouterConfig, without=(*set(PER_PROCESS) - {"served_model_name"}, *ADDRESSES))
@@ -162,8 +162,8 @@ def up(
         typer.Argument(help=f"A path, or a name from the catalog or the Hugging Face hub; by default {DEFAULT_MODEL}."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with router, workers by role, and autoscaler.")] = None,
-    least: Replicas = _NO_REPLICAS,
-    own: Settings = _NO_SETTINGS,
+    least: ReplicaFlags = _NO_REPLICAS,
+    own: ClusterFlags = _NO_SETTINGS,
     on: Annotated[
         Platform, typer.Option(help="What runs the workers: processes of this machine, or actors of Ray.")
     ] = Platform.PROCESSES,
@@ -228,7 +228,7 @@ def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, a
 
 @grouped_flags
 def status(
-    cluster: Operated = THIS_MACHINES,
+    cluster: OperatorFlags = THIS_MACHINES,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the changes until Ctrl-C.")] = False,
     as_json: AsJson = False,
     endpoint: Endpoint = None,
@@ -246,7 +246,7 @@ def status(
 
         if watch or cluster.admin is not None or cluster.secret_file is not None:
             raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
-        asyncio.run(show_public_status(*Reached(endpoint, ca_file).router(), as_json=as_json))
+        asyncio.run(show_public_status(*RouterFlags(endpoint, ca_file).router(), as_json=as_json))
         return
     asyncio.run(show_status(cluster.client(), watch=watch, as_json=as_json))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import THIS_MACHINES, AsJson, ConfigFile, Operated
+from pdserve.cli.options import THIS_MACHINES, AsJson, ConfigFile, OperatorFlags
 
 if TYPE_CHECKING:
     from pdserve.doctor.machine import Finding
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @grouped_flags
 def doctor(
-    cluster: Operated = THIS_MACHINES,
+    cluster: OperatorFlags = THIS_MACHINES,
     config: ConfigFile = None,
     model: Annotated[str | None, typer.Option("--model", help="A model to look at, by path or name.")] = None,
     as_json: AsJson = False,
@@ -46,7 +46,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _findings(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
+def _findings(settings: "Settings", cluster: OperatorFlags) -> Iterator["Finding"]:
     from pdserve.cli.processes import known_settings
     from pdserve.doctor import settings as checks
     from pdserve.doctor.cluster import cluster_checks

@@ -11,13 +11,13 @@ from pdserve.cli.options import (
     DEFAULT_MODEL,
     Dtype,
     Goodput,
-    Known,
-    Loads,
+    KnownRequestFlags,
+    LoadFlags,
     Model,
-    OwnCluster,
+    OwnClusterFlags,
     Placements,
-    Sizes,
     Threads,
+    WorkloadFlags,
     checked_rate,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
@@ -32,21 +32,21 @@ Seed = Annotated[int, typer.Option(help="Seed of the requests and their times.")
 StepMs = Annotated[
     float, typer.Option(min=0, max=10_000, help="Least time of a step, as if each worker had a device; 0: as it comes.")
 ]
-_SIZES = Sizes(num_prompts=2000, scale=0.125, max_length=1024)
-_LOADS, _SHORT_LOADS = Loads(), Loads(seconds=40)
-_SERVING = OwnCluster(dtype="auto")
-_CHECKED, _LONE_THREAD = OwnCluster(), OwnCluster(num_threads=1)
-_FOUR, _FOUR_LONE_THREADS = OwnCluster(prefill=2, decode=2), OwnCluster(prefill=2, decode=2, num_threads=1)
-_CHAOS_REQUESTS = Known(distinct=200, input_len=512, output_len=48)
-_MOVED_REQUESTS, _DRAINED_REQUESTS = Known(), Known(distinct=5, input_len=64, output_len=500)
-_SCALED_REQUESTS = Known(distinct=30, input_len=1900, output_len=96)
+_SIZES = WorkloadFlags(num_prompts=2000, scale=0.125, max_length=1024)
+_LOADS, _SHORT_LOADS = LoadFlags(), LoadFlags(seconds=40)
+_SERVING = OwnClusterFlags(dtype="auto")
+_CHECKED, _LONE_THREAD = OwnClusterFlags(), OwnClusterFlags(num_threads=1)
+_FOUR, _FOUR_LONE_THREADS = OwnClusterFlags(prefill=2, decode=2), OwnClusterFlags(prefill=2, decode=2, num_threads=1)
+_CHAOS_REQUESTS = KnownRequestFlags(distinct=200, input_len=512, output_len=48)
+_MOVED_REQUESTS, _DRAINED_REQUESTS = KnownRequestFlags(), KnownRequestFlags(distinct=5, input_len=64, output_len=500)
+_SCALED_REQUESTS = KnownRequestFlags(distinct=30, input_len=1900, output_len=96)
 
 
 @grouped_flags
 def accuracy(
-    own: OwnCluster = _SERVING,
-    loads: Loads = _LOADS,
-    sizes: Sizes = _SIZES,
+    own: OwnClusterFlags = _SERVING,
+    loads: LoadFlags = _LOADS,
+    sizes: WorkloadFlags = _SIZES,
     profile: Annotated[
         Path | None, typer.Option(help="Step costs to start from; by default those of OPT-13B on A100.")
     ] = None,
@@ -64,9 +64,9 @@ def accuracy(
 
 @grouped_flags
 def overload(
-    own: OwnCluster = _SERVING,
-    loads: Loads = _SHORT_LOADS,
-    sizes: Sizes = _SIZES,
+    own: OwnClusterFlags = _SERVING,
+    loads: LoadFlags = _SHORT_LOADS,
+    sizes: WorkloadFlags = _SIZES,
     placement: Placements = None,
     goodput: Goodput = None,
     json_file: JsonFile = None,
@@ -85,9 +85,9 @@ def overload(
 
 @grouped_flags
 def simulator(
-    own: OwnCluster = _SERVING,
-    loads: Loads = _LOADS,
-    sizes: Sizes = _SIZES,
+    own: OwnClusterFlags = _SERVING,
+    loads: LoadFlags = _LOADS,
+    sizes: WorkloadFlags = _SIZES,
     placement: Annotated[PolicyName, typer.Option(help="How requests are placed.")] = "goodput",
     goodput: Goodput = None,
     json_file: JsonFile = None,
@@ -124,10 +124,10 @@ def _show(json_file: Path | None, found: "Findings") -> None:
 
 @grouped_flags
 def chaos(
-    own: OwnCluster = _FOUR,
+    own: OwnClusterFlags = _FOUR,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
     max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
-    known: Known = _CHAOS_REQUESTS,
+    known: KnownRequestFlags = _CHAOS_REQUESTS,
     kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills of a worker; 0: none.")] = 5.0,
     freeze_for: Annotated[
         float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.")
@@ -161,7 +161,7 @@ def chaos(
 
 @grouped_flags
 def cancel(
-    own: OwnCluster = _CHECKED,
+    own: OwnClusterFlags = _CHECKED,
     count: Annotated[int, typer.Option(min=1, help="Requests cancelled at each moment.")] = 50,
     input_len: Annotated[
         int, typer.Option(min=16, help="Tokens of a prompt; computing it should take over a second.")
@@ -183,7 +183,7 @@ def cancel(
 
 @grouped_flags
 def moves(
-    own: OwnCluster = _FOUR_LONE_THREADS,
+    own: OwnClusterFlags = _FOUR_LONE_THREADS,
     count: Annotated[int, typer.Option("--moves", min=0, help="Answers to move.")] = 200,
     flips: Annotated[int, typer.Option(min=0, help="Changes of a worker's role.")] = 20,
     drains: Annotated[int, typer.Option(min=0, help="Drains of each worker, which then starts again.")] = 2,
@@ -194,7 +194,7 @@ def moves(
     calibration: Annotated[
         float, typer.Option(min=2, help="Seconds of full load before, to find the capacity.")
     ] = 15.0,
-    known: Known = _MOVED_REQUESTS,
+    known: KnownRequestFlags = _MOVED_REQUESTS,
     step_ms: StepMs = 0.0,
     max_num_seqs: Annotated[int | None, typer.Option(min=2, help="Sequences of a worker.")] = None,
     json_file: JsonFile = None,
@@ -219,7 +219,7 @@ def moves(
 def drain(
     model: Model = DEFAULT_MODEL,
     answers: Annotated[int, typer.Option(min=1, help="Answers that run.")] = 50,
-    known: Known = _DRAINED_REQUESTS,
+    known: KnownRequestFlags = _DRAINED_REQUESTS,
     begun: Annotated[
         float, typer.Option(min=0, max=1, help="Share of their tokens that is there when the drain begins.")
     ] = 0.5,
@@ -233,7 +233,7 @@ def drain(
     from pdserve.measure.drain import measure_drain
 
     pages = answers * (2 + (known.input_len + known.output_len) // 16)
-    own = OwnCluster(model, decode=2, num_threads=1, dtype=dtype)
+    own = OwnClusterFlags(model, decode=2, num_threads=1, dtype=dtype)
     spec = own.spec("drain", max_num_seqs=max(64, answers), num_pages=pages)
     requests = known.requests(spec.model, dtype, are_answers_equal=True)
     found = run(measure_drain(spec, requests, answers, begun, report))
@@ -244,7 +244,7 @@ def drain(
 
 @grouped_flags
 def conversation(
-    own: OwnCluster = _LONE_THREAD,
+    own: OwnClusterFlags = _LONE_THREAD,
     turns: Annotated[int, typer.Option(min=2, help="Turns of a conversation.")] = 8,
     input_len: Annotated[int, typer.Option(min=16, help="Tokens of the last prompt.")] = 4000,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 250,
@@ -273,7 +273,7 @@ def scale(
         typer.Option(min=2, help="Most sequences of a worker; few of them fill a pool before the processor is busy."),
     ] = 4,
     step_ms: StepMs = 0.0,
-    known: Known = _SCALED_REQUESTS,
+    known: KnownRequestFlags = _SCALED_REQUESTS,
     dtype: Dtype = "float32",
     num_threads: Threads = None,
     json_file: JsonFile = None,
@@ -289,7 +289,7 @@ def scale(
     from pdserve.measure.outcomes import Objective
 
     objectives, sizes = load(policy).objectives, sizes_at_start(policy)
-    own = OwnCluster(model, sizes.prefill, sizes.decode, num_threads, dtype)
+    own = OwnClusterFlags(model, sizes.prefill, sizes.decode, num_threads, dtype)
     patience = {"max_hold_s": objectives.ttft_s}  # requests wait while pools grow
     spec = replace(
         own.spec("scale", patience, max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None),

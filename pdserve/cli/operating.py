@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import THIS_MACHINES, Operated
+from pdserve.cli.options import THIS_MACHINES, OperatorFlags
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.roles import Role
@@ -71,7 +71,7 @@ def role(
     force: Annotated[
         bool, typer.Option("--force", help="Even if it leaves no worker that computes prompts, or none that decodes.")
     ] = False,
-    cluster: Operated = THIS_MACHINES,
+    cluster: OperatorFlags = THIS_MACHINES,
 ) -> None:
     """Give a worker another role while it serves. Nothing is loaded again; what it was given before, it serves.
 
@@ -83,7 +83,7 @@ def role(
 
 
 @grouped_flags
-def drain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
+def drain(worker: WorkerName, cluster: OperatorFlags = THIS_MACHINES) -> None:
     """Let a worker finish what it has and end; show what is left until it is gone. Ctrl-C leaves it draining.
 
     `pdserve up` starts it again a second later: with nothing cached, and with the role that it was configured with.
@@ -108,7 +108,7 @@ def drain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
 
 
 @grouped_flags
-def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
+def undrain(worker: WorkerName, cluster: OperatorFlags = THIS_MACHINES) -> None:
     """Let a worker that drains take requests again, as long as it has not ended.
 
     A drain that a signal began, or the worker itself for lack of pages, goes on.
@@ -117,7 +117,7 @@ def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
     typer.echo(f"{worker} takes requests")
 
 
-def _operate(cluster: Operated, work: "Callable[[AdminClient], Awaitable[Result]]") -> Result:
+def _operate(cluster: OperatorFlags, work: "Callable[[AdminClient], Awaitable[Result]]") -> Result:
     from pdserve.cli.stream import naming
 
     async def run() -> Result:

@@ -85,7 +85,7 @@ ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default O
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class RouterFlags:
     """A router as its clients reach it."""
 
     endpoint: Endpoint = None
@@ -131,7 +131,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Operated:
+class OperatorFlags:
     """A cluster as its operator reaches it: of this machine, or where a router's internal port is."""
 
     name: ClusterName = "default"
@@ -159,12 +159,12 @@ class Operated:
         return read_state(self.name).operator(self.identity_dir)
 
 
-THIS_MACHINES = Operated()
-THIS_MACHINES_ROUTER = Reached()
+THIS_MACHINES = OperatorFlags()
+THIS_MACHINES_ROUTER = RouterFlags()
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingFlags:
     """How tokens are chosen; what is not given is left to the router's defaults."""
 
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token. (default: 1)")] = None
@@ -185,7 +185,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WorkloadFlags:
     num_prompts: Annotated[
         int,
         typer.Option(
@@ -210,7 +210,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCluster:
+class OwnClusterFlags:
     """A cluster that a measurement starts for itself."""
 
     model: Model = DEFAULT_MODEL
@@ -235,7 +235,7 @@ class OwnCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownRequestFlags:
     """Requests whose answers one engine computes before."""
 
     distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 100
@@ -251,7 +251,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class LoadFlags:
     """Loads of a cluster, as shares of its capacity."""
 
     workload: Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)] = "1155x211"  # means of azure-conv
@@ -263,7 +263,7 @@ class Loads:
         float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before, to find the capacity.")
     ] = 60
 
-    def trial(self, sizes: Sizes, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
+    def trial(self, sizes: WorkloadFlags, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
         from pdserve.capacity.loads import Trial
 
         return Trial(

@@ -11,7 +11,7 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from pdserve.cli.flags import config_flags
-from pdserve.cli.options import API_KEY, Reached, key_for
+from pdserve.cli.options import API_KEY, RouterFlags, key_for
 from pdserve.cli.processes import CONFIGS
 from pdserve.config import ProcessConfig, WorkerConfig
 from pdserve.errors import ConfigError
@@ -118,4 +118,4 @@ def test_a_key_goes_over_tls_or_stays_on_this_machine(monkeypatch: pytest.Monkey
 def test_a_key_does_not_leave_this_machine_in_clear(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv(API_KEY, "secret")
     with pytest.raises(ConfigError):
-        Reached(ca_file=Path("ca.crt")).http(url)
+        RouterFlags(ca_file=Path("ca.crt")).http(url)

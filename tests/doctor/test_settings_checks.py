@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.options import Operated
+from pdserve.cli.options import OperatorFlags
 from pdserve.cli.processes import known_settings
 from pdserve.doctor import gathering
 from pdserve.doctor.cluster import cluster_checks
@@ -120,12 +120,12 @@ def test_no_cluster_is_fine_and_one_that_left_its_state_behind_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    levels = {finding.name: finding.level for finding in cluster_checks("c", Operated("c").client, None)}
+    levels = {finding.name: finding.level for finding in cluster_checks("c", OperatorFlags("c").client, None)}
     assert levels["cluster"] is Level.OK
     file = state_file("c")
     file.parent.mkdir(parents=True)
     file.write_text("{}")
-    (finding,) = cluster_checks("c", Operated("c").client, None)
+    (finding,) = cluster_checks("c", OperatorFlags("c").client, None)
     assert (finding.name, finding.level) == ("cluster", Level.FAILED)
     assert "another version" in finding.seen
 
