@@ -106,13 +106,11 @@ def frontend(
     step_ms: Annotated[list[float] | None, typer.Option(help="Milliseconds of a decode step; repeatable.")] = None,
     streams: Annotated[list[int] | None, typer.Option(help="Streams at once; repeatable.")] = None,
     output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None,
-    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream, after one that is not counted.")] = 4,
     num_frontends: Annotated[
         list[int] | None, typer.Option(help="Frontend processes of the router; repeatable.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")] = 1,
-    stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's --stream-interval.")] = None,
     cpu_share: Annotated[
         float | None, typer.Option(min=0.01, help="Cores that the router gets for each of its frontends.")
     ] = None,
@@ -122,19 +120,19 @@ def frontend(
     from itertools import product
 
     from pdserve.measure.client import Door
-    from pdserve.measure.frontend import Load, gains, measure_frontend
+    from pdserve.measure.frontend import PROMPT_WORDS, Load, gains, measure_frontend
     from pdserve.measure.router import measure_steps
 
     doors = map(Door, door or ("grpc", "http"))
     kinds = product(step_ms or (20.0, 2.0), doors, streams or (64, 256), output_len or (64, 8))
     loads = [
-        Load(each, ms / 1e3, num, prompt_words, tokens, rounds, count)
+        Load(each, ms / 1e3, num, tokens, rounds, count)
         for ms, each, num, tokens in kinds
         for count in num_frontends or (1,)
     ]
-    found = run(measure_frontend(model, loads, repeats, {"stream_interval": stream_interval}, report, cpu_share))
+    found = run(measure_frontend(model, loads, repeats, report, cpu_share))
     core = measure_steps(num_sequences=256, num_steps=64)
-    title = f"Prompts of {prompt_words} words"
+    title = f"Prompts of {PROMPT_WORDS} words"
     times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"
     notes = f"a step of 256 sequences: {times}", *gains(found)
     show(json_file, found, title, *notes, results={"runs": found, "core": core})

@@ -220,9 +220,6 @@ def drain(
     model: Model = DEFAULT_MODEL,
     answers: Annotated[int, typer.Option(min=1, help="Answers that run.")] = 50,
     known: KnownRequestFlags = _DRAINED_REQUESTS,
-    begun: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of their tokens that is there when the drain begins.")
-    ] = 0.5,
     dtype: Dtype = "float32",
     json_file: JsonFile = None,
 ) -> None:
@@ -236,7 +233,7 @@ def drain(
     own = OwnClusterFlags(model, decode=2, num_threads=1, dtype=dtype)
     spec = own.spec("drain", max_num_seqs=max(64, answers), num_pages=pages)
     requests = known.requests(spec.model, dtype, are_answers_equal=True)
-    found = run(measure_drain(spec, requests, answers, begun, report))
+    found = run(measure_drain(spec, requests, answers, report))
     show(json_file, [found], "", *found.failed, results=found)
     if found.failed or found.left_over:
         raise CommandError("an answer was not as it had to be, or pages were not given back")

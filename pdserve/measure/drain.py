@@ -40,9 +40,9 @@ class DrainFindings:
 
 
 async def measure_drain(
-    spec: ClusterSpec, requests: Sequence[KnownRequest], count: int, begun: float, report: Report
+    spec: ClusterSpec, requests: Sequence[KnownRequest], count: int, report: Report
 ) -> DrainFindings:
-    """Start two decode workers, run `count` answers on one, and drain it once this share of their tokens is there."""
+    """Start two decode workers, run `count` answers on one, and drain it once half of their tokens are there."""
     clock, gaps, pairs = MonotonicClock(), list[MovedGap](), dict[str, float]()
     async with started(spec, report) as (cluster, live, board):
         operator = cluster.state.operator()
@@ -56,7 +56,7 @@ async def measure_drain(
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(_send(live.client, requests, count, on_end))
             report(f"{count} answers begin on {LEAVING}")
-            kv_tokens = await _until_begun(board, requests, count, begun)
+            kv_tokens = await _until_begun(board, requests, count)
             await operator.set_role(STAYING, Role.DECODE)
             await operator.move(LEAVING, STAYING, 1)  # the two have met, and know their bandwidth
             if not await board.until(lambda status: status.moves["done"] > 0, REACHED_WITHIN_S):
@@ -94,10 +94,10 @@ async def _send(
     return await client.run([(0.0, each.message(REQUEST_DEADLINE_S, new_tenant())) for each in asked], on_end)
 
 
-async def _until_begun(board: StatusBoard, requests: Sequence[KnownRequest], count: int, begun: float) -> int:
-    """Wait until all answers run and have this share of their tokens; return how many tokens of KV they have."""
+async def _until_begun(board: StatusBoard, requests: Sequence[KnownRequest], count: int) -> int:
+    """Wait until all answers run and have half of their tokens; return how many tokens of KV they have."""
     asked = [requests[number % len(requests)] for number in range(count)]
-    wanted = sum(len(each.prompt) + begun * each.params.max_tokens for each in asked)
+    wanted = sum(len(each.prompt) + each.params.max_tokens / 2 for each in asked)
 
     def has_begun(status: admin.ClusterStatus) -> bool:
         load = _load_of(status)

@@ -42,6 +42,7 @@ _ANSWER = (
 )
 _WORDS = _ANSWER.replace(",", "").replace(";", "").replace(".", "").lower().split()
 _READY_TIMEOUT_S = 60.0
+PROMPT_WORDS = 200
 _POST = (
     b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 )
@@ -55,7 +56,6 @@ class Load:
     door: Door
     step_s: float
     num_streams: int
-    prompt_words: int
     output_tokens: int
     rounds: int
     num_frontends: int = 1
@@ -204,7 +204,6 @@ async def measure_frontend(
     model: str,
     loads: Sequence[Load],
     repeats: int,
-    router_flags: Mapping[str, object],
     report: Report,
     cpu_share: float | None = None,
 ) -> list[FrontendCost]:
@@ -219,7 +218,7 @@ async def measure_frontend(
         async with AsyncExitStack() as stack:
             routers = {}
             for count in sorted({load.num_frontends for load in own}):
-                serving = _serving(model, step_s, {**router_flags, "num_frontends": count})
+                serving = _serving(model, step_s, count)
                 router = routers[count] = await stack.enter_async_context(serving)
                 if cpu_share is not None:
                     stack.enter_context(held([each.pid for each in router.processes()], count * cpu_share))
@@ -244,7 +243,7 @@ def _cost(load: Load, runs: Sequence[Run]) -> FrontendCost:
 
 
 @asynccontextmanager
-async def _serving(model: str, step_s: float, router_flags: Mapping[str, object]) -> AsyncIterator[_Router]:
+async def _serving(model: str, step_s: float, num_frontends: int) -> AsyncIterator[_Router]:
     """Run a router and replayed workers for the length of the block."""
     path = resolve_model(model)
     answer = open_checkpoint(path).tokenizer().encode(_ANSWER, add_special=False)
@@ -255,7 +254,8 @@ async def _serving(model: str, step_s: float, router_flags: Mapping[str, object]
         public, internal, http = (free_port(_HOST) for _ in range(3))
         flags = {
             "model": path, "served_model_name": _MODEL, "secret_file": secret_file, "port": public,
-            "internal_port": internal, "http_port": http, "worker_silence_s": _READY_TIMEOUT_S, **router_flags,
+            "internal_port": internal, "http_port": http, "worker_silence_s": _READY_TIMEOUT_S,
+            "num_frontends": num_frontends,
         }  # fmt: skip
         worker = multiprocessing.get_context("spawn").Process(
             target=replay, args=(f"{_HOST}:{internal}", secret_file, _MODEL, answer, step_s, 1024), daemon=True
@@ -295,7 +295,7 @@ async def _measure(router: _Router, load: Load) -> Run:
 
 async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: random.Random) -> list[Answered]:
     async def run(stream: Stream) -> list[Answered]:
-        prompts = (" ".join(rng.choices(_WORDS, k=load.prompt_words)) for _ in range(rounds))
+        prompts = (" ".join(rng.choices(_WORDS, k=PROMPT_WORDS)) for _ in range(rounds))
         return [await stream.ask(prompt, load.output_tokens) for prompt in prompts]
 
     async with asyncio.TaskGroup() as tasks:
