@@ -13,13 +13,13 @@ from pdserve.capacity.wires import (
     LEDGER_ONLY,
     Delta,
     Wires,
-    close,
-    delta,
     job_of,
     kv_changed,
     load_report,
-    news,
-    stage,
+    note_end,
+    report_tokens,
+    stage_reached,
+    unreported,
 )
 from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, Shape, SimWorker, Steps
 from pdserve.clock import VirtualClock, garbage_left
@@ -200,7 +200,7 @@ class SimCluster:
             case Deliver(request_id, _, token_ids):
                 self._outcomes[request_id].take(len(token_ids), self.clock.now_s())
             case End(request_id, end):
-                close(self._outcomes[request_id], end, self.clock.now_s())
+                note_end(self._outcomes[request_id], end, self.clock.now_s())
             case Move():
                 self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
@@ -251,7 +251,7 @@ class SimCluster:
         source.offer(messages.MoveAsked(router.ref, *asked))
 
     def _share(self, spec: SequenceSpec, fetch: Fetch, target: Peer) -> messages.Fetch:
-        """Ask the holder of a prompt's leading pages to send them; return what their receiver is told."""
+        """Ask the holder of a prompt's leading pages to send them; return what the receiver learns of it."""
         holder, deadline_s = self._workers[fetch.holder.link], self.clock.now_s() + fetch.within_s
         key, token_ids = HandoffKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
         asked = (key, token_ids, spec.cache_salt, target, "simulated", deadline_s)
@@ -293,9 +293,9 @@ class SimCluster:
         for command in commands:
             match command:
                 case messages.Tokens():
-                    deltas[command.router].append(delta(worker.reported, command))
+                    deltas[command.router].append(report_tokens(worker.reported, command))
                 case messages.Progress() if command.stage not in LEDGER_ONLY:
-                    self._post(self._routers[command.router], stage(worker.link, command, self.clock.now_s()))
+                    self._post(self._routers[command.router], stage_reached(worker.link, command, self.clock.now_s()))
                 case messages.Progress():
                     pass
                 case messages.RoleTaken():
@@ -330,7 +330,7 @@ class SimCluster:
     def _report_load(self, worker: SimWorker) -> None:
         """Report to every router how full a worker is, and what its answers have gained, if it does steps singly."""
         worker.reported_s = self.clock.now_s()
-        known = news(worker.reported, worker.scheduler.running) if worker.reports else ()
+        known = unreported(worker.reported, worker.scheduler.running) if worker.reports else ()
         for ref, router in self._routers.items() if known else ():
             ours = [each for each in known if self._router_of(each.request_id) == ref]
             self._post(router, StepReported(worker.link, ours))

@@ -28,7 +28,7 @@ Decide = Callable[[Observation], Sequence[Decision]]
 
 
 @value
-class Slow:
+class Slowdown:
     """A stretch of time in which steps take longer, as beside a noisy neighbour."""
 
     factor: float
@@ -45,7 +45,7 @@ class Scene:
     objective: Objective
     shape: Shape  # what the cluster begins with
     startup_s: Mapping[Role, float]
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[Slowdown, ...] = ()
 
     @property
     def span_s(self) -> float:
@@ -59,7 +59,7 @@ def scene_of(
     profile: Profile,
     replicas: tuple[int | None, int | None],
     startup_s: float | None,
-    slow: tuple[Slow, ...],
+    slow: tuple[Slowdown, ...],
 ) -> Scene:
     """Return the scene of a policy. `replicas`: of each pool at the start, by default the least that it allows."""
     pools = policy.pools
@@ -80,8 +80,8 @@ def scene_of(
 
 
 @value
-class Noted:
-    """A decision with an action, and why the action failed if it did."""
+class Order:
+    """A decision with an action, and why the action failed, if it did."""
 
     at_s: float
     decision: Decision
@@ -95,7 +95,7 @@ class Scaled:
     name: str
     outcomes: tuple[Outcome, ...]
     sizes: tuple[Sizes, ...]
-    orders: tuple[Noted, ...]  # decisions with an action
+    orders: tuple[Order, ...]  # decisions with an action
     span_s: float
 
     @property
@@ -121,15 +121,15 @@ class Scaling:
     """One run: looks at the cluster every few seconds, and carries out what is decided."""
 
     def __init__(
-        self, scene: Scene, decide: Decide = lambda _: (), every_s: float = 5.0, told: Autoscaler | None = None
+        self, scene: Scene, decide: Decide = lambda _: (), every_s: float = 5.0, autoscaler: Autoscaler | None = None
     ) -> None:
-        """`told` learns what became of its orders: other rules go by what they observe."""
+        """`autoscaler` learns what became of its orders. Other rules only go by what they observe."""
         self._scene = scene
         self._decide = decide
         self._every_s = every_s
-        self._told = told
+        self._autoscaler = autoscaler
         self._fleet = Fleet(scene.profile, scene.shape, scene.workload, scene.objective, scene.startup_s)
-        self._orders: list[Noted] = []
+        self._orders: list[Order] = []
         self._seen = Demand()
         self._refused: Counter[str] = Counter()
         self._looked_s = 0.0
@@ -159,11 +159,11 @@ class Scaling:
                 self._fleet.carry_out(action)
             except ActuatorError as failed:
                 error = str(failed)
-            if self._told is not None and error:
-                self._told.failed(action, error, now_s)
-            elif self._told is not None:
-                self._told.ordered(action, now_s)
-        self._orders.append(Noted(now_s, decision, error))
+            if self._autoscaler is not None and error:
+                self._autoscaler.failed(action, error, now_s)
+            elif self._autoscaler is not None:
+                self._autoscaler.ordered(action, now_s)
+        self._orders.append(Order(now_s, decision, error))
 
     def _observe(self) -> Observation:
         router, builder, now_s = self._fleet.router, self._fleet.builder, self._fleet.clock.now_s()

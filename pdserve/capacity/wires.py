@@ -36,8 +36,8 @@ class Delta:
     logprobs: tuple[object, ...] = ()
 
 
-def delta(reported: Reported, tokens: messages.Tokens) -> Delta:
-    """Return the tokens since the last report."""
+def report_tokens(reported: Reported, tokens: messages.Tokens) -> Delta:
+    """Return the tokens that a sequence has gained since its last report, and count them as reported."""
     key = tokens.key.request_id, tokens.key.attempt
     known = reported[key]
     count = tokens.position + 1 - known
@@ -49,8 +49,8 @@ def delta(reported: Reported, tokens: messages.Tokens) -> Delta:
     return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, reason)
 
 
-def news(reported: Reported, running: Iterable[Sequence]) -> list[Delta]:
-    """Return what sequences that decode have gained since it was last reported."""
+def unreported(reported: Reported, running: Iterable[Sequence]) -> list[Delta]:
+    """Return what running sequences have gained since their last reports, and count it as reported."""
     deltas = []
     for sequence in running:
         job, key = sequence.job, (sequence.job.request_id, sequence.job.attempt)
@@ -93,7 +93,7 @@ def kv_changed(link: LinkId, cache: KvCache) -> KvChanged | None:
     return KvChanged(link, stored, short_hashes(b"".join([page for page in touched if page not in held])))
 
 
-def stage(link: LinkId, progress: messages.Progress, now_s: float) -> StageReached:
+def stage_reached(link: LinkId, progress: messages.Progress, now_s: float) -> StageReached:
     return StageReached(
         link,
         progress.key.request_id,
@@ -107,7 +107,7 @@ def stage(link: LinkId, progress: messages.Progress, now_s: float) -> StageReach
     )
 
 
-def close(outcome: Outcome, end: Finished | Refused, now_s: float) -> None:
+def note_end(outcome: Outcome, end: Finished | Refused, now_s: float) -> None:
     """Note a request's end."""
     outcome.ended_s = now_s
     if isinstance(end, Refused):

@@ -15,7 +15,7 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
     from pdserve.autoscaler.server import Target
-    from pdserve.capacity.scaling import Slow
+    from pdserve.capacity.scaling import Slowdown
 
 PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.")]
 _WHOLE_TRACE = WorkloadFlags(num_prompts=1_000_000)
@@ -128,8 +128,8 @@ def simulate(
         log_file.write_text("".join(f"{line}\n" for line in scaling.log(runs[0])), encoding="utf-8")
 
 
-def slow_stretch(text: str) -> "Slow":
-    from pdserve.capacity.scaling import Slow
+def slow_stretch(text: str) -> "Slowdown":
+    from pdserve.capacity.scaling import Slowdown
 
     factor, _, when = text.partition("@")
     try:
@@ -138,7 +138,7 @@ def slow_stretch(text: str) -> "Slow":
         times = 0.0
     if not 0.01 <= times <= 100:
         raise ConfigError(f"--slow: {text!r} is not X@A-B, with X from 0.01 to 100")
-    return Slow(times, *stretch("--slow", when))
+    return Slowdown(times, *stretch("--slow", when))
 
 
 def stretch(flag: str, text: str) -> tuple[float, float]:

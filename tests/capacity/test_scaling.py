@@ -10,7 +10,7 @@ from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Fl
 from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.pools import Bounds
 from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
-from pdserve.capacity.scaling import Scaling, Scene, Slow
+from pdserve.capacity.scaling import Scaling, Scene, Slowdown
 from pdserve.capacity.versus import StaticPools
 from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
@@ -89,7 +89,7 @@ def test_observations_count_each_request_once() -> None:
 
 def test_the_costs_that_are_observed_follow_a_slow_stretch() -> None:
     orders = Orders()
-    Scaling(scene(1, 1, slow=(Slow(1.5, 20.0, 45.0),)), orders.decide).run("slow")
+    Scaling(scene(1, 1, slow=(Slowdown(1.5, 20.0, 45.0),)), orders.decide).run("slow")
     usual, slow = (next(o for o in orders.seen if o.at_s == at_s).costs[Role.PREFILL] for at_s in (20.0, 45.0))
     assert 1.2 < slow.prefill.seconds(500, 500**2) / usual.prefill.seconds(500, 500**2) < 1.6
 
