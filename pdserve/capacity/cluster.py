@@ -1,6 +1,6 @@
 """A cluster under virtual time: cores of routers, workers, and the links between them.
 
-Workers report how full they are where several routers need that, and where answers may move.
+Workers report their load only if several routers place requests, or if answers may move.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -309,7 +309,7 @@ class SimCluster:
         self._report_step(worker, deltas, steps)
 
     def _report_step(self, worker: SimWorker, deltas: dict[RouterRef, list[Delta]], steps: Steps | None) -> None:
-        """Report tokens, and the steps that they came of; without steps they came with a move."""
+        """Report tokens, and the steps that sampled them. Tokens without steps came with a move."""
         if steps is None:
             for ref, tail in deltas.items():
                 if any(each.token_ids for each in tail):
@@ -328,7 +328,7 @@ class SimCluster:
                 self._post(router, changed)
 
     def _report_load(self, worker: SimWorker) -> None:
-        """Report to every router how full a worker is, and what its answers have gained, if it does steps singly."""
+        """Report a worker's load to every router and, if the worker does steps singly, what its answers have gained."""
         worker.reported_s = self.clock.now_s()
         known = unreported(worker.reported, worker.scheduler.running) if worker.reports else ()
         for ref, router in self._routers.items() if known else ():

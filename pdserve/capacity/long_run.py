@@ -35,7 +35,7 @@ from pdserve.perfmodel.profile import Profile
 NUM_BATCHES = 20
 CONFIDENT, CERTAIN = 2.093, 2.861  # of Student's t with 19 degrees of freedom: 95 % and 99 % of both sides
 NOT_ABOVE = 1.729  # 95 % of one side
-_FIRST_REQUESTS, _MOST_OF_THEM = 30, 27  # whose time in the cluster stands for that of all
+_FIRST_REQUESTS, _MOST_OF_THEM = 30, 27  # the time until so many of them have ended is the time to fill the cluster
 _NUM_SAMPLES = 100  # of the number in the cluster, to find the warm-up's end
 _LEAST_WARM_UP = 0.1  # of the arrivals
 _MOST_WARM_UP = 0.5
@@ -139,8 +139,8 @@ def _share(verdicts: Sequence[bool | None]) -> Estimate:
     return Estimate(fmean(means), stdev(means) / sqrt(NUM_BATCHES), count=len(counted))
 
 
-NARROW = 0.015  # half of a 95 % interval of the attainment that needs to be no narrower: some 4 % of the rate
-MOST_GROWTH = 0.05  # of the arrivals: with more that might stay in the cluster, it is not known to keep up
+NARROW = 0.015  # half the 95 % interval of the attainment at which a run may end; worth some 4 % of the rate
+MOST_GROWTH = 0.05  # share of the arrivals: if more might stay in the cluster, it is not known to keep up
 MAX_REQUESTS = 10_000
 _PLAIN_GROWTH, _PLAIN_ARRIVALS = 0.1, 1000  # at least, to end a run for its growth
 _FIRST_LOOK = 300
@@ -190,8 +190,8 @@ class Found:
 
     keeps_up: bool | None
     meets: bool | None  # whether the attainment is what is wanted
-    is_narrow: bool  # the attainment's interval, or as narrow as the wanted one asks for
-    is_plain: bool  # whether a growth is too large to come from a heavier part of a trace
+    is_narrow: bool  # whether the attainment is known well enough
+    is_plain: bool  # whether the growth is too large to come from a heavier part of a trace
 
     @property
     def is_settled(self) -> bool:
@@ -215,7 +215,7 @@ def measure(question: Question, shape: Shape, policy: str, rate_per_gpu: float, 
 
 
 def judge(state: Steady, wanted: float | None) -> Found:
-    """Say what is known with certainty enough to stop at any of many looks."""
+    """Return what is known with enough certainty to stop, although a run is looked at many times."""
     keeps_up: bool | None = None
     least_growth = state.growth.interval(CERTAIN)[0]
     if least_growth > 0:

@@ -1,13 +1,13 @@
-"""Searches the cluster that serves most within the objectives, for a number of GPUs: split, tensor parallelism, chunk,
-and how much of its KV pages it needs for that.
+"""Searches the cluster of so many GPUs that serves most within the objectives: its split, tensor parallelism and chunk,
+and how many of its KV pages it needs.
 
 Each candidate is tried at the best rate found so far first, and searched further only if it keeps that up (after
-DistServe, Zhong et al., OSDI 2024). A simulation lasts until that is plain, so that candidates far from the best cost
-little. Colocated clusters are among the candidates and win where they are better.
+DistServe, Zhong et al., OSDI 2024). A simulation ends as soon as this is known, so that candidates far from the best
+cost little. Colocated clusters are among the candidates and win where they are better.
 
 The highest rate that a cluster sustains is one at which it keeps up, and serves the wanted share in time.
 Rates are tried in steps upward, then by halving the gap in their logarithms; each only until it is known
-whether it is kept (`measure`). Near the answer, that may not be known within the most requests allowed. There the
+whether it is kept (`measure`). Near the answer, the most requests allowed may be too few to know it. There the
 estimate decides, and the result has the rates between which the answer lies for sure.
 """
 
@@ -21,10 +21,10 @@ from pdserve.measure.plots import Line, Plot, plot
 from pdserve.perfmodel.profile import Profile
 
 PRECISION = 0.04  # of the rate
-_SETTLED_WITHIN = 1.25  # between the rates that are kept and missed for sure
+_SETTLED_WITHIN = 1.25  # most ratio of the rates that are surely missed and surely kept
 _FIRST_RATES = (1.0, 0.25, 0.05, 0.01)  # requests per second and GPU, until one is kept
-_STEP, _SMALL_STEP = 2.0, 1.25  # upward, from a rate that says little and from one that others keep
-_STEPS = (1.05, 1.15, 1.5)  # from the answer to the rates below and above that are tried to be sure
+_STEP, _SMALL_STEP = 2.0, 1.25  # factors upward: from a first guess, and from a rate that another cluster keeps
+_STEPS = (1.05, 1.15, 1.5)  # factors from the answer to the rates that are tried below and above it
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,6 @@ def highest_rate(question: Question, shape: Shape, policy: str, wanted: float) -
     search.highest()
     return search.narrow()
 
-
-MAX_REQUESTS = 6000  # at each rate: clusters that are alike within the noise of that many are as good as each other
 
 _CHUNKS = (256, 512, 1024)
 _PREFILL_CHUNKS = (1024, 2048)

@@ -36,7 +36,7 @@ REFUSALS = {  # by what was wrong, as `errors.Refusal` names it
 
 
 def cluster_checks(name: str | None, connect: Callable[[], AdminClient], model: str | None) -> Iterator[Finding]:
-    """Check the cluster that an operator's client reaches. `name`: of one of this machine."""
+    """Check a cluster, over the client that `connect` returns. `name`: of a cluster of this machine, if it is one."""
     if name is not None and not state_file(name).exists():
         yield ok("cluster", f"none named {name!r} runs here")
         yield from free_port_findings(gather_taken())

@@ -22,7 +22,7 @@ from pdserve.roles import POOLS, Role
 from pdserve.wire import ROLE_NUMBERS
 
 PATIENCE_S = 30.0
-LONGEST_PAUSE_S = 0.3  # of random pauses between the status that shows the wanted moment, and the cancel
+LONGEST_PAUSE_S = 0.3  # between the status that shows the wanted moment, and the cancel; its length is random
 
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
 
@@ -69,7 +69,7 @@ async def measure_cancels(
 
 
 async def _cancel(call: _Call, moment: str, board: StatusBoard, rng: random.Random) -> dict[str, float]:
-    """Cancel a request once it is where it is wanted; return how long each pool held something of it."""
+    """Cancel a request at the wanted moment; return how long each pool still held something of it."""
     clock, times = MonotonicClock(), dict[str, float]()
     reading = asyncio.create_task(_read(call))
     if not await board.until(MOMENTS[moment], PATIENCE_S):

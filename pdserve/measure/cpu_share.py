@@ -1,4 +1,4 @@
-"""What processes take of the processors, and holding them to a share, so that what they serve is compared fairly.
+"""Measures the CPU time of processes, and limits it to a share of a core, so that what they serve can be compared.
 
 Linux alone has both. Control groups hold processes, which takes the right to make one: root has it.
 """

@@ -1,4 +1,4 @@
-"""How soon a decode worker with many running answers has left, next to what its answers' pages need to be moved."""
+"""How long a decode worker with many running answers takes to drain, beside the time that moving their pages takes."""
 
 import asyncio
 from collections.abc import Callable, Sequence

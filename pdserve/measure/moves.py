@@ -66,7 +66,7 @@ class Record:
 
 
 class Operations:
-    """Does an operator's work, never leaving the cluster without one who computes prompts and one who decodes."""
+    """Does an operator's work. The cluster always keeps a worker that computes prompts and one that decodes."""
 
     def __init__(self, cluster: LocalCluster, board: StatusBoard, plan: OperationsPlan, clock: Clock) -> None:
         state = cluster.state
@@ -174,7 +174,7 @@ def roles_of(status: admin.ClusterStatus) -> dict[str, Role]:
 
 
 def serves(roles: Mapping[str, Role]) -> bool:
-    """Return whether workers of these roles can serve together: no single mixed one, which has nobody to move to."""
+    """Return whether workers of these roles can serve together. A mixed worker alone cannot move its answers."""
     return len(roles) > 1 and all(any(role.is_in(pool) for role in roles.values()) for pool in POOLS)
 
 
@@ -317,9 +317,9 @@ def moved_gaps(outcome: Outcome) -> list[MovedGap]:
 
 
 def gaps_beside(moved: Iterable[MovedGap], unmoved: Iterable[Sequence[float]]) -> list[MovedGap]:
-    """Return the gaps that answers which never moved had where others did. `unmoved`: the times of their tokens.
+    """Return the gaps of answers that never moved, at the moments when others moved. `unmoved`: their tokens' times.
 
-    The time after a first token is not among them: the answer waits for a place to decode.
+    The gap after a first token is left out: there the answer waits for a place to decode.
     """
     answers, found = [times_s[1:] for times_s in unmoved if len(times_s) > 1], list[MovedGap | None]()
     for gap in moved:
@@ -341,5 +341,5 @@ def _longest(times_s: Sequence[float], place: int, move: Moved | None = None) ->
 
 
 def over_allowed(gaps: Iterable[MovedGap]) -> Percentiles | None:
-    """Return how the gaps compare with what is allowed. Where all tokens came at once, nothing is."""
+    """Return each gap over its allowed time. An answer whose tokens came all at once has no such time."""
     return percentiles(gap.gap_s / gap.allowed_s for gap in gaps if gap.allowed_s)
