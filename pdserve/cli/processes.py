@@ -5,10 +5,9 @@ import json
 import os
 import resource
 from collections.abc import Callable, Coroutine, Mapping
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 
@@ -28,19 +27,12 @@ MAX_OPEN_FILES = 65_536
 _Config = TypeVar("_Config", bound=ProcessConfig)
 
 
-class Process(StrEnum):
-    ROUTER = "router"
-    WORKER = "worker"
-    AUTOSCALER = "autoscaler"
-    CLUSTER = "cluster"
-    WATCH_PODS = "watch-pods"
-
-
-CONFIGS: dict[Process, type[ProcessConfig]] = {
-    Process.ROUTER: RouterConfig,
-    Process.WORKER: WorkerConfig,
-    Process.AUTOSCALER: AutoscalerConfig,
-    Process.WATCH_PODS: WatcherConfig,
+ConfiguredName = Literal["router", "worker", "autoscaler", "watch-pods", "cluster"]
+CONFIGS: dict[str, type[ProcessConfig]] = {
+    "router": RouterConfig,
+    "worker": WorkerConfig,
+    "autoscaler": AutoscalerConfig,
+    "watch-pods": WatcherConfig,
 }
 
 
@@ -89,9 +81,10 @@ def settings_of(cls: type[_Config], file: Path | None, flags: Mapping[str, objec
     """Read a process's settings, and begin its log, before importing what takes long to load."""
     settings = load_config(cls, file, flags)
     end_on_signals()
-    process = next(each for each, its in CONFIGS.items() if its is cls)
-    name = settings.worker_id if isinstance(settings, WorkerConfig) else process
-    configure_logging(name, settings.log_level, settings.log_format)
+    process = next(name for name, each in CONFIGS.items() if each is cls)
+    configure_logging(
+        settings.worker_id if isinstance(settings, WorkerConfig) else process, settings.log_level, settings.log_format
+    )
     return settings
 
 
@@ -125,9 +118,9 @@ def known_settings() -> set[str]:
     return {name for cls in (*CONFIGS.values(), ClusterFile) for name in cls.model_fields}
 
 
-def schema(process: Annotated[Process, typer.Argument(help="Whose configuration.")]) -> None:
+def schema(process: Annotated[ConfiguredName, typer.Argument(help="Whose configuration.")]) -> None:
     """Print the JSON Schema of a process's YAML file, or of a whole cluster's."""
     from pdserve.cli.cluster_file import ClusterFile
 
-    model = ClusterFile if process is Process.CLUSTER else CONFIGS[process]
+    model = ClusterFile if process == "cluster" else CONFIGS[process]
     typer.echo(json.dumps(model.model_json_schema(), indent=2))

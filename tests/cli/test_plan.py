@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from pdserve.cli.flags import config_flags
-from pdserve.cli.processes import CONFIGS, Process
+from pdserve.cli.processes import CONFIGS
 from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
@@ -26,7 +26,7 @@ def read_back(child: ChildSpec) -> ProcessConfig:
     """Return the configuration that the child's command line stands for."""
     arguments = child.command_for(Incarnation(2**64 - 1))
     at = arguments.index("pdserve") + 1
-    cls = CONFIGS[Process(arguments[at])]
+    cls = CONFIGS[arguments[at]]
     read: list[ProcessConfig] = []
     app = typer.Typer()
 
