@@ -6,7 +6,7 @@ import gpu_problem as problem
 import reference_kernels as reference
 import torch
 from gpu_problem import Lens
-from gpu_table import Row
+from gpu_report import Row
 from torch import Tensor
 
 from pdserve.kernels import pageio, rng, sample

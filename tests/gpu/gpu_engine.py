@@ -13,8 +13,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import torch
+from gpu_report import Row
 from gpu_rows_bench import COPY_BYTES, copy_time_us
-from gpu_table import Row
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner

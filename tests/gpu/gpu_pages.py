@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from gpu_table import Row
+from gpu_report import Row
 
 from pdserve.kvtransfer.backends.staging import HostRows
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 import reference_kernels as reference
 import torch
 from gpu_problem import layer_views
-from gpu_table import Row
-from gpu_timing import time_us
+from gpu_report import Row, time_us
 from torch import Tensor
 
 from pdserve.kernels import pageio, rng, sample

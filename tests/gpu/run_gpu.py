@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from gpu_table import Row
+    from gpu_report import Row
 
     Section = tuple[str, str, Callable[[str], list[Row]]]  # its name, the argument that asks for it, and what runs it
 
@@ -35,18 +35,18 @@ def main() -> int:
     if unknown:
         parser.error(f"no section is called {', '.join(sorted(unknown))}: there are {', '.join(GROUPS)}")
     _find_package()
-    import gpu_timing  # noqa: PLC0415 - the package is only now importable
+    import gpu_report  # noqa: PLC0415 - the package is only now importable
 
-    if not gpu_timing.has_gpu():
+    if not gpu_report.has_gpu():
         sys.stderr.write("no CUDA device: nothing to do\n")
         return 2
-    results: dict[str, object] = {"machine": gpu_timing.machine(), "clocks_before": gpu_timing.clocks()}
+    results: dict[str, object] = {"machine": gpu_report.machine(), "clocks_before": gpu_report.clocks()}
     sys.stdout.write(json.dumps(results) + "\n")
 
     def save(tables: "dict[str, list[Row]]") -> None:
         if "OUT" in os.environ:
             results.update({name: [asdict(row) for row in rows] for name, rows in tables.items()})
-            results["clocks_after"] = gpu_timing.clocks()
+            results["clocks_after"] = gpu_report.clocks()
             Path(os.environ["OUT"], "kernels.json").write_text(json.dumps(results, indent=1))
 
     is_well = run_sections(_sections(), arguments.sections or GROUPS[:2], arguments.only, save)
@@ -61,7 +61,7 @@ def run_sections(
 
     One that raises counts as a case that failed. What is known is saved after each.
     """
-    from gpu_table import Row, table  # noqa: PLC0415 - the package is only now importable
+    from gpu_report import Row, table  # noqa: PLC0415 - the package is only now importable
 
     tables = {}
     for name, group, run in sections:
@@ -79,20 +79,19 @@ def run_sections(
 
 
 def _sections() -> "list[Section]":
-    import gpu_attention_bench  # noqa: PLC0415
+    import gpu_attention  # noqa: PLC0415
     import gpu_checks  # noqa: PLC0415
     import gpu_engine  # noqa: PLC0415
     import gpu_pages  # noqa: PLC0415
     import gpu_rows_bench  # noqa: PLC0415
-    import gpu_tune  # noqa: PLC0415
 
     return [
         ("ceilings", "bench", gpu_rows_bench.ceilings),
         ("checks against float64", "check", gpu_checks.run),
-        ("prefill attention", "bench", gpu_attention_bench.prefill),
-        ("decode attention", "bench", gpu_attention_bench.decode),
+        ("prefill attention", "bench", gpu_attention.prefill),
+        ("decode attention", "bench", gpu_attention.decode),
         ("pages, rows and sampling", "bench", gpu_rows_bench.run),
-        ("tuning", "tune", gpu_tune.run),
+        ("tuning", "tune", gpu_attention.tune),
         ("engine against the CPU's", "check", gpu_engine.check),
         ("pages through the host's memory", "check", gpu_pages.run),
         ("engine, nano-vllm's workload", "bench", gpu_engine.bench),

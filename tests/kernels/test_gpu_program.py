@@ -41,23 +41,23 @@ def test_a_section_that_raises_fails_and_costs_no_other_its_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
-    run_gpu, timing, row = import_module("run_gpu"), import_module("gpu_timing"), import_module("gpu_table").Row
+    run_gpu, report = import_module("run_gpu"), import_module("gpu_report")
 
     def broken(only: str) -> list[object]:
         raise RuntimeError(f"out of {only}")
 
     sections = [
-        ("first", "check", lambda only: [row(only)]),
+        ("first", "check", lambda only: [report.Row(only)]),
         ("second", "check", broken),
-        ("third", "bench", lambda only: [row(only)]),
+        ("third", "bench", lambda only: [report.Row(only)]),
         ("fourth", "tune", lambda _: []),
     ]
     for module, name, result in (
         (run_gpu, "_find_package", None),
         (run_gpu, "_sections", sections),
-        (timing, "has_gpu", True),
-        (timing, "machine", {}),
-        (timing, "clocks", {}),
+        (report, "has_gpu", True),
+        (report, "machine", {}),
+        (report, "clocks", {}),
     ):
         monkeypatch.setattr(module, name, lambda result=result: result)
     monkeypatch.setenv("OUT", str(tmp_path))

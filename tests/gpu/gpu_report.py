@@ -1,8 +1,9 @@
-"""Time GPU work with events: captured in a graph, so that launches from Python are not what is timed."""
+"""Times GPU work, and lays the figures out as tables."""
 
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -13,8 +14,38 @@ MIN_REPLAY_US = 2000.0
 SMI_FIELDS = "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw"
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A check's or a benchmark's outcome."""
+
+    name: str
+    time_us: float | None = None
+    rate: float | None = None
+    unit: str = ""
+    peers: dict[str, float] = field(default_factory=dict)  # name -> microseconds
+    note: str = ""
+    failed: bool = False
+
+
+def table(title: str, rows: list[Row]) -> str:
+    """Lay rows out as short lines: name, our time, our rate, then each peer's time and how much faster we are."""
+    lines = [f"\n== {title}"]
+    for row in rows:
+        words = [f"{row.name:<44}"]
+        if row.time_us is not None:
+            words.append(f"{row.time_us:10.1f} us")
+        if row.rate is not None:
+            words.append(f"{row.rate:8.1f} {row.unit}")
+        for peer, time_us in row.peers.items():
+            faster = f" ({time_us / row.time_us:.2f}x)" if row.time_us else ""
+            words.append(f"{peer} {time_us:.1f}{faster}")
+        if row.failed:
+            words.append("FAILED")
+        lines.append("  ".join([*words, row.note]))
+    return "\n".join(lines) + "\n"
+
+
 def has_gpu() -> bool:
-    """Return whether torch sees a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -42,7 +73,8 @@ def clocks() -> str:
 def time_us(calls: Sequence[Callable[[], object]]) -> float:
     """Return the median time of one call in microseconds; `calls` should rotate over different data.
 
-    The calls are captured together, often enough that one replay lasts a few milliseconds.
+    The calls are captured together in a graph, so that launches from Python are not timed, and often enough that one
+    replay lasts a few milliseconds.
     """
     for call in calls:
         for _ in range(WARM_UPS):
