@@ -18,8 +18,7 @@ import xxhash
 
 from pdserve.config import Device, Quantization
 from pdserve.errors import ConfigError, RequestError
-from pdserve.model.config import ModelConfig
-from pdserve.model.hf_fields import Fields
+from pdserve.model.config import Fields, ModelConfig
 from pdserve.sampling import SamplingParams
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer

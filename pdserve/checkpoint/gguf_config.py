@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pdserve.checkpoint.gguf_file import GgufFile
 from pdserve.errors import ConfigError
-from pdserve.model.hf_fields import Fields
+from pdserve.model.config import Fields
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
 from pdserve.errors import ConfigError
-from pdserve.model.hf_fields import Fields
+from pdserve.model.config import Fields
 from pdserve.text.detokenize import WORD_START
 from pdserve.text.tokenizer import CONTRACTIONS, GPT2_WORDS, LETTERS, LLAMA3_WORDS, QWEN2_WORDS, SPACES
 

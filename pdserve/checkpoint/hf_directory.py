@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, naming
-from pdserve.checkpoint.hub import repository_of
+from pdserve.checkpoint.fetch import repository_of
 from pdserve.errors import ConfigError
-from pdserve.model.config import ModelConfig
-from pdserve.model.hf_fields import Fields
+from pdserve.model.config import Fields, ModelConfig
 from pdserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
 from pdserve.errors import ConfigError
-from pdserve.model.config import ModelConfig
-from pdserve.model.hf_fields import Fields
+from pdserve.model.config import Fields, ModelConfig
 from pdserve.text.tokenizer import Tokenizer
 
 NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
