@@ -14,7 +14,7 @@ from pdserve.sampling import MAX_SEQUENCES, SamplingParams
 
 _PAGE_SIZE = 16
 _CHUNK = 256  # tokens
-TIED = 2e-5  # of two log probabilities, in float32
+TIED = 2e-5  # log probabilities in float32 that differ by less may change places
 
 
 class LoneEngine:
@@ -35,7 +35,7 @@ class LoneEngine:
         return tokens
 
     def is_tied(self, prompt: Sequence[int], params: SamplingParams) -> bool:
-        """Whether some greedy token is hardly likelier than the next: another order of sums may choose that one."""
+        """Whether some greedy token is hardly likelier than the next: another order of sums may choose the other."""
         if not params.is_greedy:
             return False
         reported = [sampled.token.logprobs for sampled in self._sample(prompt, replace(params, logprobs=2))]

@@ -4,8 +4,8 @@ Chunks of one query length whose contexts are alike make a group, and a group is
 over K and V as they were just computed where no page holds more, else over K and V gathered from the pages. Gathering
 copies whole runs of a head's slots, which the pool's layout keeps together.
 
-Slots past a context are read as zero, whatever the page holds there: a mask alone would not do, since a weight of 0
-times another sequence's overflow is NaN.
+Slots past a context are read as zero, whatever the page holds there. A mask alone would not do: a weight of 0 times
+another sequence's overflow is NaN.
 """
 
 from collections.abc import Iterator

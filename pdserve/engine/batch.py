@@ -22,7 +22,7 @@ KNOWN = -1  # in place of a chunk of the previous step: the token is known
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What a plan's numbers must stay within."""
+    """The bounds of a plan's numbers."""
 
     num_pages: int
     page_size: int
@@ -74,7 +74,7 @@ class Batch:
         return len(self.token_ids)
 
     def of_chunks(self, of_samples: Mapping[int, str]) -> dict[int, str]:
-        """Give texts about samples to the plan's chunks that they are taken for."""
+        """Return texts about samples by the place of the sample's chunk in the plan."""
         if not of_samples:
             return {}
         chunks = np.repeat(self.order, self.sample_counts)

@@ -1,9 +1,8 @@
-"""What a CPU's compiled library computes of a step: attention, and whole decode steps.
+"""Attention and whole decode steps through a CPU's compiled library.
 
-Tokens are rotated and put into pages, and attend straight over their pages. Where the kernels do not serve longer
-chunks, those take torch's fused attention. Where everything that a step of single tokens computes is compiled, the step
-is one call of a program. It is recorded by the model's own forward pass, over operations that keep what they are asked
-to compute.
+Tokens are rotated, put into pages, and attend straight over their pages. Chunks of several tokens take torch's fused
+attention where the compiled kernels do not serve them. If all of a step of single tokens is compiled, the step is one
+call of a program. The model's own forward pass records the program, over operations that only keep their calls.
 """
 
 import ctypes
@@ -27,7 +26,7 @@ from pdserve.model.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Attention of what is planned of a step; other chunks are only rotated and put into pages."""
+    """Attention of the planned rows and chunks; other chunks are only rotated and put into pages."""
 
     paged: PagedAttention
     calls: Calls
@@ -54,7 +53,7 @@ class CompiledAttention:
         self._num_rows = 0
 
     def planned(self, calls: Calls) -> Planned:
-        """Return the attention of steps of single tokens that are planned here."""
+        """Return this attention through other calls, for steps of single tokens."""
         return Planned(self._paged, calls, self._config.rms_norm_eps)
 
     def plan(self, batch: Batch) -> None:
@@ -92,7 +91,7 @@ class _Recorded:
 
 
 class DecodePrograms:
-    """Computes steps of single tokens that are all sampled from."""
+    """Computes steps of single tokens, each of which is sampled from."""
 
     def __init__(self, model: Model, attention: CompiledAttention, loaded: ctypes.CDLL) -> None:
         self._model = model

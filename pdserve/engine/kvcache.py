@@ -30,7 +30,7 @@ class Prefix:
 
 @value
 class PagesStored:
-    """Pages `run` of a sequence, by number, can be reused from now on. Earlier pages of it were stored before."""
+    """The sequence's pages with numbers in `run` can be reused from now on. Its earlier pages were stored before."""
 
     prefix: Prefix
     run: range
@@ -51,7 +51,7 @@ CacheChange = PagesStored | PagesRemoved
 
 
 class KvCache:
-    """One worker's pages. `pool` is for reading; pages are given out through this class only."""
+    """One worker's pages. Others only read `pool`: this class alone gives out pages."""
 
     def __init__(self, num_pages: int, page_size: int, hasher: PrefixHasher | None) -> None:
         """Without `hasher`, nothing is reused. ConfigError if blocks of tokens do not fill pages."""
@@ -100,9 +100,9 @@ class KvCache:
         return self._fresh(self.pool.grant(count))
 
     def publish(self, prefix: Prefix, pages: Sequence[PageId], run: range) -> None:
-        """Index the pages `run` of a sequence, by number: their KV is complete.
+        """Index the sequence's pages with numbers in `run`: their KV is complete.
 
-        A page that has a hash keeps it, and so does a hash that has a page.
+        A page that is indexed already keeps its hash, and a hash that is indexed already keeps its page.
         """
         self._hash(prefix, run.stop)
         start, stop = run.start, min(run.stop, len(prefix.hashes))
@@ -117,9 +117,9 @@ class KvCache:
         self._note_stored(prefix, range(start, stop))
 
     def take_changes(self) -> list[CacheChange]:
-        """Return what has changed since the last time, in order; at first nothing, and from then on it is noted.
+        """Return what has changed since the last call, in order. The first call returns nothing and begins the record.
 
-        Replaying all changes over what is cached at the first call gives what is cached now.
+        All changes, applied to what was cached at the first call, give what is cached now.
         """
         changes, self._changes = self._changes or [], []
         return changes
@@ -147,7 +147,7 @@ class KvCache:
             self._changes.append(PagesStored(prefix, run))
 
     def _fresh(self, pages: Pages | None) -> Pages | None:
-        """Take pages whose content is about to change out of the index."""
+        """Take pages out of the index whose content is about to change."""
         removed = []
         for page in pages or ():
             hash_ = self._hash_of.pop(page, None)

@@ -1,7 +1,7 @@
-"""Which tokens a step may sample, of sequences whose text has to match a grammar.
+"""Which tokens may be sampled for sequences whose text has to match a grammar.
 
-A mask depends on the sample's specification alone, of which the answer so far is a part. So what a matcher keeps
-between steps is a cache: after a hand-off, a move or a preemption another one goes on from the tokens.
+A mask depends on the sample's specification alone, which includes the answer so far. So a matcher keeps nothing but a
+cache between steps: after a hand-off, a move or a preemption, another matcher continues from the tokens.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def _mask(spec: SampleSpec, vocab_size: int, eos_token_ids: Seq[int]) -> Bits | 
 
 
 def unwanted(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
-    """Return the tokens that are sampled only where nothing else can be: of bad words, and early stops."""
+    """Return the tokens that are sampled only if no others can be: those of bad words, and early stops."""
     return spec.forbidden + ((*eos_token_ids, *spec.params.stop_token_ids) if spec.forbid_stops else ())
 
 

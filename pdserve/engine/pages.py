@@ -16,7 +16,7 @@ Pages = tuple[PageId, ...]
 
 
 class PagePool:
-    """A fixed set of pages. Free pages keep their order of release: the longest unused is given out first."""
+    """A fixed set of pages. The page that has been free for longest is given out first."""
 
     def __init__(self, num_pages: int) -> None:
         self._free: OrderedDict[PageId, None] = OrderedDict((PageId(i), None) for i in range(num_pages))
@@ -43,7 +43,7 @@ class PagePool:
 
     @property
     def num_holds(self) -> int:
-        """Return how many holds there are on all pages."""
+        """Return how many holds there are on all pages; a page may have several."""
         return sum(self._holders)
 
     @property
@@ -119,7 +119,7 @@ class PagePool:
         self._free.update((page, None) for page in reversed(pages))
 
     def quarantine(self, pages: Pages) -> None:
-        """Set granted pages apart that a write may still reach."""
+        """Keep granted pages from all use, because a write may still reach them."""
         self._leave(self._granted, pages, "granted")
         self._quarantined.update(pages)
 

@@ -1,4 +1,4 @@
-"""Runs plans: owns the KV pages and the model, and knows nothing of requests.
+"""Runs plans on a CPU: owns the KV pages and the model, and knows nothing of requests.
 
 Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages its plan names.
 """
@@ -70,7 +70,7 @@ class Runner:
         self._attention, self._programs = _attention(model, self.kv)
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
-        self._beside = ThreadPoolExecutor(1, "masks", _unbind)  # its thread starts with the first mask
+        self._mask_thread = ThreadPoolExecutor(1, "masks", _unbind)  # starts with the first mask
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -81,18 +81,18 @@ class Runner:
         stuck: Mapping[int, str] = {}
         if plan.chunks:
             batch = Batch.of(plan, self._pool)
-            begun = self._begin_masks(batch.samples)
+            masks = self._begin_masks(batch.samples)
             logits, prompts = self._scored(batch) if batch.scored else (self._logits(batch), {})
-            masks = begun.result() if begun is not None else NO_MASKS
-            tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples, masks))
-            stuck = batch.of_chunks(masks.stuck)
+            found = masks.result() if masks is not None else NO_MASKS
+            tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples, found))
+            stuck = batch.of_chunks(found.stuck)
         return StepResult(tokens, time.perf_counter() - started_s, prompts=prompts, stuck=stuck)
 
     def _begin_masks(self, samples: Seq[SampleSpec]) -> Future[TokenMasks] | None:
-        """Let masks be computed beside the model, if a sample has one."""
+        """Begin to compute masks in another thread, if a sample has a grammar."""
         if all(sample.matcher is None for sample in samples):
             return None
-        return self._beside.submit(token_masks, samples, self._pool.vocab_size, self._eos_token_ids)
+        return self._mask_thread.submit(token_masks, samples, self._pool.vocab_size, self._eos_token_ids)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Compute a batch; returns the logits of its samples."""
@@ -113,7 +113,7 @@ class Runner:
         return self._model.logits(sampled) if len(sampled) else sampled, prompts
 
     def _planned(self, batch: Batch) -> Tensor:
-        """Prepare attention for a batch; returns its token ids."""
+        """Prepare attention for a batch; return its token ids."""
         if batch.needs_previous:
             raise InvariantError("a step planned ahead, on a runner that computes one at a time")
         self._attention.plan(batch)
@@ -122,11 +122,11 @@ class Runner:
 
 def _unbind() -> None:
     """Let this thread run on all of the process's cores: OpenMP has bound the thread that started it to one."""
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # by that number Linux knows the main thread
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # the main thread's cores: it has the process's id
 
 
 def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAttention, DecodePrograms | None]:
-    """Return the attention that this machine computes fastest, and programs where they serve the whole model."""
+    """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded = library()
     if isinstance(loaded, Missing) or not serves(model.config.head_dim, kv.dtype):
         return TorchAttention(model.config, kv, model.rope), None

@@ -1,10 +1,11 @@
 """What a worker computes next: continuous batching, chunked prefill, preemption by recompute. Pure.
 
-Invariant: pages that a running step reads or writes are nobody else's until it is over. Sequences may be added, held,
-stopped and removed while it runs: what it computes for one that has gone is dropped, and pages are given back after it.
+Invariant: pages that a running step reads or writes are nobody else's until the step is over. Sequences may be added,
+held, stopped and removed while a step runs. What it computes for a sequence that has gone is dropped, and the pages of
+that sequence are released after the step.
 
-Scheduling may be asynchronous: the next step is planned while one runs, and a token not sampled yet is named by the
-chunk it is sampled for. A sequence found to have ended meanwhile is computed one token too far.
+Scheduling may be asynchronous: the next step is planned while one runs. A token that is not sampled yet is named by the
+chunk that it is sampled for. For a sequence that turns out to have ended, one token too many is computed.
 
 Each step serves running sequences first (one token each), then prompts in chunks, under one token budget
 (Sarathi-Serve, Agrawal et al. 2024). A prompt gets all its pages before its first chunk; when a running sequence
@@ -41,22 +42,22 @@ class Limits:
     eos_token_ids: frozenset[int]
 
 
-_PUBLISHED_AT_ONCE = 32_768  # tokens of one sequence: to hash and index them takes 1.5 ms
+_PUBLISHED_AT_ONCE = 32_768  # tokens of one sequence; hashing and indexing them takes 1.5 ms
 _UNKNOWN = (0,)  # stands for a token that is not sampled yet
 _urgency = attrgetter("urgency")
 
 
 class Scheduler:
-    """Sequences of one worker: `waiting` for pages, or `running`; `steps` are at most two, the oldest first.
+    """Sequences of one worker, `waiting` for pages or `running`, and at most two running `steps`, the oldest first.
 
-    A subclass may plan and end steps in its own way; everybody else only reads these three.
+    A subclass may plan and end steps in its own way; others only read these three.
     """
 
     def __init__(self, cache: KvCache, limits: Limits) -> None:
         self.cache = cache
         self.limits = limits
-        self.step_tokens = limits.max_num_batched_tokens  # that a step computes at most; may change between steps
-        self.step_tokens_beside = limits.max_num_batched_tokens  # the same, where something decodes in it
+        self.step_tokens = limits.max_num_batched_tokens  # most tokens of a step; may change between steps
+        self.step_tokens_beside = limits.max_num_batched_tokens  # the same for a step in which something decodes
         self.num_preemptions = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -85,7 +86,7 @@ class Scheduler:
 
     @property
     def leaving(self) -> tuple[PageId, ...]:
-        """Return the pages that nobody wants, but steps under way may touch; as often as they are held."""
+        """Return the pages to release after the running steps, each as often as it is held."""
         return tuple(page for step in self.steps for pages in step.leaving for page in pages)
 
     def add(self, sequence: Sequence) -> None:
@@ -121,9 +122,9 @@ class Scheduler:
         sequence.forget_pages()
 
     def hold(self, sequence: Sequence) -> bool:
-        """Plan a running sequence no more until it is resumed, and leave it its pages.
+        """Plan a running sequence no more until it is resumed; it keeps its pages. Running steps still add to it.
 
-        True once no step has it: what steps under way bring it is taken.
+        True once it is in no running step.
         """
         sequence.is_held = True
         return not any(sequence in step.sequences for step in self.steps)
@@ -133,14 +134,14 @@ class Scheduler:
         sequence.is_held = False
 
     def num_written(self, sequence: Sequence) -> int:
-        """Return how many tokens' KV a sequence that decodes will have once the steps under way are over."""
+        """Return how many tokens' KV a decoding sequence will have once the running steps are over."""
         return sequence.computed + sum(sequence in step.sequences for step in self.steps)
 
     def plan(self, *, is_brief: bool = False) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.
 
-        While a step runs, also None where the next one needs its tokens, or pages that only preemption frees. A brief
-        step computes one page of prompts at most, whatever it decodes.
+        While a step runs, also None if all that could be planned needs its tokens, or pages that only preemption frees.
+        A brief step computes at most one page of prompts, however much it decodes.
         """
         if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")
@@ -171,7 +172,7 @@ class Scheduler:
         return self._begin(step)
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
-        """Take in what the oldest step brought. Sequences that ended, or go to a hand-off, are no longer running."""
+        """Take in the oldest step's result. Sequences that ended or are handed off are no longer running."""
         outcomes: list[Outcome] = []
         step, page_size = self._end_step(), self.cache.page_size
         parts = zip(step.sequences, plan.chunks, result.tokens, strict=True)
@@ -197,9 +198,9 @@ class Scheduler:
             if not tokens:
                 continue
             if sequence.ends_with_prompt:
-                outcomes += self._part(sequence, tokens)
+                outcomes += self._end_prompt(sequence, tokens)
             else:
-                outcomes.append(self._go_on(sequence, tokens[0]))
+                outcomes.append(self._append(sequence, tokens[0]))
         return tuple(outcomes)
 
     def _begin(self, step: RunningStep) -> StepPlan | None:
@@ -209,16 +210,16 @@ class Scheduler:
         return StepPlan(tuple(step.chunks), tuple(step.copies))
 
     def _end_step(self) -> RunningStep:
-        """Return the oldest step, which is over, and give back what left during it."""
+        """Return the oldest step, which is over, and release the pages that waited for it."""
         step = self.steps.popleft()
         for pages in step.leaving:
             self.cache.pool.release(pages)
         return step
 
     def _plannable(self, step: RunningStep) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """Return what can be planned of running sequences before the previous step is over, the most urgent first.
+        """Return the running sequences that can be planned, the most urgent first.
 
-        Those that decode, and those with more tokens to compute, with how many.
+        First those that decode; then those with more than one token to compute, with how many.
         """
         decoding: list[Sequence] = []
         prompts: list[tuple[Sequence, int]] = []
@@ -249,13 +250,13 @@ class Scheduler:
         step.add(sequence, Chunk(token_ids, start, pages, samples, None if is_known else before.place, targets))
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence that a step can have."""
+        """Return the first waiting sequence that can be planned."""
         return next((sequence for sequence in self.waiting if sequence.is_ready), None)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to the running ones, with pages for all it has to compute."""
         cache = self.cache
-        # At least one token is computed, to sample from; and all that are to be scored.
+        # At least one token is computed, to sample from; and all of them if the prompt is to be scored.
         usable = 0 if sequence.is_to_score else (len(sequence.tokens) - 1) // cache.page_size
         reused = cache.reuse(sequence.prefix, usable)
         fresh = cache.take(cache.num_pages(len(sequence.tokens)) - len(reused))
@@ -272,11 +273,11 @@ class Scheduler:
         return True
 
     def _next_page(self, step: RunningStep, sequence: Sequence) -> int:
-        """Return which of its pages, in order, a decoding sequence writes to next."""
+        """Return which of its pages a decoding sequence writes to next, as an index."""
         return (sequence.computed + step.progress_before(sequence).num_tokens) // self.cache.page_size
 
     def _lacks_pages(self, step: RunningStep, decoding: list[Sequence]) -> bool:
-        """Return whether some of the sequences would get a page to write into only by preempting others."""
+        """Return whether some decoding sequence would get a page to write into only by preempting others."""
         pool, num_wanted = self.cache.pool, 0
         if len(decoding) <= pool.num_free:
             return False
@@ -314,13 +315,13 @@ class Scheduler:
         self.add(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Let others reuse the pages of a sequence that have become full. What is left of very many follows later."""
+        """Index the pages of a sequence that have become full, a bounded number at a time."""
         size, start = self.cache.page_size, sequence.num_published
         stop = min(sequence.computed, start * size + _PUBLISHED_AT_ONCE) // size
         self.cache.publish(sequence.prefix, sequence.pages, range(start, stop))
         sequence.num_published = stop
 
-    def _go_on(self, sequence: Sequence, token: SampledToken) -> Sampled:
+    def _append(self, sequence: Sequence, token: SampledToken) -> Sampled:
         """Give a sequence its next token."""
         position, limits = len(sequence.tokens) - sequence.job.num_prompt_tokens, self.limits
         finish = sequence.finish_with(token.token_id, limits.eos_token_ids, limits.max_model_len)
@@ -330,8 +331,8 @@ class Scheduler:
             self.remove(sequence)
         return Sampled(sequence, sequence.indices[0], position, token, finish)
 
-    def _part(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:
-        """Let what shared a prompt go separate ways with its first tokens, or leave it to a hand-off."""
+    def _end_prompt(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:
+        """Split a computed prompt into its continuations with their first tokens, or leave it to a hand-off."""
         position, eos, limit = sequence.num_output_tokens, self.limits.eos_token_ids, self.limits.max_model_len
         sampled = [
             Sampled(sequence, index, position, token, sequence.finish_with(token.token_id, eos, limit))

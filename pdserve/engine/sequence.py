@@ -59,17 +59,17 @@ class Sequence:
     num_published: int = 0
     num_cached_tokens: int = 0
     has_run: bool = False
-    is_held: bool = False  # no step is to have it
-    prompt_logprobs: int | None = None  # its prompt is scored, and so many of the likeliest tokens reported
-    num_scored: int = 1  # leading tokens of the prompt that are; nothing is in front of the first
+    is_held: bool = False  # it is not planned
+    prompt_logprobs: int | None = None  # likeliest tokens reported with each score of the prompt, if asked
+    num_scored: int = 1  # leading tokens of the prompt that have been scored; the first one has no score
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the job's, if they are asked for
     packed: "array[int]" = field(init=False)  # tokens as numpy reads them, as far as samples have needed them
     prefix: Prefix = field(init=False)  # of `tokens`
-    ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
+    ends_with_prompt: bool = field(init=False)  # after its first tokens it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
     seeds: tuple[int, ...] = field(init=False)  # parallel to indices
     matcher: Matcher | None = field(init=False)
-    needs_output: bool = field(init=False)  # a token cannot be sampled before those in front of it are known
+    needs_output: bool = field(init=False)  # a token cannot be sampled before the tokens in front of it are known
 
     def __post_init__(self) -> None:
         self.packed = array("q")
@@ -89,7 +89,7 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step can have it: its grammar, if there is one, is compiled."""
+        """Whether it can be planned: its grammar, if there is one, is compiled."""
         return self.matcher is None or self.matcher.is_ready
 
     @property
@@ -103,7 +103,7 @@ class Sequence:
         return self.prompt_logprobs is not None and self.num_scored < self.job.num_prompt_tokens
 
     def targets(self, start: int, stop: int) -> Targets | None:
-        """Return what the chunk tokens[start:stop] is to score, if anything."""
+        """Return which tokens the chunk tokens[start:stop] scores, if any."""
         stop = min(stop + 1, self.job.num_prompt_tokens)
         if self.prompt_logprobs is None or stop <= max(start + 1, self.num_scored):
             return None
@@ -115,20 +115,19 @@ class Sequence:
         return Scored(self, position, logprobs)
 
     def append(self, token: SampledToken) -> None:
-        """Go on with a token."""
         self.tokens.append(token.token_id)
         if token.logprobs is not None:
             self.logprobs.append(token.logprobs)
 
     def tail(self, start: int) -> tuple[SampledToken, ...]:
-        """Return the tokens from number `start` on, which is not among the job's."""
+        """Return the tokens from `start` on, a place after the job's tokens."""
         if not self.logprobs:
             return tuple([SampledToken(token_id) for token_id in self.tokens[start:]])
         logprobs = self.logprobs[start - len(self.job.token_ids) :]
         return tuple(map(SampledToken, self.tokens[start:], logprobs))
 
     def forget_pages(self) -> None:
-        """Hold no page, so no KV; someone else holds or releases them."""
+        """Forget the pages, and so the KV; the caller holds or releases them."""
         self.pages.clear()
         self.computed = 0
         self.num_published = 0
@@ -172,10 +171,10 @@ class Sequence:
 
 
 def split(pool: PagePool, sequence: Sequence, tails: Iterable[tuple[int, Seq[SampledToken]]]) -> list[Sequence]:
-    """Return a sequence for each (index, tokens that follow), all of which share the pages of this one.
+    """Return a sequence for each (index, tokens that follow), all of which share the pages of the given one.
 
-    The first takes over its hold on them; without tails it keeps its pages. A shared page is copied before one of
-    them writes into it.
+    The first takes over the given sequence's hold on the pages; without tails, that keeps them. A shared page is copied
+    before a sequence writes into it.
     """
     children: list[Sequence] = []
     for index, tokens in tails:
@@ -204,14 +203,14 @@ def split(pool: PagePool, sequence: Sequence, tails: Iterable[tuple[int, Seq[Sam
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step that may still run adds to one of its sequences."""
+    """What a running step adds to one of its sequences."""
 
     place: int  # of the sequence's chunk in the step
     num_tokens: int  # computed
     num_sampled: int  # 0 or 1
 
     def lets_follow(self, sequence: Sequence, max_model_len: int) -> bool:
-        """Return whether more of the sequence can be planned before the step's tokens are known."""
+        """Return whether the sequence's next step can be planned before this step's tokens are known."""
         if not self.num_sampled:
             return True
         return not (sequence.ends_with_prompt or sequence.needs_output or sequence.is_next_last(max_model_len))
@@ -222,14 +221,14 @@ _NONE = Progress(0, 0, 0)
 
 @dataclass(slots=True, eq=False)
 class RunningStep:
-    """Chunks and page copies; sequences are parallel to the chunks."""
+    """A step from its planning until it is committed. Its sequences are parallel to its chunks."""
 
-    before: Mapping[Sequence, Progress]  # by the step that was running when this one was planned
+    before: Mapping[Sequence, Progress]  # what the step adds that ran when this one was planned
     sequences: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[PageId, PageId]] = field(default_factory=list)  # (from, to)
-    dropped: set[Sequence] = field(default_factory=set)  # stopped since: what it brings them is not wanted
-    leaving: list[Pages] = field(default_factory=list)  # holds to give up when it is over
+    dropped: set[Sequence] = field(default_factory=set)  # stopped since: their results are dropped
+    leaving: list[Pages] = field(default_factory=list)  # pages to release when it is over
 
     def add(self, sequence: Sequence, chunk: Chunk) -> None:
         self.sequences.append(sequence)
@@ -275,7 +274,7 @@ class Computed:
 
 @value
 class Scored:
-    """Tokens of a prompt, the first of which has that number, were scored; some may have been before."""
+    """The prompt's tokens from `position` on were scored; some of them may have been scored before."""
 
     sequence: Sequence
     position: int
@@ -284,7 +283,7 @@ class Scored:
 
 @value
 class Split:
-    """A prompt's continuations go separate ways; those that ended with their first token are not among them."""
+    """A prompt has split into its continuations, without those that ended with their first token."""
 
     sequence: Sequence
     children: tuple[Sequence, ...]
@@ -296,7 +295,7 @@ class Broken:
 
     sequence: Sequence
     reason: str
-    is_stuck: bool = False  # no token can follow: its own grammar is why
+    is_stuck: bool = False  # its own grammar lets no token follow
 
 
 Outcome = Sampled | Started | Computed | Scored | Split | Broken

@@ -1,4 +1,4 @@
-"""What one engine step computes, and what came of it: the contract between the scheduler and the runner."""
+"""What one engine step computes, and its result: the contract between the scheduler and the runner."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -16,7 +16,7 @@ Bits = npt.NDArray[np.int32]  # [ceil(vocab_size / 32)]; token i is bit i % 32 o
 
 
 class Matcher(Protocol):
-    """The grammar of one continuation. It comes from outside of the engine; one thread at a time fills masks."""
+    """The grammar of one continuation, from outside the engine. One thread at a time fills masks."""
 
     @property
     def is_ready(self) -> bool:
@@ -24,7 +24,7 @@ class Matcher(Protocol):
         ...
 
     def fill(self, output_ids: Seq[int], bits: Bits) -> None:
-        """Write which tokens may follow the answer's tokens so far, at least one; GrammarError where none can."""
+        """Write which tokens may follow the answer's tokens so far, at least one; GrammarError if none can."""
         ...
 
 
@@ -47,7 +47,7 @@ class SampleSpec:
 
 @value
 class Targets:
-    """The prompt tokens that follow the first of a chunk's tokens, each of which is to be scored by its logits."""
+    """Prompt tokens to score: the first by the logits of the chunk's first token, and so on."""
 
     token_ids: Seq[int]  # no more than the chunk has
     num_top: int  # how many of the likeliest tokens are wanted at each place
@@ -87,9 +87,9 @@ class StepPlan:
 class StepResult:
     """Tokens sampled, parallel to `StepPlan.chunks` and each chunk's `samples`.
 
-    `failed` has the reason for each place in `StepPlan.chunks` that could not be computed; its tokens are empty.
-    `prompts` has the scores of each place whose chunk has targets, `stuck` the reason for each whose grammar lets no
-    token follow: its tokens mean nothing.
+    Each of the others goes by the place in `StepPlan.chunks`. `failed`: why the chunk could not be computed; its tokens
+    are empty. `prompts`: the scores of a chunk with targets. `stuck`: why the grammar lets no token follow; the tokens
+    mean nothing.
     """
 
     tokens: tuple[tuple[SampledToken, ...], ...]

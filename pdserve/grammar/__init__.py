@@ -1,1 +1,1 @@
-"""What the text of an answer has to match: checked before a request is admitted, and made token masks of by workers."""
+"""Structured output: routers check a specification before its request is admitted, workers make token masks of it."""

@@ -1,8 +1,8 @@
-"""Checks what clients want answers to match, before they are admitted.
+"""Checks specifications of structured output before their requests are admitted.
 
-Each is compiled in a process of its own, which ends where that takes too much: nobody else waits for it, and nobody
-else ends with it. What was found is remembered for its tenant; that it took too much only for a while, since a busy
-machine does that to anything. At most MAX_AT_ONCE are compiled at once, MAX_AT_ONCE_OF_TENANT of one tenant.
+Each is compiled in a process of its own, which ends when it takes too much: no other check waits for it or ends with
+it. A result is remembered for its tenant. That compiling took too much is remembered only for a while, because on a
+busy machine any specification may. At most MAX_AT_ONCE are compiled at once, MAX_AT_ONCE_OF_TENANT of one tenant.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from pdserve.grammar.compiler import Outcome
 from pdserve.sampling import StructuredOutput
 
 START_S = 20.0  # on a busy machine
-LATE_S = 5.0  # after which a process that says nothing of a question beyond its limit is ended
+LATE_S = 5.0  # a process that has not answered so long after a limit is ended
 COMMAND = (sys.executable, "-P", "-m", "pdserve.grammar.child")
 
 Answer = tuple[Outcome, str]
@@ -42,7 +42,7 @@ class CompilerProcess:
 
     @classmethod
     async def start(cls, opening: bytes) -> Self:
-        """Start one with its first line; RequestError where that cannot be."""
+        """Start a process with its first line; RequestError if it does not start or cannot serve the model."""
         process = await asyncio.create_subprocess_exec(*COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         started = cls(process)
         problem: str | None = "the process that compiles does not start"
@@ -63,11 +63,11 @@ class CompilerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it takes no more questions; its forks may answer theirs."""
+        """Whether it takes no more specifications; its forks may still answer."""
         return self._process.returncode is not None or self._reading is None or self._reading.done()
 
     async def compile(self, structured: StructuredOutput, limit_s: float, cpu_limit_s: float) -> Answer:
-        """Compile a specification within limits of time and of a processor's time."""
+        """Compile a specification within a limit of time and one of processor time."""
         number = next(self._numbers)
         what = {"number": number, "format": structured.format, "texts": structured.texts}
         asked = {**what, "limit_s": limit_s, "cpu_limit_s": cpu_limit_s}
@@ -84,7 +84,7 @@ class CompilerProcess:
             del self._asked[number]
 
     async def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._kill()
         if self._reading is not None:
             await asyncio.shield(self._reading)
@@ -95,16 +95,16 @@ class CompilerProcess:
             self._process.kill()
 
     async def _write(self, line: bytes) -> None:
-        """Raises OSError where the process has ended."""
+        """Write a line; OSError if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
             await self._process.stdin.drain()
-        except RuntimeError as error:  # what uvloop raises of a pipe that has closed
+        except RuntimeError as error:  # uvloop raises this for a closed pipe
             raise BrokenPipeError from error
 
     async def _read(self) -> None:
-        """Hand answers on until the process ends."""
+        """Settle answers until the process ends."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             number, outcome, text = json.loads(line)
@@ -124,8 +124,8 @@ COMPILE_S = 1.5
 COMPILE_CPU_S = 0.5  # workers spend it again, one specification after another
 MAX_AT_ONCE = 16
 MAX_AT_ONCE_OF_TENANT = 12
-PLACE_S = 5.0  # after which a check without a place is refused
-FORGET_S = 60.0  # after which what took too much is tried again
+PLACE_S = 5.0  # a check that has waited so long for a place is refused
+FORGET_S = 60.0  # a specification that took too much may be tried again after this time
 MAX_WAITING = 64  # checks
 MAX_WAITING_OF_TENANT = 32
 MAX_REMEMBERED = 256
@@ -157,7 +157,7 @@ class Checker:
         self._starting: asyncio.Task[CompilerProcess] | None = None
 
     async def check(self, structured: StructuredOutput, tenant: str) -> None:
-        """Return if a text can match; RequestError names what is wrong, or that too many others are checked."""
+        """Return if a text can match; RequestError says what is wrong, or that too many others are checked."""
         key = tenant, structured
         check = self._checks.get(key)
         if check is None or check.forget_at_s <= asyncio.get_running_loop().time():
@@ -175,7 +175,7 @@ class Checker:
             raise invalid(structured.field, echo(problem))
 
     async def close(self) -> None:
-        """End everything."""
+        """End all checks and the process."""
         tasks: list[asyncio.Task[str | None] | asyncio.Task[CompilerProcess]] = [
             check.task for check in self._checks.values()
         ]
@@ -215,17 +215,17 @@ class Checker:
             del self._checks[key]
 
     async def _look(self, structured: StructuredOutput, check: _Check, own_places: Semaphore) -> str | None:
-        """Return what is wrong with a specification, or None; RequestError where that cannot be found out."""
-        await self._process()  # first: its start takes longer than a place is waited for
+        """Return what is wrong with a specification, or None; RequestError if that cannot be found out."""
+        await self._process()  # first, because its start may take longer than PLACE_S
         async with AsyncExitStack() as places:
             try:
                 async with asyncio.timeout(PLACE_S):
-                    for each in (own_places, self._places):  # who waits for the former holds none of the latter
+                    for each in (own_places, self._places):  # who waits for a tenant's place holds no common one
                         await places.enter_async_context(each)
             except TimeoutError as error:
                 raise _too_many("too many others") from error
             check.has_place = True
-            process = await self._process()  # another one if that has ended
+            process = await self._process()  # a new one if the first has ended
             outcome, text = await process.compile(structured, COMPILE_S, COMPILE_CPU_S)
         match outcome:
             case Outcome.COMPILED:
@@ -240,7 +240,7 @@ class Checker:
                 return text
 
     async def _process(self) -> CompilerProcess:
-        """Return the process that compiles; RequestError where it cannot serve this model."""
+        """Return the process that compiles; RequestError if it cannot serve this model."""
         if self._starting is not None and self._starting.done():
             failed = self._starting.cancelled() or self._starting.exception() is not None
             if failed or self._starting.result().has_ended:

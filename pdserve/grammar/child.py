@@ -1,9 +1,9 @@
-"""The process that compiles what clients send, each in a fork of its own, so that its end is nobody else's.
+"""The process that compiles clients' specifications, each in a fork of its own: one that crashes ends no other.
 
-Reads lines of JSON: the tokenizer and the ends of answers, then questions. Writes lines of JSON: null, or why nothing
-can be compiled; then for each question its number, an Outcome and a text, in any order. A fork yields to others'
-work, and ends at its limits of time, memory and stack. The stack is an eighth of that of workers' threads, where the
-same specification is compiled again.
+Reads lines of JSON: the tokenizer and end-of-sequence tokens, then specifications. Writes lines of JSON: null, or why
+nothing can be compiled; then for each specification its number, an Outcome and a text, in any order. A fork has a low
+priority, and ends at its limits of time, memory and stack. The stack is an eighth of that of workers' threads, where
+the same specification is compiled again.
 """
 
 import json
@@ -23,7 +23,7 @@ STACK_BYTES = 1 << 20
 MEMORY_BYTES = 256 << 20  # of addresses, beside those of the process itself
 NICENESS = 5
 MAX_TEXT = 1000  # characters: a line is written at once, and forks write to one pipe
-FIRST_CHOSEN = "1000"  # for the kernel, where memory runs out
+FIRST_CHOSEN = "1000"  # the kernel ends this process first when memory runs out
 
 TOO_DEEP = f"it is nested too deeply to compile with {STACK_BYTES >> 20} MiB of stack"
 TOO_MUCH_MEMORY = f"it takes more than {MEMORY_BYTES >> 20} MiB of memory to compile"
@@ -37,7 +37,7 @@ def serve() -> None:
     except GrammarError as error:
         _write(str(error))
         return
-    running: dict[int, Any] = {}  # questions, by the forks that compile them
+    running: dict[int, Any] = {}  # specifications, by the forks that compile them
 
     def reap(number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -83,7 +83,7 @@ def _compile(compiler: Compiler, asked: dict[str, Any]) -> Never:
 
 
 def _said_by(status: int, asked: dict[str, Any]) -> tuple[Outcome, str]:
-    """Return what the status says with which a fork has ended before it could answer."""
+    """Return the outcome for a fork that ended with this status before it could answer."""
     match -status:
         case signal.SIGALRM:
             return Outcome.OVER_LIMIT, f"it takes longer than {asked['limit_s']:g} s to compile"
@@ -91,7 +91,7 @@ def _said_by(status: int, asked: dict[str, Any]) -> tuple[Outcome, str]:
             return Outcome.OVER_LIMIT, f"it takes more than {asked['cpu_limit_s']:g} s of a processor to compile"
         case signal.SIGSEGV:
             return Outcome.OVER_LIMIT, TOO_DEEP
-        case signal.SIGABRT:  # what the allocator of llguidance ends with
+        case signal.SIGABRT:  # how the allocator of llguidance ends
             return Outcome.OVER_LIMIT, TOO_MUCH_MEMORY
         case below_zero if below_zero < 0:  # an exception of the compiler's own
             return Outcome.REFUSED, "it cannot be compiled"

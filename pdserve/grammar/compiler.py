@@ -1,7 +1,7 @@
 """Structured output to a matcher of llguidance, for one model's vocabulary.
 
-llguidance bounds its own work by fuel, but for two things: it compiles long chains of rules by recursion, which ends a
-process where its stack is too small, and large schemas take it a second. So what a client sends is compiled in a child
+llguidance bounds its own work by fuel, with two exceptions. It compiles long chains of rules by recursion, which ends a
+process whose stack is too small; and large schemas take it a second. So what a client sends is compiled in a child
 process first (`child.py`).
 """
 
@@ -26,9 +26,9 @@ _ALTERNATIVES = ("anyOf", "oneOf")
 def describes_something_finite(schema: Schema) -> bool:
     """Return whether some finite value may match a schema, which may refer to itself.
 
-    Each part of a schema either does, or not, by what its own parts do. Where they depend on each other in a circle, a
-    part does only if that follows without assuming it: the least fixed point. References that lead nowhere, and
-    keywords not looked at here, are left to who compiles the schema.
+    Whether a part of a schema describes something finite depends on its own parts. If parts depend on each other in a
+    circle, they do only if that follows without assuming it: the least fixed point. References that lead nowhere, and
+    keywords not looked at here, are left to llguidance.
     """
     parts = {id(part): part for part in _reachable(schema, schema)}
     in_order = list(reversed(parts.values()))  # inner parts mostly come before outer ones
@@ -43,7 +43,7 @@ def describes_something_finite(schema: Schema) -> bool:
 
 
 def _is_finite(part: Schema, root: Schema, finite: set[int]) -> bool:
-    """Return whether a part describes something finite, given those of which that is known."""
+    """Return whether a part describes something finite, given the ids of parts that are known to."""
 
     def holds(inner: object) -> bool:
         return inner is not False and (not isinstance(inner, dict) or id(inner) in finite)
@@ -121,17 +121,17 @@ def _target(part: Schema, root: Schema) -> object:
 
 
 class Outcome(StrEnum):
-    """As the process that compiles writes it."""
+    """How compiling ended, as `child.py` writes it."""
 
     COMPILED = "compiled"
-    REFUSED = "refused"  # it is wrong, and will be
-    OVER_LIMIT = "over limit"  # which it may be on a busy machine alone
-    ENDED = "ended"  # by others, as where the machine's memory runs out
+    REFUSED = "refused"  # the specification is wrong
+    OVER_LIMIT = "over limit"  # perhaps only because the machine is busy
+    ENDED = "ended"  # the process was ended, for example because memory ran out
 
 
 # Indented JSON has a line end and some spaces between its parts. Without a limit a model may write spaces for ever.
 WHITESPACE = r"\n? {0,20}"
-# Of one token: what the engine's step waits for. The twenty schemas of the tests take a tenth of it.
+# For one token, because the engine's step waits for its mask. The twenty schemas of the tests take a tenth of this.
 _LIMITS = llguidance.LLParserLimits(
     verbose_errors=False, step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=50_000
 )
@@ -159,7 +159,7 @@ class Compiler:
     def compile(self, structured: StructuredOutput, *, tries: bool = False) -> llguidance.LLMatcher:
         """Return a matcher before its first token; GrammarError says why there is none.
 
-        With `tries`, also where an answer of random tokens is stuck, or too complex, within its first ones.
+        With `tries`, also if an answer of random tokens gets stuck, or too complex, within its first NUM_TRIED tokens.
         """
         matcher = llguidance.LLMatcher(self._tokenizer, _grammar(structured), log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
@@ -226,7 +226,7 @@ def _of_schema(text: str) -> str:
 
 
 def _schemas_in(grammar: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON schemas within a grammar; what is none is left to llguidance."""
+    """Yield the JSON schemas within a grammar; broken ones are left to llguidance."""
     for begin in _SCHEMA.finditer(grammar):
         with suppress(ValueError, RecursionError):
             schema, _ = json.JSONDecoder().raw_decode(grammar, begin.end())

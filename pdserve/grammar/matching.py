@@ -15,16 +15,16 @@ from pdserve.errors import GrammarError
 from pdserve.grammar.compiler import Compiler, reason
 from pdserve.sampling import StructuredOutput
 
-MAX_KEPT = 64  # compiled specifications; those in use stay as long as they are
+MAX_KEPT = 64  # compiled specifications; sequences keep those in use
 
 Bits = npt.NDArray[np.int32]
 Compiled = Future[llguidance.LLMatcher]
 
 
 class Matching:
-    """One continuation's place in its grammar. A `Matcher` of the engine.
+    """One continuation's place in its grammar: a `Matcher` of the engine.
 
-    It remembers the tokens consumed. Where an output does not continue them, all of its tokens are consumed again.
+    It remembers the consumed tokens. If an output does not begin with them, all tokens are consumed again.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -37,7 +37,7 @@ class Matching:
         return self._compiled.done()
 
     def fill(self, output_ids: Sequence[int], bits: Bits) -> None:
-        """Write the mask of the tokens that may follow; GrammarError where none can."""
+        """Write the mask of the tokens that may follow; GrammarError if none can."""
         matcher = self._following(output_ids)
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
         if matcher.is_error():

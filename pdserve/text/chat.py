@@ -53,7 +53,7 @@ class ChatMessage:
     reasoning_content: str = ""
 
     def plain(self) -> dict[str, object]:
-        """Return it as templates know it: what is not there is no key."""
+        """Return the message as templates expect it, without keys for what is absent."""
         given: dict[str, object] = {"role": self.role}
         if self.content is not None:
             given["content"] = self.content
@@ -78,7 +78,7 @@ class ChatOptions:
     continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        """Raise RequestError(INVALID_ARGUMENT) for options that go against each other."""
+        """Raise RequestError(INVALID_ARGUMENT) for options that contradict each other."""
         if taken := OWN_ARGUMENTS & self.template_kwargs.keys():
             raise invalid("chat_template_kwargs", f"{min(taken)} is a field of its own")
         if self.add_generation_prompt and self.continue_final_message:
@@ -126,7 +126,7 @@ class ChatTemplate:
 
 
 def _joined(pieces: Iterator[str]) -> str:
-    """Run a template; RequestError where it fails, or says too much."""
+    """Run a template; RequestError if it fails or writes too much."""
     rendered, num_chars = [], 0
     try:
         for piece in pieces:
@@ -140,7 +140,7 @@ def _joined(pieces: Iterator[str]) -> str:
 
 
 def _cut(rendered: str) -> str:
-    """Return a prompt up to where its last message goes on; without trailing spaces, where the template trims them."""
+    """Return a prompt up to the end of its last message, without trailing spaces if the template trims them."""
     mark = _CONTINUE_HERE.strip()
     before, found, after = rendered.rpartition(mark)
     if not found:
@@ -187,5 +187,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as it is; jinja2's own filter would escape it for HTML."""
+    """Write plain JSON; jinja2's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

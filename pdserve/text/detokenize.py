@@ -3,8 +3,8 @@
 Invariant: the texts returned for one sequence join to the decoding of all its ids, and no character is given out before
 its last byte is there.
 
-A tokenizer's decoder turns a list of tokens into a text. For the two kinds of decoder that Llama-family models use, the
-text is what one run of bytes per token, joined and read as UTF-8, gives. A table made once per model holds those runs.
+A tokenizer's decoder turns a list of tokens into a text. In the two kinds of decoders that Llama-family models use,
+each token stands for a run of bytes, and the joined runs are UTF-8. A table made once per model holds these runs.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError
 
 WORD_START = "\u2581"  # how SentencePiece writes a space
 
-Piece = str | bytes  # bytes where they are no UTF-8 text on their own
+Piece = str | bytes  # bytes if they are no UTF-8 text on their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Pieces:
 
 
 def read_pieces(backend: tokenizers.Tokenizer) -> Pieces:
-    """Build the table of a tokenizer; ConfigError where its decoder is of another kind."""
+    """Build the table of a tokenizer; ConfigError if its decoder is of another kind."""
     decoder = _decoder_steps(backend)
     kinds = [step["type"] for step in decoder]
     special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
@@ -108,7 +108,7 @@ codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
 class Detokenizer:
-    """One sequence's text so far. Holds back at most the three bytes of an unfinished character."""
+    """Decodes one sequence. Holds back at most the three bytes of an unfinished character."""
 
     __slots__ = ("_by_id", "_errors", "_pending", "_strip_space")
 
@@ -130,7 +130,7 @@ class Detokenizer:
         return self._begin("".join(texts)) if self._strip_space else "".join(texts)
 
     def flush(self) -> str:
-        """End the sequence; return what an unfinished character is written as."""
+        """End the sequence; return the replacement of an unfinished character, if there is one."""
         text = self._decode(b"", is_last=True) if self._pending else ""
         return self._begin(text) if self._strip_space else text
 

@@ -1,9 +1,8 @@
-"""Ending a text at a stop string, wherever the borders between its pieces fall.
+"""Ends a text at a stop string, wherever the text is cut into pieces.
 
-Invariant: what is given out is the text up to the first stop string, whatever the pieces; and what is held
-back is exactly the longest end of the text that could still become a stop string. Of several stop strings
-the one that ends first counts, and of those ending together the longest. A stop string that ends where the text may
-not end yet does not count.
+Invariant: the text up to the first stop string is given out, whatever the pieces; and exactly the longest end of the
+text that could still become a stop string is held back. Of several stop strings the one that ends first counts, and of
+those that end together the longest. A stop string does not count if the text may not end where it ends.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ def check_stops(stops: Sequence[str]) -> None:
 
 @lru_cache(maxsize=256)
 def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
-    """Return every text that a stop string begins with and goes on from."""
+    """Return every proper beginning of a stop string."""
     return frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
 
 
@@ -80,7 +79,7 @@ class StopMatcher:
 
 @value
 class TextDelta:
-    """What some tokens add to the answer."""
+    """Text that some tokens add to the answer."""
 
     text: str
     num_tokens: int  # how many of them the answer has; fewer than given where a stop string ended it
@@ -88,7 +87,7 @@ class TextDelta:
 
 
 class OutputText:
-    """Text of one sequence. After a stop string or `finish`, it takes no more."""
+    """Text of one sequence. It takes no tokens after a stop string or `finish`."""
 
     __slots__ = ("_detokenizer", "_has_stops", "_includes_stop", "_min_tokens", "_num_tokens", "_stops")
 

@@ -37,7 +37,7 @@ _DIGITS = {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolate
 
 
 def may_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether a tokenizer is one of those whose texts can be encoded word by word."""
+    """Return whether texts can be encoded word by word with this tokenizer."""
     if backend.truncation is not None or backend.padding is not None or backend.pre_tokenizer is None:
         return False
     if not isinstance(backend.model, models.BPE) or backend.model.dropout is not None:
@@ -64,7 +64,7 @@ def _state(step: tokenizers.normalizers.Normalizer | tokenizers.pre_tokenizers.P
 
 
 class Words:
-    """The words of one tokenizer that may cut. Threads may share it."""
+    """Remembers the words of a tokenizer for which `may_cut` is true. Threads may share it."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -132,7 +132,7 @@ class Tokenizer:
         return detokenizer.push(token_ids) + detokenizer.flush()
 
     def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer:
-        """Start decoding a sequence; `at_start` is False where its text goes on from a prompt's."""
+        """Start decoding a sequence; `at_start` is False if its text continues a prompt's."""
         return Detokenizer(self._pieces, at_start=at_start, skip_special=skip_special)
 
     def piece(self, token_id: int) -> bytes:
@@ -142,7 +142,7 @@ class Tokenizer:
         return piece.encode() if isinstance(piece, str) else piece
 
     def to_json(self) -> str:
-        """Return it as the tokenizers library writes it to a file."""
+        """Return the tokenizer as the tokenizers library writes it to a file."""
         text: str = self._backend.to_str()
         return text
 
