@@ -1,1 +1,1 @@
-"""GPU kernels in Triton, their meaning in plain torch, and the random numbers both samplers share."""
+"""GPU kernels in Triton, CPU kernels in C (`cpu`), and the random numbers that all samplers share."""

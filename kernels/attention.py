@@ -29,7 +29,7 @@ COMBINE_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The facts of one layer's attention that do not change between steps."""
+    """One layer's attention, as far as it does not change between steps."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,7 +1,7 @@
 """Cut a step's attention into work items, on the host, with numpy and no loop over tokens.
 
 An item is up to `tokens_per_item` queries of one sequence against one range of its keys. Keys are split into several
-items only where too few items would leave the chip idle; the combine kernel puts split items together again.
+items only if too few items would leave the chip idle; the combine kernel joins split items.
 """
 
 from dataclasses import dataclass

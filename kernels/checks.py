@@ -8,7 +8,7 @@ from pdserve.kernels.attention_plan import Ints
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError unless `condition` holds. The message is built in any case: name no whole array in it."""
+    """Raise ValueError unless `condition` holds. The message is always built: put no whole array into it."""
     if not condition:
         raise ValueError(message)
 
@@ -37,7 +37,7 @@ def require_lens(query_lens: Ints, kv_lens: Ints) -> None:
 
 
 def require_page_table(page_table: Ints, kv_lens: Ints, page_size: int) -> None:
-    """Check that the table has a column for each page in use; whoever plans a step answers for the pages."""
+    """Check that the table has a column for each page in use. Whether the pages exist is up to the caller."""
     columns = -(-int(kv_lens.max()) // page_size)
     fits = page_table.ndim == 2 and page_table.shape[0] == len(kv_lens) and page_table.shape[1] >= columns
     require(fits, f"page_table must be [{len(kv_lens)}, >= {columns}], got {list(page_table.shape)}")

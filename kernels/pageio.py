@@ -1,4 +1,4 @@
-"""Getting K and V into pages, digests of pages, and the row-wise kernels of layers: RMSNorm and SiLU gating.
+"""Writes K and V into pages, digests pages, and computes the row-wise kernels of layers: RMSNorm and SiLU gating.
 
 A pool is [num_pages, num_layers, 2 (k|v), num_kv_heads, page_size, head_dim], each page one contiguous run.
 """
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.device import pages as device_pages
-from pdserve.kernels.device import pages as device_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768
@@ -23,33 +22,31 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """Normalize rows [num_rows, width] and scale by weight [width]; out may be x."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize rows [num_rows, width] and scale by weight [width]."""
     require_tensor("x", x, (None, None), DTYPES)
     num_rows, width = x.shape
     require(1 <= width <= MAX_WIDTH, f"x must have 1 to {MAX_WIDTH} columns, got {width}")
     require_tensor("weight", weight, (width,), DTYPES)
-    out = torch.empty_like(x) if out is None else out
-    require_tensor("out", out, x.shape, (x.dtype,))
+    out = torch.empty_like(x)
     block = power_of_two(width)
     rows = max(1, MIN_ELEMENTS // block)
     if num_rows > 0:
-        device_rows.rms_norm[(-(-num_rows // rows),)](
+        device_pages.rms_norm[(-(-num_rows // rows),)](
             x, weight, out, num_rows, x.stride(0), out.stride(0), eps,
             WIDTH=width, BLOCK=block, ROWS=rows, num_warps=max(4, min(16, block * rows // 1024)),
         )  # fmt: skip
     return out
 
 
-def silu_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+def silu_mul(x: Tensor) -> Tensor:
     """Gate rows: x [num_rows, 2 * width], gates first -> [num_rows, width]."""
     require_tensor("x", x, (None, None), DTYPES)
     require(x.shape[1] % 2 == 0, f"x must have an even number of columns, got {x.shape[1]}")
     num_rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device) if out is None else out
-    require_tensor("out", out, (num_rows, width), (x.dtype,))
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if num_rows > 0:
-        device_rows.silu_mul[num_rows, -(-width // SILU_BLOCK)](
+        device_pages.silu_mul[num_rows, -(-width // SILU_BLOCK)](
             x, out, x.stride(0), out.stride(0), WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4
         )
     return out
@@ -134,7 +131,7 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
 
 
 def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
-    """Fold pages to 64 bits each (how: `reference.page_digests`): int64 [len(page_ids)]."""
+    """Hash pages to 64 bits each, as `tests/support/reference_kernels.py` defines: int64 [len(page_ids)]."""
     words = _words("pool", pool)
     require_tensor("page_ids", page_ids, (None,), ID_DTYPES)
     out = torch.zeros(len(page_ids), dtype=torch.int64, device=pool.device)

@@ -1,8 +1,7 @@
 """Counter-based random numbers: a token's noise depends on (seed, token index, token id) and on nothing else.
 
-So a sequence that is preempted, handed off or resumed elsewhere gets the same tokens. The CPU sampler uses this
-file, in numpy: torch hands each small step to its threads, which costs more than the step. `sample.py` computes the
-same bits inside its kernel.
+So a sequence that is preempted, handed off or resumed elsewhere gets the same tokens. This is numpy, because torch
+hands each small step to its threads, which costs more than the step. The sampling kernels compute the same bits.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ LOWBIAS_1 = np.uint32(0x7FEB352D)
 LOWBIAS_2 = np.uint32(0x846CA68B)
 SERIES_BELOW = np.float32(2.0**-10)  # under this, 1 - u loses too many bits for log
 LARGEST_U = np.float32(1.0 - 2.0**-24)
-CACHED_ELEMENTS = 1 << 13  # ids that are hashed at a time, so that all steps of the hash find them in a core's cache
+CACHED_ELEMENTS = 1 << 13  # ids hashed at a time, so that they stay in a core's cache for all steps of the hash
 
 Words = npt.NDArray[np.uint32]
 

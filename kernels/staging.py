@@ -1,4 +1,4 @@
-"""Arrays on their way to a device: one copy for all that a step needs, for which the host does not wait."""
+"""Sends arrays to a device: one copy for all arrays of a step, for which the host does not wait."""
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ class Staging:
     def send(self, *arrays: npt.NDArray[np.generic]) -> list[Tensor]:
         """Copy arrays to the device; each starts at an aligned address and keeps its shape."""
         starts = np.cumsum([0, *map(aligned, (array.size for array in arrays))]).tolist()
-        # Pinned memory is not given out again before the copy has been made: its allocator sees to that.
+        # Torch's allocator reuses pinned memory only after the copy.
         image = torch.empty(starts[-1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
         words = image.numpy()
         for start, array in zip(starts, arrays, strict=False):
@@ -48,7 +48,7 @@ def aligned(count: int) -> int:
 
 
 def padded(array: npt.NDArray[np.integer], shape: tuple[int, ...], fill: int = 0) -> npt.NDArray[np.int32]:
-    """Return an array of the shape with `array` in its first corner; what does not fit is cut off."""
+    """Return an array of the shape, filled up with `fill`; cut off what does not fit."""
     whole = np.full(shape, fill, dtype=np.int32)
     corner = tuple(slice(0, min(sizes)) for sizes in zip(array.shape, shape, strict=True))
     whole[corner] = array[corner]

@@ -42,8 +42,8 @@ PREFILL = {
     (8, 128): Tile(128, 32, 8, 3),
     (8, 256): Tile(64, 32, 8, 2),
 }
-# Where a tile of PREFILL would spill: pages smaller than the tile's keys take registers of their own.
-CROWDED_PREFILL = {(9, 128): Tile(128, 64, 8, 3)}
+# For pages smaller than a tile's keys, if PREFILL's tile would spill: their ids take registers.
+SMALL_PAGES_PREFILL = {(9, 128): Tile(128, 64, 8, 3)}
 # (capability major, head_dim rounded up, rows) -> tile; a row is a query of one head.
 DECODE = {
     (9, 64, 16): Tile(16, 64, 4, 4, 2),
@@ -59,7 +59,7 @@ def prefill_tile(device: Device, block_d: int, kv_bytes: int, page_size: int) ->
         return Tile(16, 16, 4, 1, 2)
     key = _family(device), max(64, block_d)
     tile = PREFILL[key]
-    return CROWDED_PREFILL.get(key, tile) if page_size < tile.block_n else tile
+    return SMALL_PAGES_PREFILL.get(key, tile) if page_size < tile.block_n else tile
 
 
 def decode_tile(device: Device, block_d: int, kv_bytes: int, page_size: int, rows: int) -> Tile:

@@ -1,1 +1,1 @@
-"""Kernels for CPUs: C sources, compiled for the processor at hand, and Python functions that check what they pass."""
+"""Kernels for CPUs: C sources, compiled for the machine's processor, and Python functions that check arguments."""

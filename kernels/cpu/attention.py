@@ -1,4 +1,4 @@
-"""Attention straight over pages, compiled. Plan a step once, then run each of its layers."""
+"""Compiled attention straight over pages. Plan a step once, then run each of its layers."""
 
 import ctypes
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The query tokens that are attended with: the first of a step's tokens, each a row."""
+    """The step's first query tokens, each a row that attends by itself."""
 
     page_table: Ints  # [num_rows, most pages]
     begins: Ints  # [num_rows]: the first position that a row sees
@@ -45,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The query tokens after the rows: runs of tokens of one sequence, each of which sees all before it and itself."""
+    """The query tokens after the rows: runs of one sequence's tokens. A token sees itself and those before it."""
 
     page_table: Ints  # [num_chunks, most pages]
     starts: Ints  # [num_chunks + 1]: the first token of each, and the end
@@ -74,8 +74,8 @@ class PagedAttention:
     def plan(self, cos_sin: Tensor, targets: Ints, rows: Rows, chunks: Chunks | None = None) -> None:
         """Prepare what the layers of a step share.
 
-        cos_sin: float32 [num_tokens, head_dim], as `reference.rope` takes them. targets: [num_tokens, 2], the page and
-        the slot that K and V of each token go to.
+        cos_sin: float32 [num_tokens, head_dim], cosines and then sines. targets: [num_tokens, 2], the page and the slot
+        that K and V of each token go to.
         """
         step = self._step
         num_tokens, num_rows = len(cos_sin), len(rows.ends)
@@ -119,7 +119,7 @@ class PagedAttention:
         self._arrays = (kept, cos_sin)
 
     def run(self, calls: Calls, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
-        """Norm and rotate q and k in place, write K and V into the pages, and attend with what is planned.
+        """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows and chunks.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. norms: the weights
         [head_dim] of q's and of k's norm. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the
@@ -149,13 +149,13 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def serves_chunks(head_dim: int, group: int, dtype: torch.dtype) -> bool:
-    """Say whether the library is the fastest for chunks of several tokens, too: torch's attention uses matrix units."""
+    """Say whether the library is fastest for chunks of several tokens, too: torch is where it has matrix units."""
     fits = head_dim % 32 == 0 and head_dim * group <= MAX_GROUP_DIM and dtype == torch.bfloat16
     return fits and not torch.cpu._is_amx_tile_supported()
 
 
 def _blocks(chunks: Chunks) -> Ints:
-    """Return each block's chunk and first token in it; those that see most come first, for threads to end together."""
+    """Return each block's chunk and first token in it. The longest come first, so that threads end together."""
     counts = -(-np.diff(chunks.starts) // TOKENS)
     of_chunk = np.repeat(np.arange(len(counts)), counts)
     firsts = (np.arange(len(of_chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * TOKENS

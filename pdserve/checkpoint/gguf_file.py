@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: its metadata, and where its tensors lie.
 
-The `gguf` package reads headers too, but keeps a numpy array per string: seconds for a vocabulary, in every
-process that only wants the tokenizer. Its dequantizers are used where weights are read.
+The `gguf` package reads headers too, but makes a numpy array of each string. For a vocabulary that takes seconds, in
+every process that only needs the tokenizer. Its dequantizers are used to read weights.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -48,7 +48,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header; ConfigError where the file is no GGUF or is cut short."""
+    """Read the header; ConfigError if the file is no GGUF file or is cut short."""
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ConfigError("is not a GGUF file")
@@ -78,7 +78,7 @@ def _read(path: Path, cursor: "_Cursor") -> GgufFile:
 
 
 class _Cursor:
-    """Reads one value after the other; struct.error at the end of the data."""
+    """Reads one value after another; struct.error at the end of the data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data

@@ -1,10 +1,10 @@
 """Build a tokenizer from a GGUF file's metadata.
 
-Byte-level vocabularies cut a text into words before merging, as `tokenizer.ggml.pre` says. A split's patterns are
-applied one after another: each cuts the pieces that the ones before left into its matches and what lies between them.
-A look-ahead sees no further than the end of its piece. The names, and which patterns each stands for, are llama.cpp's
-(`llama-vocab.cpp`), whose converter writes the key; where llama.cpp rewrites a model's own pattern to suit its regular
-expressions, the model's own stands here.
+With a byte-level vocabulary a text is cut into words before merging; `tokenizer.ggml.pre` says how. The patterns of a
+split are applied one after another: each cuts the pieces so far into its matches and the text between them. A
+look-ahead sees no further than the end of its piece. The names and their patterns are llama.cpp's
+(`llama-vocab.cpp`), whose converter writes the key. Where llama.cpp rewrites a model's own pattern to suit its regular
+expressions, we use the model's own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Split:
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is never cut
-    add_bos: bool = False  # where the file does not say
+    add_bos: bool = False  # if the file does not say
 
 
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -96,7 +96,7 @@ class TokenType(IntEnum):
 
 
 def build_tokenizer(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
-    """Return the tokenizer the metadata describe; ConfigError naming the key it cannot follow."""
+    """Return the tokenizer that the metadata describe; ConfigError names a key that is not supported."""
     fields = Fields(metadata)
     tokens = fields.texts("tokenizer.ggml.tokens")
     if not tokens:
@@ -117,7 +117,7 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
 
 
 def _byte_level(fields: Fields, tokens: tuple[str, ...]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return the tokenizer, and whether texts begin with a bos token unless the file says otherwise."""
+    """Return the tokenizer, and whether a text begins with a bos token if the file does not say."""
     name = fields.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise fields.unsupported("tokenizer.ggml.pre", f"one of {', '.join(SPLITS)}")
@@ -194,7 +194,7 @@ def _bpe(tokens: tuple[str, ...], merges: list[tuple[str, str]], **options: obje
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: tuple[str, ...], types: Iterable[int]) -> None:
-    """Make control and user-defined tokens stay whole wherever a text spells them."""
+    """Keep control and user-defined tokens whole wherever a text spells them."""
     added = [
         tokenizers.AddedToken(token, special=kind == TokenType.CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=True)
@@ -204,7 +204,7 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: tuple[str, ...], ty
 
 
 def _end(fields: Fields, tokens: tuple[str, ...], end: str, *, default: bool) -> list[tuple[str, int]]:
-    """Return the token that goes to an end of each text, or nothing."""
+    """Return the token to put at this end of each text, or nothing."""
     token_id = fields.optional_int(f"tokenizer.ggml.{end}_token_id")
     if token_id is None or not fields.flag(f"tokenizer.ggml.add_{end}_token", default=default):
         return []

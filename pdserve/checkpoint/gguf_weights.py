@@ -53,7 +53,7 @@ def read_weights(
 
 
 def hf_name(name: str) -> str:
-    """Return what Hugging Face calls a tensor; ConfigError for one that no model of the Llama family has."""
+    """Return the Hugging Face name of a tensor; ConfigError if no model of the Llama family has such a tensor."""
     match name.split("."):
         case [part, "weight"] if part in TOP_NAMES:
             return f"{TOP_NAMES[part]}.weight"
@@ -92,7 +92,7 @@ def _halves_apart(num_rows: int, num_heads: int) -> npt.NDArray[np.int64]:
 
 
 def read_groups(coded: Bytes, kind: GGMLQuantizationType) -> Groups:
-    """Return a matrix as it is coded; codings that have no exact counterpart are rounded to 8 bits.
+    """Return a matrix as it is coded. Codings without an exact counterpart are rounded to 8 bits.
 
     coded: [width, bytes of a row]. The scales of Q4_K are multiplied out to a float16 for each 32 inputs.
     """
@@ -115,7 +115,7 @@ def read_groups(coded: Bytes, kind: GGMLQuantizationType) -> Groups:
 
 
 def _split(coded: Bytes, num_halves: int, num_codes: int) -> tuple[list[Halves], Bytes]:
-    """Part each block's leading float16s from its codes."""
+    """Separate each block's leading float16s from its codes."""
     head = num_halves * HALF_BYTES
     blocks = coded.reshape(len(coded), -1, head + num_codes)
     halves = np.ascontiguousarray(blocks[..., :head]).view(np.float16)

@@ -46,7 +46,7 @@ def open_directory(path: Path) -> Checkpoint:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    """Return a JSON object, empty where there is no such file."""
+    """Return a JSON object; an empty one if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -59,7 +59,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files there are; none for a directory of a config alone."""
+    """Return the safetensors files that exist; none for a directory with only a config."""
     files = [file for file in _named_files(path) if file.is_file()]
     pickled = [file.name for pattern in PICKLED for file in sorted(path.glob(pattern))]
     if pickled and not files:
@@ -68,7 +68,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _named_files(path: Path) -> list[Path]:
-    """Return the files that the index names, or the one file where there is no index."""
+    """Return the files that the index names, or the single file if there is no index."""
     if not (path / INDEX).is_file():
         return [path / SINGLE_FILE]
     weight_map = _read_json(path / INDEX).get("weight_map")
@@ -99,7 +99,7 @@ def read_weights(path: Path) -> "Iterator[tuple[str, torch.Tensor]]":
 def _end_tokens(
     generation: Mapping[str, object], tokenizer_config: Mapping[str, object], config: ModelConfig
 ) -> tuple[int, ...]:
-    """Return what ends an answer: the generation config's or the config's tokens, and the tokenizer's."""
+    """Return the tokens that end an answer: the generation config's, else the config's; and the tokenizer's."""
     ends = Fields(generation).token_ids("eos_token_id") or config.eos_token_ids
     added = tokenizer_config.get("added_tokens_decoder")
     named = _special_tokens(tokenizer_config).get("eos_token")
@@ -114,13 +114,13 @@ def _special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _content(token: object) -> str | None:
-    """Return the text of a token, which is written bare or with its settings."""
+    """Return the text of a token, which is a string or an object with settings."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, object]) -> str | None:
-    """Return the template: its own file first, as transformers does, else the config's default one."""
+    """Return the template from its own file, as transformers does, else the config's default template."""
     file = path / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Open a model from disk, by what lies there: a Hugging Face directory, or one GGUF file."""
+"""Open a model on disk: a Hugging Face directory, or a GGUF file."""
 
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from pdserve.text.tokenizer import Tokenizer
 
 NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 END_KEYS = ("eos", "eot", "eom")
-END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # some files name only the end of a document
+END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # some files name only the end-of-document token
 
 
 def open_gguf(path: Path) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Quantized matrices as checkpoints hold them: codes, and for each 32 inputs of an output a scale and a minimum."""
+"""Quantized matrices as checkpoints hold them: codes, and a scale and a minimum for each 32 inputs of an output."""
 
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class Groups:
 
 
 def joined_groups(*matrices: Groups) -> Groups:
-    """Return one matrix of the rows of all; with 8 bits where one of them has."""
+    """Return one matrix with the rows of all, with 8 bits if one of them has 8."""
     same = len({matrix.bits for matrix in matrices}) == 1
     matrices = matrices if same else tuple(matrix.eight_bits() for matrix in matrices)
     parts = ((matrix.codes, matrix.scales, matrix.minimums) for matrix in matrices)
@@ -60,7 +60,7 @@ def joined_groups(*matrices: Groups) -> Groups:
 def quantized(values: Floats, bits: int) -> Groups:
     """Round a matrix to 4 or 8 bits, symmetrically in each group. values: [width, inputs], a multiple of GROUP.
 
-    The value of the greatest size becomes the lowest code, so that all codes are in use, as in GGUF's Q4_0.
+    The value of the greatest magnitude becomes the lowest code, so that all codes are used, as in GGUF's Q4_0.
     """
     groups = values.reshape(len(values), -1, GROUP)
     zero = SIGNED_ZERO[bits]

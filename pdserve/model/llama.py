@@ -1,7 +1,7 @@
-"""The Llama family, Mistral, Qwen2 and Qwen3 among it: the tensors of a checkpoint, and one forward pass.
+"""The Llama family with Mistral, Qwen2 and Qwen3: the tensors of a checkpoint, and the forward pass.
 
-A family is a file like this one, whose model is a `family.Model`. `shapes` names what a checkpoint holds, `build` puts
-it together, and `hidden` reads like the figure in the paper. `loading.FAMILIES` maps architectures to files.
+A family is a file like this one, whose model is a `family.Model`. `shapes` names a checkpoint's tensors, `build` makes
+a model of them, and `hidden` reads like the figure in the paper. `loading.FAMILIES` maps architectures to files.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the family; `family.Model` says what each method is for."""
+    """A model of the family; `family.Model` describes the methods."""
 
     config: ModelConfig
     ops: Ops

@@ -1,4 +1,4 @@
-"""Turn tensors into a model: every tensor it needs, each once, in the right shape, and no others."""
+"""Builds a model from tensors: each that it needs, once, in the right shape, and no others."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -39,7 +39,7 @@ class Quantized:
     """A matrix as its checkpoint codes it."""
 
     groups: Groups
-    dtype: torch.dtype  # of its inputs and results
+    dtype: torch.dtype  # of inputs and results
     bias: Tensor | None = None
 
     def dense(self) -> Dense:
@@ -52,7 +52,7 @@ Linear = Matrix | Packed | Tiles
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """The two matrices of SwiGLU, for a device that multiplies them one after the other."""
+    """SwiGLU's two matrices, for a device that multiplies them one after the other."""
 
     gate: Packed
     up: Packed
@@ -89,7 +89,7 @@ class Ops(Protocol):
 
 
 class DeviceOps(Ops, Protocol):
-    """The same, and the types in which the device holds weights."""
+    """A device's operations, and the types in which it holds weights."""
 
     def held(self, weight: Matrix) -> Linear:
         """Return a loaded weight as the type that this device multiplies."""
@@ -100,7 +100,7 @@ class DeviceOps(Ops, Protocol):
         ...
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
-        """Return the embedding as rows are looked up in it, and the head where it is the same matrix."""
+        """Return the embedding as a table to look rows up in, and the head if it is tied to the embedding."""
         ...
 
 
@@ -131,7 +131,7 @@ def ops_for(device: torch.device, eps: float) -> DeviceOps:
 
 
 def dense(weight: Linear) -> Dense:
-    """Return a weight that is multiplied as it is; ConfigError for the types that have no such product."""
+    """Return a weight in the model's dtype; ConfigError for a type that this device has no product of."""
     if not isinstance(weight, Dense):
         raise ConfigError(f"weights: no product of {type(weight).__name__} weights on this device")
     return weight
@@ -190,7 +190,7 @@ def decoded(weight: Matrix) -> Dense:
 
 
 def joined(*weights: Matrix) -> Matrix:
-    """Return one matrix that computes all of them side by side: quantized if all are."""
+    """Return one matrix with the outputs of all side by side: quantized if all are."""
     if len(weights) == 1:
         return weights[0]
     biases = [weight.bias for weight in weights if weight.bias is not None]
@@ -202,7 +202,7 @@ def joined(*weights: Matrix) -> Matrix:
     return Dense(torch.cat([decoded(weight).data for weight in weights]), bias)
 
 
-# What follows one of these products is done on its float32 sums, before they are rounded.
+# These apply the operation that follows a product to its float32 sums, before rounding.
 _unary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 _binary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary
 

@@ -1,4 +1,4 @@
-"""The operations on a CPU with the compiled kernels; plain torch does what they do not."""
+"""The operations on a CPU with compiled kernels, and plain torch for the rest."""
 
 import ctypes
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledOps:
-    """The operations that are compiled, with weights in tiles. A token's results depend on that token alone."""
+    """The compiled operations, with weights in tiles. A token's results depend on that token alone."""
 
     def __init__(self, eps: float, calls: Calls) -> None:
         self._eps = eps
@@ -60,7 +60,7 @@ class CpuOps(TorchOps):
         self._compiled = CompiledOps(eps, Immediate(loaded))
         self._multiplies_bytes = multiplies_bytes(loaded)
         self._multiplies_bfloat16 = multiplies_bfloat16(loaded)
-        self._noted = False  # that products are slow
+        self._noted = False  # whether slow products were logged
 
     def held(self, weight: Matrix) -> Linear:
         self._note_slow_products(weight)
@@ -116,14 +116,14 @@ class CpuOps(TorchOps):
             )
 
     def _fits(self, weight: Dense) -> bool:
-        """Say whether a matrix is multiplied in tiles. oneDNN's products are the others' choice where it has them."""
+        """Say whether a matrix is multiplied in tiles. Others take oneDNN's products if there are any."""
         inputs = weight.data.shape[1]
         fits = weight.data.dtype == torch.bfloat16 and inputs % 2 == 0 and inputs <= MAX_INPUTS
         return fits and not _has_matrix_units() and (self._multiplies_bfloat16 or not packs(weight.data))
 
 
 def _quantized_gate_up(gate: Quantized, up: Quantized) -> Tiles:
-    """Put SwiGLU's two matrices into common tiles, with 8 bits where one of them has."""
+    """Put SwiGLU's two matrices into common tiles, with 8 bits if one of them has 8."""
     pair = (gate.groups, up.groups)
     if gate.groups.bits != up.groups.bits:
         pair = (gate.groups.eight_bits(), up.groups.eight_bits())
@@ -138,5 +138,5 @@ def _tensors(groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _has_matrix_units() -> bool:
-    """Say whether oneDNN's products have matrix units to run on: they leave vectors behind."""
+    """Say whether oneDNN's products run on matrix units, which are faster than vectors."""
     return torch.cpu._is_amx_tile_supported()

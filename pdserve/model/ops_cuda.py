@@ -1,4 +1,4 @@
-"""The operations on a GPU: what is not a matrix product is one Triton kernel each, what can ride on a product does."""
+"""The operations on a GPU: a Triton kernel for each that is no matrix product; a residual is added in the product."""
 
 from torch import Tensor
 from torch.nn import functional
@@ -34,7 +34,7 @@ class CudaOps:
         return functional.linear(x, matrix.data, matrix.bias)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
-        """Sum the products onto the residual before they are rounded."""
+        """Add the products to the residual before rounding."""
         matrix = dense(weight)
         total = residual.addmm_(x, matrix.data.t())
         return total if matrix.bias is None else total.add_(matrix.bias)

@@ -1,7 +1,7 @@
 """Rotary position embeddings, with the scalings of the Llama family.
 
-Angles pair feature i with feature i + head_dim/2. `rotate` takes whole-width tables, the sine negated in its first
-half, so that one roll and two products turn queries and keys together.
+Feature i is rotated with feature i + head_dim/2. `rotate_` takes tables of the whole width, with the sine negated in
+its first half, so that one roll and two products rotate queries and keys together.
 """
 
 import math
