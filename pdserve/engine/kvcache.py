@@ -51,7 +51,7 @@ CacheChange = PagesStored | PagesRemoved
 
 
 class KvCache:
-    """One worker's pages. Others only read `pool`: this class alone gives out pages."""
+    """One worker's pages. This class alone gives out pages: nobody else calls the pool's `take` and `grant`."""
 
     def __init__(self, num_pages: int, page_size: int, hasher: PrefixHasher | None) -> None:
         """Without `hasher`, nothing is reused. ConfigError if blocks of tokens do not fill pages."""

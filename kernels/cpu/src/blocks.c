@@ -3,8 +3,8 @@
  * A unit is a block of TOKENS queries of one chunk, with all heads that share one KV head. It goes over its keys in
  * blocks of KEYS positions, which begin at multiples of KEYS. For each query it keeps the largest score so far, the sum
  * of weights and the weighted sum of values (the online softmax of FlashAttention, Dao et al. 2022). Keys that a query
- * does not see change none of these. So a query's result depends on its own sequence alone, not on how that came in
- * chunks. */
+ * does not see change none of these. So a query's result depends on its own sequence alone, not on how the sequence was
+ * cut into chunks. */
 
 #define OWN_WIDTH
 

@@ -1,7 +1,7 @@
-/* What the library computes over a step's rows: a call is one operation of a layer, or one part of it that needs
- * another one done before. A program is a run of calls.
+/* A call is one operation of a layer over a step's rows, or a part of an operation that follows another part. A program
+ * is a run of calls.
  *
- * A call's work is a number of units that do not depend on one another: rows, tiles of outputs, ranges of keys. */
+ * A call's work is a number of units that do not depend on each other: rows, tiles of outputs, ranges of keys. */
 
 #ifndef PDSERVE_CALLS_H
 #define PDSERVE_CALLS_H
@@ -53,8 +53,8 @@ int pdserve_attention_is_long(const struct call *call);
 
 #define MOST_PIECES 255 /* of a call: team.c counts them in 8 bits */
 
-/* Units that are taken at once, a piece: few enough for threads to end together, many enough to be worth the taking. No
- * unit's result depends on it. */
+/* Units of a piece, which are taken at once: few enough for threads to end together, many enough to be worth taking. No
+ * unit's result depends on their number. */
 static inline int64_t pdserve_run_length(int64_t units, int64_t num_threads) {
     const int64_t wanted = num_threads > 4 ? 4 * num_threads : 16, least = 1 + (units - 1) / MOST_PIECES;
     return units / wanted > least ? units / wanted : least;

@@ -1,8 +1,8 @@
-/* What all matrix products share: how rows and outputs are cut into pieces of work, and what is done with the sums.
+/* What all matrix products share: how rows and outputs are cut into units of work, and what is done with the sums.
  *
- * Outputs come in tiles of 32, some vectors of the processor's own width. Threads take contiguous runs of tiles, so that
- * each streams the weights. The sum for an output is accumulated in the same order whatever the number of rows: a row's
- * result depends on it alone.
+ * Outputs come in tiles of 32, which are some vectors of the processor's own width. Threads take contiguous runs of
+ * tiles, so that each streams the weights. An output's sum is accumulated in the same order for any number of rows: a
+ * row's result depends on that row alone.
  */
 
 #ifndef PDSERVE_PRODUCTS_H
@@ -23,7 +23,7 @@
 #define SUM_REGISTERS 8 /* of 16 */
 #endif
 
-/* What becomes of sums, as kernels/cpu/layers.py numbers it. With GATED, a tile holds 16 gates and their 16 ups. */
+/* What is done with sums, as kernels/cpu/layers.py numbers it. With GATED, a tile holds 16 gates and their 16 ups. */
 enum { PLAIN = 0, ADDED = 1, GATED = 2 };
 
 /* How many vectors of a tile are summed at once, where each takes so many registers. */

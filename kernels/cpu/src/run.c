@@ -38,7 +38,7 @@ static int is_worth_threads(const struct call *call, int64_t rows) {
     }
 }
 
-/* Whether threads are worth waking is decided by the first call: those with it are of one operation. */
+/* The first call decides whether threads are worth waking: all calls belong to one operation. */
 void pdserve_run(const struct call *calls, int64_t count, int64_t rows) {
 #pragma omp parallel if (is_worth_threads(calls, rows))
     for (int64_t i = 0; i < count; i++) {

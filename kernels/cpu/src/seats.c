@@ -1,9 +1,9 @@
-/* Lets each worker of a machine compute on processors of its own while several of them compute.
+/* Gives each worker of a machine processors of its own while several of them compute.
  *
- * All workers map one file, in which each has a seat. While a worker computes, it writes the time into its seat; others
- * compute at the moment if their time is a short one ago. Those that compute divide the processors in the order of
- * their seats, and the threads of each are bound to its part. A worker that computes alone uses all, from where it was
- * last. Nobody waits for anybody, and a worker that is dead or stopped counts no more. */
+ * All workers map one file, in which each has a seat. A computing worker writes the time into its seat, so a worker
+ * computes now if the time in its seat is recent. Computing workers divide the processors in the order of their seats,
+ * and bind their threads to their part. A worker that computes alone uses all processors, beginning where its part was.
+ * No worker waits for another, and one that is dead or stopped no longer counts. */
 
 #define _GNU_SOURCE
 
@@ -48,8 +48,8 @@ void pdserve_bind(int64_t place) {
     sched_setaffinity(0, sizeof set, &set);
 }
 
-/* Takes a seat among MOST_SEATS; threads are bound to so many processors from `begin` on. Returns 0 if OpenMP has not
- * bound them so: then nothing changes. Seats have to stay for as long as the process. */
+/* Takes a seat among MOST_SEATS, for a process whose threads OpenMP has bound to `processors` processors from `begin`
+ * on. Returns 0, and changes nothing, if they are not bound so. The seats must exist as long as the process. */
 int64_t pdserve_take_seat(struct seat *all, int64_t index, int64_t processors, int64_t begin) {
     if (omp_get_num_places() != processors || omp_get_place_num() < 0)
         return 0;
@@ -60,8 +60,8 @@ int64_t pdserve_take_seat(struct seat *all, int64_t index, int64_t processors, i
     return 1;
 }
 
-/* Returns how many processors a seat's worker uses at the time `now`, and where these begin: only beside others is
- * `*begin` changed. */
+/* Returns how many processors a seat's worker uses at the time `now`. If other workers compute, `*begin` is set to the
+ * first of these processors. */
 int64_t pdserve_share(struct seat *all, int64_t index, int64_t processors, int64_t now, int64_t *begin) {
     int64_t rank = 0, count = 1;
     for (int64_t other = 0; other < MOST_SEATS; other++) {

@@ -1,12 +1,12 @@
-/* Runs a program in a team of threads that waits for nobody who is not at work.
+/* Runs a program in a team of threads, none of which waits for a thread that the kernel does not run.
  *
- * Others compute on the same cores: another worker, a router, clients. A thread that the kernel does not run, because
- * its core is taken, would hold up all others at every barrier of a step. So there are none. Whoever is there takes the
- * next pieces of a call; a call is over when its pieces are done, whoever did them; and a thread that comes late finds
- * its way to the call that is under way. Others wait only for pieces that are begun.
+ * Other processes compute on the same cores: another worker, a router, clients. With barriers, a thread whose core is
+ * taken would hold up all others at each call of a step. So there are no barriers. A running thread takes the next
+ * pieces of a call. A call is over when its pieces are done, by whichever thread. A late thread goes on to the call that
+ * is being computed. Threads wait only for pieces that are begun.
  *
- * A program's calls carry the number of the run, so that a thread that is still at an earlier run takes nothing. After
- * the last call lies one of no run, or of an earlier one: there everybody stops. */
+ * A program's calls carry the number of the run, so that a thread that is still at an earlier run takes nothing. The
+ * call after the last one carries no run's number, or an earlier run's: there all threads stop. */
 
 #define _GNU_SOURCE
 
@@ -53,7 +53,7 @@ static void pause_a_little(void) {
 #endif
 }
 
-/* Does a piece. One that takes long is done in parts, so that other workers see all the time that this one computes. */
+/* Does a piece. A long piece is done in parts, so that other workers see all the time that this one computes. */
 static void do_piece(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     if (rows < MANY_ROWS) {
         pdserve_work(call, rows, begin, end);
@@ -83,11 +83,11 @@ static int take_pieces(struct call *call, int64_t rows, int64_t num_threads, uin
     }
 }
 
-/* Waits for what others have begun of a call; returns 0 if another run has begun.
+/* Waits for the pieces of a call that other threads have begun; returns 0 if another run has begun.
  *
- * In naps, not by yielding, which puts a thread behind all others of its core. In turn on a busy machine of two cores,
- * steps of programs took at the median 11.5, 20.2 ms in place of 21.8, 19.3, and at the 90th percentile 14.0, 26.6 in
- * place of 57.7, 34.5. */
+ * It naps, because yielding puts a thread behind all others of its core. Measured twice, in turn, on a busy machine of
+ * two cores: a program's step took 11.5 and 20.2 ms at the median with naps, 21.8 and 19.3 with yielding; at the 90th
+ * percentile 14.0 and 26.6 with naps, 57.7 and 34.5 with yielding. */
 static int is_done(struct call *call, uint64_t number) {
     const uint64_t pieces = atomic_load_explicit(&call->taken, memory_order_relaxed) >> COUNT_SHIFT & COUNT_MASK;
     for (int64_t spins = 0;; spins++) {
@@ -150,7 +150,7 @@ static void start_helpers(int64_t num_threads) {
     }
 }
 
-/* Hands a run to as many helpers as it is for. The others sleep on: their processors may be another worker's. */
+/* Hands a run to as many helpers as it needs. The others sleep on: their processors may be another worker's. */
 static void wake_helpers(uint32_t number, int64_t num_threads) {
     for (int64_t i = 0; i < num_helpers && i < num_threads - 1; i++) {
         atomic_store(&helpers[i].number, number);
@@ -176,9 +176,9 @@ static uint32_t publish(struct call *calls, int64_t count, int64_t rows, int64_t
     return last_number;
 }
 
-/* Computes a program's calls with `num_threads` threads, one of which calls this, or fewer beside other workers; where
- * another thread has the helpers, the caller computes alone. Behind the last call lies one of zeros, or of an earlier
- * run. The calls have to stay for as long as the process: a helper that comes late looks at them. */
+/* Computes a program's calls with `num_threads` threads, one of them the caller, or with fewer beside other workers. If
+ * another thread has the helpers, the caller computes alone. After the last call comes one of zeros, or of an earlier
+ * run. The calls must exist as long as the process: a late helper looks at them. */
 void pdserve_run_program(struct call *calls, int64_t count, int64_t rows, int64_t num_threads) {
     if (atomic_flag_test_and_set_explicit(&is_taken, memory_order_acquire)) {
         for (int64_t i = 0; i < count; i++)
