@@ -3,7 +3,6 @@
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size, function
 from pdserve.kernels.rng import Words
+from pdserve.sampling import SamplingParams
 
 LANES = 16
 
@@ -25,16 +25,6 @@ _ROW = np.dtype(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """What one row's token is sampled by, after penalties and biases."""
-
-    temperature: float  # 0: the largest logit
-    top_k: int  # 0: off
-    top_p: float
-    min_p: float
-
-
 class RowSampler:
     """The library's sampler. It reuses its memory, so it is for one thread at a time."""
 
@@ -43,14 +33,14 @@ class RowSampler:
         self._space = np.empty(0, dtype=np.float32)
 
     def sample(
-        self, logits: Tensor, changed: Mapping[int, Tensor], filters: Sequence[Filters], keys: Words
+        self, logits: Tensor, changed: Mapping[int, Tensor], params: Sequence[SamplingParams], keys: Words
     ) -> list[int]:
-        """Sample a token id of each row.
+        """Sample a token id of each row, by its temperature, top-k, top-p and min-p.
 
-        logits: [num_rows, vocab_size], float32 or bfloat16. changed: float32 [vocab_size], in place of some rows.
-        keys: `rng.keys` of the rows.
+        logits: [num_rows, vocab_size], float32 or bfloat16. changed: float32 [vocab_size], in place of some rows: those
+        with penalties, biases or masks. keys: `rng.keys` of the rows.
         """
-        require_tensor("logits", logits, (len(filters), None), tuple(DTYPES))
+        require_tensor("logits", logits, (len(params), None), tuple(DTYPES))
         num_rows, vocab_size = logits.shape
         require(len(keys) == num_rows > 0, f"keys must be of {num_rows} rows, at least one, got {len(keys)}")
         described = np.empty(num_rows, dtype=_ROW)
@@ -60,9 +50,9 @@ class RowSampler:
             require_tensor("changed", values, (vocab_size,), (torch.float32,))
             described[row]["logits"], described[row]["type"] = values.data_ptr(), DTYPES[torch.float32]
         described["low"], described["high"] = keys[:, 0], keys[:, 1]
-        for name in ("temperature", "top_k", "top_p"):
-            described[name] = [getattr(each, name) for each in filters]
-        described["log_min_p"] = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in filters]
+        described["temperature"] = [0.0 if each.is_greedy else each.temperature for each in params]
+        described["top_k"], described["top_p"] = [each.top_k for each in params], [each.top_p for each in params]
+        described["log_min_p"] = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params]
         num_threads, token_ids = torch.get_num_threads(), np.empty(num_rows, dtype=np.int64)
         size = num_threads * (2 * vocab_size + LANES)
         if len(self._space) < size:

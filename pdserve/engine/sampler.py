@@ -20,7 +20,7 @@ from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.kernels.cpu.sample import Filters, RowSampler
+from pdserve.kernels.cpu.sample import RowSampler
 from pdserve.model.family import Model
 from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 
@@ -91,7 +91,7 @@ class Sampler:
         changed = self._changed(logits, specs, masks)
         keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
         if self._compiled is not None:
-            return self._compiled.sample(logits, changed, [_filters(spec.params) for spec in specs], keys)
+            return self._compiled.sample(logits, changed, [spec.params for spec in specs], keys)
         rows = [changed.get(row, logits[row]).float().numpy() for row in range(len(specs))]
         ids = np.arange(logits.shape[1], dtype=np.uint32)
         return [_token_id(row, spec.params, key, ids) for row, spec, key in zip(rows, specs, keys, strict=True)]
@@ -108,10 +108,6 @@ class Sampler:
             if row in bits:
                 copied[~allowed(bits[row], len(copied))] = -math.inf
         return dict(zip(changed, copies, strict=True))
-
-
-def _filters(params: SamplingParams) -> Filters:
-    return Filters(0.0 if params.is_greedy else params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -> list[SampledToken]:

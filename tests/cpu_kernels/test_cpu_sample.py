@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from pdserve.kernels import rng
-from pdserve.kernels.cpu.sample import Filters, RowSampler
+from pdserve.kernels.cpu.sample import RowSampler
+from pdserve.sampling import SamplingParams
 
 FILTERS = [
-    Filters(temperature, top_k, top_p, min_p)
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for temperature, top_k, top_p, min_p in product([0.0, 0.7, 2.0], [0, 5, 300], [1.0, 0.8], [0.0, 0.05])
 ]
 
