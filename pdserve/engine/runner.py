@@ -3,21 +3,23 @@
 Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages its plan names.
 """
 
+import ctypes
 import math
 import os
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.compiled import CompiledAttention, DecodePrograms, is_compiled
+from pdserve.engine.batch import Batch, Ints, PoolShape
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.sampler import Sampler, score
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
@@ -25,9 +27,11 @@ from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kernels.cpu.attention import serves, serves_chunks
 from pdserve.kernels.cpu.build import Missing
-from pdserve.kernels.cpu.calls import Immediate
+from pdserve.kernels.cpu.calls import Immediate, Program
+from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.model.family import Model
+from pdserve.model.ops_cpu import CompiledOps
 from pdserve.sampling import PromptLogprobs, SampledToken
 
 
@@ -55,6 +59,48 @@ class LaunchingRunner(EngineRunner, Protocol):
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; its pages are then written. May be called beside `start`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    program: Program
+    token_ids: Tensor  # int64 [rows]
+    logits: Tensor  # [rows, vocab_size]
+
+
+class DecodePrograms:
+    """Computes steps of single tokens, each of which is sampled from, as one call of a program.
+
+    The model's own forward pass records the program, over operations that only keep their calls.
+    """
+
+    def __init__(self, model: Model, attention: CompiledAttention, loaded: ctypes.CDLL) -> None:
+        self._model = model
+        self._attention = attention
+        self._loaded = loaded
+        self._recorded: _Recorded | None = None
+
+    def logits(self, token_ids: Ints) -> Tensor:
+        """Compute a step that attention has planned; returns its logits, to be used before the next step."""
+        num_rows = len(token_ids)
+        if self._recorded is None or len(self._recorded.token_ids) < num_rows:
+            self._recorded = self._record(1 << (num_rows - 1).bit_length())
+        recorded = self._recorded
+        recorded.token_ids.numpy()[:num_rows] = token_ids
+        recorded.program.run(num_rows)
+        return recorded.logits[:num_rows]
+
+    def _record(self, num_rows: int) -> _Recorded:
+        program = Program(self._loaded)
+        model = self._model.with_ops(CompiledOps(self._model.config.rms_norm_eps, program))
+        token_ids = torch.zeros(num_rows, dtype=torch.int64)
+        logits = model.forward(token_ids, self._attention.planned(program), None)
+        return _Recorded(program, token_ids, logits)
+
+
+def is_compiled(model: Model) -> bool:
+    """Say whether all products of a model are the library's."""
+    return all(isinstance(matrix, Tiles) for matrix in model.matrices())
 
 
 class Runner:

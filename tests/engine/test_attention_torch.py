@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.compiled import CompiledAttention
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import PageId
 from pdserve.kernels.cpu.attention import serves_chunks

@@ -8,8 +8,7 @@ import torch
 from greedy_runs import greedy_texts, spec
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
-from pdserve.engine.compiled import is_compiled
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import Runner, is_compiled
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId

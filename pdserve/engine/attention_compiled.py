@@ -1,11 +1,9 @@
-"""Attention and whole decode steps through a CPU's compiled library.
+"""Attention over pages through the compiled library, for CPUs.
 
 Tokens are rotated, put into pages, and attend straight over their pages. Chunks of several tokens take torch's fused
-attention where the compiled kernels do not serve them. If all of a step of single tokens is compiled, the step is one
-call of a program. The model's own forward pass records the program, over operations that only keep their calls.
+attention where the compiled kernels do not serve them.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +11,11 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.attention_torch import GroupedAttention
-from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.batch import Batch
 from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows
-from pdserve.kernels.cpu.calls import Calls, Program
-from pdserve.kernels.cpu.layers import Tiles
+from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
-from pdserve.model.family import Model
 from pdserve.model.ops import QkNorm
-from pdserve.model.ops_cpu import CompiledOps
 from pdserve.model.rope import Rope
 
 
@@ -81,42 +76,3 @@ class CompiledAttention:
     def _chunks(self, batch: Batch, first: int) -> Chunks:
         positions = (batch.kv_lens - batch.query_lens)[first:]
         return Chunks(batch.page_table[first:], batch.query_starts[first:], positions, self._config.sliding_window)
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    program: Program
-    token_ids: Tensor  # int64 [rows]
-    logits: Tensor  # [rows, vocab_size]
-
-
-class DecodePrograms:
-    """Computes steps of single tokens, each of which is sampled from."""
-
-    def __init__(self, model: Model, attention: CompiledAttention, loaded: ctypes.CDLL) -> None:
-        self._model = model
-        self._attention = attention
-        self._loaded = loaded
-        self._recorded: _Recorded | None = None
-
-    def logits(self, token_ids: Ints) -> Tensor:
-        """Compute a step that attention has planned; returns its logits, to be used before the next step."""
-        num_rows = len(token_ids)
-        if self._recorded is None or len(self._recorded.token_ids) < num_rows:
-            self._recorded = self._record(1 << (num_rows - 1).bit_length())
-        recorded = self._recorded
-        recorded.token_ids.numpy()[:num_rows] = token_ids
-        recorded.program.run(num_rows)
-        return recorded.logits[:num_rows]
-
-    def _record(self, num_rows: int) -> _Recorded:
-        program = Program(self._loaded)
-        model = self._model.with_ops(CompiledOps(self._model.config.rms_norm_eps, program))
-        token_ids = torch.zeros(num_rows, dtype=torch.int64)
-        logits = model.forward(token_ids, self._attention.planned(program), None)
-        return _Recorded(program, token_ids, logits)
-
-
-def is_compiled(model: Model) -> bool:
-    """Say whether all products of a model are the library's."""
-    return all(isinstance(matrix, Tiles) for matrix in model.matrices())
