@@ -97,8 +97,10 @@ class PagedAttention:
             "targets": targets, "table": rows.page_table, "begins": rows.begins, "ends": rows.ends,
             "items": items, "first_items": first_items,
         }  # fmt: skip
-        step.num_blocks = 0
+        step.num_blocks, num_keys = 0, int((rows.ends - rows.begins).sum())
         if chunks is not None:
+            lens = np.diff(chunks.starts)
+            num_keys += int((lens * (chunks.positions + lens)).sum())
             arrays |= {
                 "blocks": _blocks(chunks), "chunk_starts": chunks.starts, "chunk_positions": chunks.positions,
                 "chunk_table": chunks.page_table,
@@ -111,11 +113,7 @@ class PagedAttention:
         cos_sin = cos_sin.contiguous()
         step.cos_sin, step.partials = cos_sin.data_ptr(), self._partials.data_ptr()
         step.table_stride = rows.page_table.shape[1]
-        step.num_tokens, step.num_rows, step.num_items = num_tokens, num_rows, len(items)
-        step.num_keys = int((rows.ends - rows.begins).sum())
-        if chunks is not None:
-            lens = np.diff(chunks.starts)
-            step.num_keys += int((lens * (chunks.positions + lens)).sum())
+        step.num_tokens, step.num_rows, step.num_items, step.num_keys = num_tokens, num_rows, len(items), num_keys
         self._arrays = (kept, cos_sin)
 
     def run(self, calls: Calls, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:

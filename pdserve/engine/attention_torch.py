@@ -1,7 +1,7 @@
 """Attention over pages in plain torch, for CPUs.
 
-Chunks of one query length whose contexts are alike make a group, and a group is one call of torch's fused attention:
-over K and V as they were just computed where no page holds more, else over K and V gathered from the pages. Gathering
+Chunks of one query length with similar contexts make a group, and a group is one call of torch's fused attention. It
+takes the K and V just computed if the pages hold no earlier ones, else K and V gathered from the pages. Gathering
 copies whole runs of a head's slots, which the pool's layout keeps together.
 
 Slots past a context are read as zero, whatever the page holds there. A mask alone would not do: a weight of 0 times
@@ -28,7 +28,7 @@ ALIKE_RATIO = 2  # longer ones may be this many times as long as the group's sho
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """How a group's contexts are copied out of the pages, and where to; each layer's replaces the one before."""
+    """How a group's contexts are copied out of the pages, and to where; each layer overwrites the one before."""
 
     runs: Tensor  # [2 * chunks * kv heads * pages] into layer 0 of the pool's runs
     copy: Tensor  # [len(runs), page_size * head_dim]
@@ -94,7 +94,7 @@ class TorchAttention:
 
 
 class GroupedAttention:
-    """Attends in groups, with q and k that are rotated and K and V that are in the pages already."""
+    """Attends in groups, after q and k have been rotated and K and V written into the pages."""
 
     def __init__(self, config: ModelConfig, kv: Tensor) -> None:
         """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""

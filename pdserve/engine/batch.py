@@ -1,7 +1,7 @@
 """A step as arrays: what the model and attention need to know of a plan, built without a loop over tokens.
 
-Chunks are put in order of their query length, then of their context, so that chunks attention can treat alike lie side
-by side; `order` has the place that each came from.
+Chunks are sorted by query length, then by context, so that chunks which attention can treat alike lie side by side.
+`order` has the place in the plan that each comes from.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from pdserve.errors import InvariantError
 
 Ints = npt.NDArray[np.int64]
 
-KNOWN = -1  # in place of a chunk of the previous step: the token is known
+KNOWN = -1  # stands for no chunk of the previous step: the token is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class PoolShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A chunk whose tokens' successors are scored."""
+class ScoredChunk:
+    """A chunk whose tokens' logits score the tokens that follow."""
 
     place: int  # in the plan's chunks
     rows: slice  # its tokens in the batch that have a target
@@ -55,11 +55,11 @@ class Batch:
     sample_rows: Ints  # [num_samples]: the token whose logits a sample is taken from
     sample_counts: Ints  # [num_chunks]
     previous: Ints  # [num_tokens]: the chunk of the previous step that samples this token, or KNOWN
-    scored: tuple[Scored, ...]
+    scored: tuple[ScoredChunk, ...]
 
     @property
     def needs_previous(self) -> bool:
-        """Return whether a token is only known once the previous step is over."""
+        """Return whether a token is known only when the previous step is over."""
         return bool((self.previous != KNOWN).any())
 
     @property
@@ -82,7 +82,7 @@ class Batch:
 
     @classmethod
     def of(cls, plan: StepPlan, shape: PoolShape) -> "Batch":
-        """Lay the plan's chunks out; InvariantError where it cannot be run. The plan has at least one chunk."""
+        """Lay out the plan's chunks, at least one; InvariantError if the plan cannot be run."""
         given_lens = _lengths([chunk.token_ids for chunk in plan.chunks])
         starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
         order = np.lexsort((given_lens + starts, given_lens))
@@ -115,14 +115,14 @@ class Batch:
         )
 
 
-def _scored(plan: StepPlan, order: Ints, query_starts: Ints) -> tuple[Scored, ...]:
+def _scored(plan: StepPlan, order: Ints, query_starts: Ints) -> tuple[ScoredChunk, ...]:
     if all(chunk.targets is None for chunk in plan.chunks):
         return ()
     scored = []
     for place, start in zip(order.tolist(), query_starts[:-1].tolist(), strict=True):
         targets = plan.chunks[place].targets
         if targets is not None:
-            scored.append(Scored(place, slice(start, start + len(targets.token_ids)), targets))
+            scored.append(ScoredChunk(place, slice(start, start + len(targets.token_ids)), targets))
     return tuple(scored)
 
 

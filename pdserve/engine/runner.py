@@ -161,7 +161,7 @@ class Runner:
     def _planned(self, batch: Batch) -> Tensor:
         """Prepare attention for a batch; return its token ids."""
         if batch.needs_previous:
-            raise InvariantError("a step planned ahead, on a runner that computes one at a time")
+            raise InvariantError("a step needs tokens of a running step, on a runner that computes one at a time")
         self._attention.plan(batch)
         return torch.from_numpy(batch.token_ids)
 

@@ -37,7 +37,7 @@ from pdserve.sampling import SampledToken
 _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]
 
-WORKSPACE_BYTES = 256 << 20  # of libraries, and of attention's partial results
+WORKSPACE_BYTES = 256 << 20  # for libraries, and for attention's partial results
 SAMPLING_BYTES = 8  # per logit: a count and a changed logit, where a row has penalties
 GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
 _NUM_INPUTS = 3  # token ids, positions, slots
@@ -70,9 +70,9 @@ class CudaRunner:
     max_in_flight = 2  # steps that are started and not finished; they end in the order in which they were started
 
     def __init__(self, model: Model, num_pages: int, page_size: int, limits: Limits) -> None:
-        """Set up `num_pages` pages of `page_size` tokens, zeroed. `limits`: of the steps that it will be given.
+        """Set up `num_pages` zeroed pages of `page_size` tokens. `limits`: those of the steps to come.
 
-        ValueError names what of the model or the pages the kernels do not serve.
+        ValueError says what the kernels do not serve of the model or the pages.
         """
         config, device = model.config, model.device
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
@@ -127,7 +127,7 @@ class CudaRunner:
         return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
 
     def capture(self) -> None:
-        """Compile kernels and capture decode steps now rather than when they first come. Overwrites slots of page 0."""
+        """Compile kernels and capture decode steps now, not when they are first needed. Overwrites slots of page 0."""
         for spec in each_variant():  # of the sampler; two tokens are a prompt to attention
             self.run(StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))
         for size in reversed(self._sizes):
@@ -206,7 +206,7 @@ class CudaRunner:
         return self._staging.send(batch.sample_rows)[0]
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Return an event that comes when all that has been launched is done; None where nothing runs behind us."""
+        """Return an event after all that has been launched; None on a CPU, which has computed it already."""
         if self.kv.device.type != "cuda":
             return None
         done = torch.cuda.Event()
@@ -215,7 +215,7 @@ class CudaRunner:
 
 
 class Replays:
-    """One captured step for each size that was asked for; on a CPU nothing is captured."""
+    """One captured step for each size that was needed; on a CPU nothing is captured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -244,7 +244,7 @@ class Replays:
         return graph, result
 
     def _warm_up(self, step: Callable[[], Tensor]) -> None:
-        """Compile kernels and make libraries allocate what they need, on a stream of its own as capture asks."""
+        """Compile kernels and let libraries allocate their memory, on a stream of its own, as capturing requires."""
         aside = torch.cuda.Stream(self._device)
         aside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(aside):

@@ -25,23 +25,23 @@ from pdserve.model.family import Model
 from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 
 SLICE_BYTES = 32 << 20  # of one slice's logits, in float32
-SCORING_BYTES = 4 * SLICE_BYTES  # that a slice takes at most, in the model's dtype and with what is computed of it
+SCORING_BYTES = 4 * SLICE_BYTES  # for a slice at most, in the model's dtype and with all that is computed from it
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one chunk's rows, on the device or on the host."""
+    """Scores of one chunk's rows, on the device or on the host."""
 
     chosen: Tensor  # float32 [num_rows]
     top_ids: Tensor  # int32 [num_rows, num_top], likeliest first
     top: Tensor  # float32 [num_rows, num_top]
 
     def to_host(self) -> "Scores":
-        """Return a copy on the host, which is there once the device has done what was launched before."""
+        """Return a copy on the host, which is complete once the device has done all that was launched before."""
         return Scores(*map(_to_host, (self.chosen, self.top_ids, self.top)))
 
     def packed(self) -> PromptLogprobs:
-        """Return them as they travel. They must be on the host."""
+        """Return the scores as messages carry them. They must be on the host."""
         return PromptLogprobs(*(part.numpy().tobytes() for part in (self.chosen, self.top_ids, self.top)))
 
 
@@ -97,7 +97,7 @@ class Sampler:
         return [_token_id(row, spec.params, key, ids) for row, spec, key in zip(rows, specs, keys, strict=True)]
 
     def _changed(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks) -> dict[int, Tensor]:
-        """Return copies of the rows that requests and grammars change something of, changed."""
+        """Return changed copies of the rows that requests or grammars change."""
         bits = dict(zip(masks.rows, masks.bits, strict=True))
         changed = [row for row, spec in enumerate(specs) if row in bits or _changes_logits(spec)]
         if not changed:
@@ -111,7 +111,7 @@ class Sampler:
 
 
 def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -> list[SampledToken]:
-    """Return the tokens sampled, each with the log probabilities its request asks for."""
+    """Return the sampled tokens, each with the log probabilities that its request asks for."""
     reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     logprobs = dict(zip(reported, _logprobs(logits, specs, token_ids, reported), strict=True))
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
@@ -148,7 +148,7 @@ def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], repor
 
 
 def adjust(row: Row, spec: SampleSpec, eos_token_ids: Seq[int]) -> None:
-    """Apply penalties, logit bias and what may not be sampled, in that order and in place."""
+    """Apply penalties, logit biases, allowed and forbidden tokens, in that order and in place."""
     params = spec.params
     if params.repetition_penalty != 1.0:
         seen = np.concatenate((_array(spec.prompt_ids), _array(spec.output_ids)))  # some more than once
@@ -165,14 +165,14 @@ def adjust(row: Row, spec: SampleSpec, eos_token_ids: Seq[int]) -> None:
         kept = row[places]
         row.fill(-math.inf)
         row[places] = kept
-    # A model's files may name an end past its vocabulary, which is never sampled.
+    # A model's files may name an end-of-sequence token past its vocabulary, which is never sampled.
     row[_array([token_id for token_id in forbidden(spec, eos_token_ids) if 0 <= token_id < len(row)])] = -math.inf
 
 
 def forbidden(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
-    """Return what may not be sampled of all tokens, or of the allowed ones; nothing where that leaves none of these.
+    """Return the tokens that may not be sampled; none if that would leave no allowed token.
 
-    Nothing either where a sample has a grammar: its mask has left them out.
+    None for a sample with a grammar, too: its mask leaves them out already.
     """
     allowed_ids = spec.params.allowed_token_ids
     token_ids = () if spec.matcher is not None else unwanted(spec, eos_token_ids)
@@ -180,7 +180,7 @@ def forbidden(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
 
 
 def _array(token_ids: Seq[int]) -> npt.NDArray[np.int64]:
-    """Return the ids as an array; what a sequence packed is not converted one by one."""
+    """Return the ids as an array. A packed array is not converted id by id."""
     return np.asarray(token_ids, dtype=np.int64)
 
 

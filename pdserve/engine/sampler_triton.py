@@ -24,7 +24,7 @@ Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
 
 
 def each_variant() -> Iterator[SampleSpec]:
-    """Yield a sample for each way in which the kernel is compiled: with and without penalties, biases and masks."""
+    """Yield a sample for each variant of the kernel: with and without penalties, biases and masks."""
     for has_penalties, has_bias, has_mask in product((False, True), repeat=3):
         params = SamplingParams(
             repetition_penalty=2.0 if has_penalties else 1.0,
@@ -76,7 +76,7 @@ class KernelSampler:
         return Penalties(repetition, frequency, presence, Ragged(*ragged[:2]), Ragged(*ragged[2:]))
 
     def _bias(self, specs: Seq[SampleSpec]) -> Bias | None:
-        """Return what is added to single logits; a token that may not be sampled gets minus infinity."""
+        """Return what to add to single logits; a forbidden token gets minus infinity."""
         eos, never = self._eos_token_ids, float("-inf")
         rows = [dict(spec.params.logit_bias) | dict.fromkeys(forbidden(spec, eos), never) for spec in specs]
         if not any(rows):

@@ -229,7 +229,7 @@ class Scheduler:
             missing = len(sequence.tokens) - sequence.computed
             before = step.before.get(sequence)
             if before is not None:
-                if not before.lets_follow(sequence, self.limits.max_model_len):
+                if not before.allows_next(sequence, self.limits.max_model_len):
                     continue
                 missing += before.num_sampled - before.num_tokens
             if missing == 1:

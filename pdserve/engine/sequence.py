@@ -209,7 +209,7 @@ class Progress:
     num_tokens: int  # computed
     num_sampled: int  # 0 or 1
 
-    def lets_follow(self, sequence: Sequence, max_model_len: int) -> bool:
+    def allows_next(self, sequence: Sequence, max_model_len: int) -> bool:
         """Return whether the sequence's next step can be planned before this step's tokens are known."""
         if not self.num_sampled:
             return True

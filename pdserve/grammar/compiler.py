@@ -104,7 +104,7 @@ def _listed(part: Schema, key: str) -> list[object]:
 
 
 def _target(part: Schema, root: Schema) -> object:
-    """Return what a reference within the schema leads to, or True where there is none."""
+    """Return what a reference within the schema leads to, or True if there is no reference."""
     reference = part.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
@@ -175,7 +175,7 @@ class Compiler:
 
 def _walk(matcher: llguidance.LLMatcher) -> None:
     """Let random tokens follow, always the same ones."""
-    draw = Random(0)
+    random = Random(0)
     for _ in range(NUM_TRIED):
         mask = matcher.compute_bitmask()
         if matcher.is_error() or matcher.is_stopped():
@@ -183,8 +183,8 @@ def _walk(matcher: llguidance.LLMatcher) -> None:
         places = [place for place, byte in enumerate(mask) if byte]
         if not places:
             return
-        place = draw.choice(places)
-        matcher.consume_token(8 * place + draw.choice([bit for bit in range(8) if mask[place] >> bit & 1]))
+        place = random.choice(places)
+        matcher.consume_token(8 * place + random.choice([bit for bit in range(8) if mask[place] >> bit & 1]))
 
 
 def reason(matcher: llguidance.LLMatcher) -> str:
