@@ -90,7 +90,6 @@ class StepSize:
         require(self.max_kv_len >= 1, f"max_kv_len must be positive, got {self.max_kv_len}")
 
     def check(self, query_lens: Ints, kv_lens: Ints) -> None:
-        """Raise ValueError unless a step fits."""
         require(len(query_lens) <= self.max_seqs, f"query_lens: {len(query_lens)} sequences, {self.max_seqs} at most")
         for name, lens, limit in (("query_lens", query_lens, 1), ("kv_lens", kv_lens, self.max_kv_len)):
             require(int(lens.max()) <= limit, f"{name} must be at most {limit}, got {int(lens.max())}")
@@ -200,7 +199,6 @@ class PagedAttention:
         return results, torch.empty(rows, dtype=torch.float32, device=self.device)
 
     def _constants(self) -> dict[str, int | bool | str]:
-        """Return the attention kernel's compile-time arguments."""
         spec, tile = self.spec, self.tile
         return {
             "GROUP": spec.group,

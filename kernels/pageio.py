@@ -18,7 +18,6 @@ SILU_BLOCK = 1024
 
 
 def power_of_two(size: int) -> int:
-    """Round up to a power of two."""
     return 1 << max(0, size - 1).bit_length()
 
 

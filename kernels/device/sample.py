@@ -95,7 +95,6 @@ def _noisy_argmax(row_ptr, vocab_size, divisor, floor, pivot, low, high, greedy,
 
 @triton.jit
 def _peak(row_ptr, vocab_size, divisor, BLOCK: tl.constexpr):
-    """Find the largest score."""
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, vocab_size, BLOCK):
         _, x = _load_scores(row_ptr, start, vocab_size, divisor, BLOCK)

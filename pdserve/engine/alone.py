@@ -28,7 +28,6 @@ class LoneEngine:
         self._runner = Runner(model, num_pages, _PAGE_SIZE, eos_token_ids)
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> dict[int, tuple[int, ...]]:
-        """Return the tokens of each continuation."""
         tokens: dict[int, tuple[int, ...]] = dict.fromkeys(range(params.n), ())
         for sampled in self._sample(prompt, params):
             tokens[sampled.index] += (sampled.token.token_id,)

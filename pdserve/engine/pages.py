@@ -55,7 +55,6 @@ class PagePool:
         return cast("tuple[Generation, ...]", tuple([generation[page] for page in pages]))
 
     def holders(self, page: PageId) -> int:
-        """Return how many sequences hold a page."""
         return self._holders[page]
 
     def is_free(self, page: PageId) -> bool:

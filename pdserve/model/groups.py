@@ -34,7 +34,6 @@ class Groups:
         return Groups(8, self._unpacked(), self.scales, self.minimums)
 
     def values(self) -> Floats:
-        """Return the matrix."""
         scaled = self.scales[..., None].astype(np.float32) * self._unpacked()
         return (scaled + self.minimums[..., None].astype(np.float32)).reshape(self.shape)
 

@@ -22,8 +22,6 @@ LM_HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer's weights."""
-
     input_norm: Tensor
     qkv: Linear
     qk_norm: QkNorm | None

@@ -141,7 +141,6 @@ class _CallReader:
         self.is_done = self._depth == 0
 
     def _keep(self, text: str) -> None:
-        """Keep a piece of what is being read."""
         if self._is_arguments or self._key in _ARGUMENT_KEYS:
             if self._is_string is None:
                 text = text.lstrip()
