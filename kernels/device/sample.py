@@ -14,7 +14,7 @@ GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
 
 @triton.jit
 def _lowbias32(x):
-    """Scramble uint32, as rng.lowbias32_ does."""
+    """Scramble uint32, as rng._lowbias32 does."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
