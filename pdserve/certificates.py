@@ -5,6 +5,7 @@ have the part twice. Listeners read a caller's part from the URI spiffe://TRUST-
 listener with the DNS name PART.pdserve.internal.
 """
 
+import re
 import ssl
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,6 +37,8 @@ class Part(StrEnum):
         """Return the URI by which listeners recognise a caller with this part."""
         return f"spiffe://{trust_domain}/pdserve/{self}"
 
+
+_URI = re.compile(rf"spiffe://([^/]+)/pdserve/({'|'.join(Part)})")
 
 CALLERS = {
     "/pdserve.v1.LinkService/": {Part.WORKER},
@@ -99,11 +102,11 @@ def read_identity(folder: Path) -> Identity:
     _certificates(believed, authority, "identity_dir")
     own = _certificates(pair.certificate, certificate, "identity_dir")[0]
     uris, hosts = _names(own)
-    found = [(uri.split("/")[2], part) for uri in uris for part in Part if _is_of(uri, part)]
-    if len(found) != 1 or len(uris) != 1:
+    found = _URI.fullmatch(uris[0]) if len(uris) == 1 else None
+    if found is None:
         text = f"must name one URI, spiffe://TRUST-DOMAIN/pdserve/PART, and names {uris or 'none'}"
         raise ConfigError(f"identity_dir: {certificate} {text}")
-    trust_domain, part = found[0]
+    trust_domain, part = found[1], Part(found[2])
     if part.host not in hosts:
         raise ConfigError(f"identity_dir: {certificate} must name the host {part.host}, and names {hosts or 'none'}")
     return Identity(pair, believed, trust_domain, part)
@@ -122,8 +125,3 @@ def _names(certificate: x509.Certificate) -> tuple[list[str], list[str]]:
     except x509.ExtensionNotFound:
         return [], []
     return names.get_values_for_type(x509.UniformResourceIdentifier), names.get_values_for_type(x509.DNSName)
-
-
-def _is_of(uri: str, part: Part) -> bool:
-    parts = uri.split("/")
-    return len(parts) > 2 and uri == part.uri(parts[2])

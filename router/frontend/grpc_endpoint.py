@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from math import inf
 from typing import Any, Never, TypeAlias, cast
 
 import grpc
@@ -34,12 +35,6 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 class CutOffError(RefusedError):
     """An answer was cut off because its client reads too slowly."""
-
-
-def _remaining_s(context: AnyContext) -> float:
-    """Return the seconds until the client's own deadline; infinite without one."""
-    remaining: float | None = context.time_remaining()
-    return float("inf") if remaining is None else max(0.0, remaining)
 
 
 def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None:
@@ -101,7 +96,9 @@ async def read_answer(
     """Open a call's request and write the replies to the end of its answer. Raises errors of NOT_SERVED."""
     sink = CallSink(writer, replies)
     _take_trace(request, context)
-    answer = await intake.open(request, sink, bearer(context.invocation_metadata()), _remaining_s(context))
+    remaining_s: float | None = context.time_remaining()
+    left_s = inf if remaining_s is None else max(0.0, remaining_s)
+    answer = await intake.open(request, sink, bearer(context.invocation_metadata()), left_s)
     sink.answer = answer
     try:
         await sink.end()

@@ -94,7 +94,7 @@ class Dialect:
     part: Callable[[Delta], Json]  # a choice's own field in a chunk
     result: Callable[[list[Delta]], Json]  # and in a whole response
     logprobs: Callable[[Tokenizer, Sequence[int], Sequence[inference.TokenLogprobs], int], Json]
-    has_role: bool  # a choice's first chunk says who speaks
+    is_chat: bool
 
 
 def merged(deltas: Sequence[Delta]) -> Json:
@@ -129,7 +129,7 @@ CHAT = Dialect(
     part=lambda delta: {"delta": delta},
     result=lambda deltas: {"message": {**merged(deltas), "refusal": None}},
     logprobs=lambda tokens, ids, logprobs, _offset: chat_logprobs(tokens, ids, logprobs),
-    has_role=True,
+    is_chat=True,
 )
 COMPLETION = Dialect(
     id_prefix="cmpl-",
@@ -140,7 +140,7 @@ COMPLETION = Dialect(
     part=lambda delta: {"text": delta.get("content", "")},
     result=lambda deltas: {"text": "".join(delta["content"] for delta in deltas)},
     logprobs=completion_logprobs,
-    has_role=False,
+    is_chat=False,
 )
 
 
@@ -191,12 +191,9 @@ class Response:
     def body(self, choices: Sequence[tuple[Choice, Gain]], usage: Json, ledger: Json | list[Json]) -> bytes:
         """Return a whole response. Each choice comes with everything it gained."""
         results = [self._result(choice, self._seen(choice, gain)) for choice, gain in choices]
-        envelope: Json = {**self._envelope, "object": self.dialect.whole, "choices": results, "usage": usage}
-        if self.shown.token_ids and self.dialect is CHAT:
-            envelope["prompt_token_ids"] = list(choices[0][0].prompt.token_ids)
-        if self.shown.prompt_logprobs and self.dialect is CHAT:
-            envelope["prompt_logprobs"] = self._scored(choices[0][0].prompt)
-        return encode({**envelope, "pdserve": ledger})
+        about = self._about(choices[0][0].prompt) if self.dialect.is_chat else {}
+        envelope = {**self._envelope, "object": self.dialect.whole, "choices": results, "usage": usage}
+        return encode({**envelope, **about, "pdserve": ledger})
 
     def _seen(self, choice: Choice, gain: Gain) -> Gain:
         choice.prompt.take(gain)
@@ -226,7 +223,7 @@ class Response:
     def _beginning(self, choice: Choice) -> list[bytes]:
         prompt = choice.prompt
         shown: Json = {"prompt_token_ids": list(prompt.token_ids)} if self.shown.token_ids else {}
-        if self.dialect.has_role:
+        if self.dialect.is_chat:
             return [self._event(choice, {"role": "assistant", "content": ""}, {}, shown or None)]
         if not prompt.echo and not shown:
             return []
@@ -246,8 +243,14 @@ class Response:
     def _echoed(self, prompt: Prompt) -> Json:
         return completion_logprobs(self._tokens, prompt.token_ids, [None, *prompt.logprobs])
 
-    def _scored(self, prompt: Prompt) -> list[Json | None]:
-        return prompt_logprobs(self._tokens, prompt.token_ids, prompt.logprobs)
+    def _about(self, prompt: Prompt) -> Json:
+        """Return what a whole response shows about a prompt."""
+        about: Json = {}
+        if self.shown.token_ids:
+            about["prompt_token_ids"] = list(prompt.token_ids)
+        if self.shown.prompt_logprobs:
+            about["prompt_logprobs"] = prompt_logprobs(self._tokens, prompt.token_ids, prompt.logprobs)
+        return about
 
     def _result(self, choice: Choice, gain: Gain) -> Json:
         deltas, prompt = choice.deltas(gain), choice.prompt
@@ -259,10 +262,8 @@ class Response:
             result["logprobs"] = {name: values + after.get(name, []) for name, values in before.items()}
         if prompt.echo:
             deltas.insert(0, {"content": prompt.echo})
-        if self.shown.token_ids and self.dialect is COMPLETION:
-            result["prompt_token_ids"] = list(prompt.token_ids)
-        if self.shown.prompt_logprobs and self.dialect is COMPLETION:
-            result["prompt_logprobs"] = self._scored(prompt)
+        if not self.dialect.is_chat:
+            result |= self._about(prompt)
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_match}
         return {**result, **self.dialect.result(deltas), **end}
 
