@@ -31,12 +31,7 @@ def size_for(num_seqs: int, sizes: Seq[int]) -> int | None:
     return sizes[index] if index < len(sizes) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Tokens of a step that one launch serves."""
-
-    kernel: PagedAttention
-    tokens: slice  # at least as many as are planned; the kernel leaves padding alone
+_Part = tuple[PagedAttention, slice]  # one launch, for these tokens of a step; the kernel leaves padding alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +97,8 @@ class TritonAttention:
         target = Target(k_pages, v_pages, step.slots)
         q = rope_write((q, k, v), step.positions, self._rotation(qk_norm), target, out=q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for part in step.parts:
-            part.kernel.run(q[part.tokens], k_pages, v_pages, out=out[part.tokens])
+        for kernel, tokens in step.parts:
+            kernel.run(q[tokens], k_pages, v_pages, out=out[tokens])
         return out.view(len(out), -1)
 
     def _rotation(self, qk_norm: QkNorm | None) -> Rotation:
@@ -119,4 +114,4 @@ class TritonAttention:
 
 def _planned(kernel: PagedAttention, batch: Batch, chunks: slice, tokens: slice) -> _Part:
     kernel.plan(batch.query_lens[chunks], batch.kv_lens[chunks], batch.page_table[chunks])
-    return _Part(kernel, tokens)
+    return kernel, tokens

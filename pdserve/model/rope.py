@@ -5,20 +5,13 @@ its first half, so that one roll and two products rotate queries and keys togeth
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pdserve.model.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 
-
-@dataclass(frozen=True, slots=True)
-class Angles:
-    """Cosines and signed sines of one step's positions: [num_tokens, 1, head_dim] each."""
-
-    cos: Tensor
-    sin: Tensor
+Angles = tuple[Tensor, Tensor]  # of one step's positions: cosines and signed sines, [num_tokens, 1, head_dim] each
 
 
 class Rope:
@@ -39,10 +32,8 @@ class Rope:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Return the angles of `positions`: int64 [num_tokens]."""
         cos, sin = self._turns(positions)
-        return Angles(
-            cos=torch.cat((cos, cos), -1).to(dtype)[:, None, :],
-            sin=torch.cat((-sin, sin), -1).to(dtype)[:, None, :],
-        )
+        cosines, sines = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cosines.to(dtype)[:, None, :], sines.to(dtype)[:, None, :]
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         turns = positions.float()[:, None] * self._frequencies
@@ -51,8 +42,8 @@ class Rope:
 
 def rotate_(heads: Tensor, angles: Angles) -> None:
     """Turn `heads` [num_tokens, num_heads, head_dim] by their positions, in place."""
-    turned = heads.roll(heads.shape[-1] // 2, -1)
-    torch.addcmul(heads * angles.cos, turned, angles.sin, out=heads)
+    cosines, sines = angles
+    torch.addcmul(heads * cosines, heads.roll(heads.shape[-1] // 2, -1), sines, out=heads)
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:

@@ -31,7 +31,7 @@ from pdserve.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Driven:
-    """What a workload brought: the tokens of each sequence, and how long the host only waited for the device."""
+    """A workload's result: the tokens of each sequence, and how long the host only waited for the device."""
 
     texts: dict[int, list[int]] = field(default_factory=dict)  # by the sequence's order
     total_s: float = 0.0
@@ -44,7 +44,7 @@ class Driven:
 
 
 class OneByOne:
-    """A runner as `drive` uses one: each step is computed when it is finished."""
+    """Wraps a CPU runner for `drive`: `finish` computes the step."""
 
     max_in_flight = 1
 
@@ -98,7 +98,7 @@ PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
 CHECK_EOS = 5
 CHECK_LIMITS = Limits(6, max_num_batched_tokens=48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}))
-WEIGHT_SCALE = 4.0  # makes random models say more than one thing
+WEIGHT_SCALE = 4.0  # lets random models write more than one token over and over
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9),
@@ -138,7 +138,7 @@ def check(only: str) -> list[Row]:
 
 
 def different_texts(family: str, device: torch.device, prompt_lens: Seq[int], num_tokens: int) -> list[int]:
-    """Return which sequences the engine over the kernels continues otherwise than the one in plain torch."""
+    """Return the sequences to which the engine over the kernels and the one in plain torch give different tokens."""
     config = ModelConfig.from_hf({**SHAPE, **FAMILIES[family]})
     kernels = CudaRunner(_small_model(config, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
     kernels.capture()
@@ -248,7 +248,7 @@ def bench(only: str) -> list[Row]:
 
 
 def _row(name: str, driven: Driven, work: Work, bound_s: float) -> Row:
-    """`bound_s`: what the bytes take that decoding must read, at the rate of a copy."""
+    """`bound_s`: the time to read the bytes that decoding must read, at the rate of a copy."""
     rate = driven.num_tokens / driven.total_s
     note = (
         f"{100 * bound_s / driven.total_s:.0f} % of the bytes' bound, {work.output_tokens / bound_s:.0f} tok/s; "

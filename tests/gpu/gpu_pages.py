@@ -1,4 +1,4 @@
-"""Pages of a GPU that pass through memory of the host: a section of `make gpu`."""
+"""Copies pages of a GPU through the host's memory: a section of `make gpu`."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def run(only: str) -> list[Row]:
 
 
 def num_wrong_rows(device: torch.device) -> int:
-    """Return how many rows differ after a way through memory of the host."""
+    """Return how many rows differ after a copy through the host's memory."""
     shape = NUM_PAGES, PAGE_BYTES
     source = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

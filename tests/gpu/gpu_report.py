@@ -50,7 +50,7 @@ def has_gpu() -> bool:
 
 
 def machine() -> dict[str, str]:
-    """Say what the figures were read on."""
+    """Describe the machine that the figures come from."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -61,7 +61,7 @@ def machine() -> dict[str, str]:
 
 
 def clocks() -> str:
-    """Read clocks, throttling, temperature and power, or say that they cannot be read."""
+    """Return clocks, throttling, temperature and power, or why they cannot be read."""
     command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

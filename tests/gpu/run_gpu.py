@@ -99,7 +99,7 @@ def _sections() -> "list[Section]":
 
 
 def _find_package() -> None:
-    """Make `pdserve` and what tests share importable from this file's tree, and put back its links that are gone."""
+    """Make `pdserve` and the tests' shared modules importable from this file's tree, and restore its missing links."""
     root = Path(__file__).resolve().parents[2]
     for name in ("kernels", "kvtransfer"):
         link = root / "pdserve" / name
