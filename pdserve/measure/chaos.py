@@ -163,7 +163,7 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], report:
         board.watchers.append(injector.see)
         injector.see(board.last)
         outcomes = await _send(trial, live.client, injector, requests, report)
-        free_after_s, left_over = await recovered(cluster, board)
+        free_after_s, left_over = await recovered(lambda: cluster.state, board)
         return Verdict(
             tally=tally(trial.name, outcomes),
             faults=tuple(injector.faults),

@@ -65,7 +65,7 @@ async def measure_drain(
             drain_s = await drained(cluster, LEAVING, clock, operator.drain(LEAVING))
             report(f"it has left after {drain_s:.2f} s")
             outcomes = await running
-        _, left_over = await recovered(cluster, board)
+        _, left_over = await recovered(lambda: cluster.state, board)
         idle_drain_s = await drained(cluster, STAYING, clock, operator.drain(STAYING))
         moved_bytes = sum(move.num_bytes for outcome in outcomes for move in outcome.moves)
         bytes_per_s = pairs.get(STAYING, float("nan"))

@@ -176,15 +176,20 @@ def num_ready(status: admin.ClusterStatus) -> int:
     return sum(worker.registration.ready for worker in status.workers)
 
 
-async def recovered(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None, str]:
-    """Wait for recovery; return how long until all pages were free, and what is still not free or not ready."""
-    clock = MonotonicClock()
+async def recovered(state: Callable[[], ClusterState], board: StatusBoard) -> tuple[float | None, str]:
+    """Wait for recovery; return how long until all pages were free, and what is still not free or not ready.
+
+    The board's status may be older than the last answer's end, so the router is asked before and after.
+    """
+    clock, router = MonotonicClock(), state().operator()
     ended_s = clock.now_s()
+    board.put(await router.status())
     is_free = await board.until(all_free, FREE_WITHIN_S)
     free_after_s, left_over = clock.now_s() - ended_s if is_free else None, not_free(board.last)
-    num_workers = len(cluster.state.processes) - 1
+    num_workers = len(state().processes) - 1
     if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
         left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
+    board.put(await router.status())
     return free_after_s, left_over
 
 

@@ -251,7 +251,7 @@ async def run_moves(
         report("calibrating: keeping the cluster full")
         arrivals = [Arrival(0.0, len(each.prompt), each.params.max_tokens) for each in requests]
         capacity = await saturate(live.client, arrivals, [each.prompt for each in requests], calibration_s)
-        await recovered(cluster, board)
+        await recovered(lambda: cluster.state, board)
         before, rate = sum(board.last.ended.values()), load * capacity
         report(f"capacity {capacity:.2f} requests/s; operating under {rate:.2f} requests/s")
 
@@ -267,7 +267,7 @@ async def run_moves(
         async with asyncio.TaskGroup() as tasks:
             operating = tasks.create_task(operations.run())
             outcomes = await _load(live.client, requests, rate, operating, on_end)
-        free_after_s, left_over = await recovered(cluster, board)
+        free_after_s, left_over = await recovered(lambda: cluster.state, board)
         return MovesVerdict(
             capacity_per_s=capacity,
             rate_per_s=rate,
