@@ -17,7 +17,7 @@ from math import sqrt
 
 from pdserve.capacity.long_run import MOST_GROWTH, Point, Question, measure
 from pdserve.capacity.worker import Shape
-from pdserve.measure.plots import Line, Plot, plot
+from pdserve.measure.html_report import Line, Plot, plot
 from pdserve.perfmodel.profile import Profile
 
 PRECISION = 0.04  # of the rate

@@ -16,8 +16,8 @@ from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import Fleet, Sizes
 from pdserve.capacity.worker import Shape
+from pdserve.measure.html_report import Line, Plot, plot, stepped
 from pdserve.measure.outcomes import Objective, Outcome, percentiles
-from pdserve.measure.plots import Line, Plot, plot, stepped
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.reports import Demand

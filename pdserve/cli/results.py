@@ -13,8 +13,8 @@ import typer
 from pdserve.errors import CommandError, ConfigError, Status
 
 if TYPE_CHECKING:
+    from pdserve.measure.html_report import Plot
     from pdserve.measure.outcomes import Summary
-    from pdserve.measure.plots import Plot
     from pdserve.measure.tables import Comparison
 
 Result = TypeVar("Result")

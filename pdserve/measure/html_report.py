@@ -1,24 +1,121 @@
-"""Reports of measurements: one HTML file each, readable offline, in dark and light, without scripts."""
+"""Reports of measurements: one HTML file each, readable offline, in dark and light, without scripts.
 
-from collections.abc import Callable, Iterator, Sequence
+Plots are lines over two axes, or stages of requests over time. `static/report.html` draws what has its place from here.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import floor, log10
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jinja2
 
 from pdserve import __version__
-from pdserve.measure import plots
-from pdserve.measure.load import Run
 from pdserve.measure.outcomes import Objective, Outcome, Summary
-from pdserve.measure.plots import Bar, Line, Plot, Timeline, plot, shares, timeline
 from pdserve.measure.tables import Comparison, compared
 from pdserve.reports import Stage
 from pdserve.router.timeline import parts
 
+if TYPE_CHECKING:
+    from pdserve.measure.load import Run
+
 MAX_ROWS = 60  # of a timeline
 _TEMPLATES = Path(__file__).parent / "static"
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44  # margins
+ROW = 9  # height of a request in a timeline
+Bar = tuple[str, float, float]  # name, start and end
+_STEPS = (1, 2, 2.5, 5, 10)
+_MAX_POINTS = 100  # of a distribution, about
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis from 0 on, `length` long where it is drawn."""
+
+    label: str
+    end: float
+    length: int
+
+    def at(self, value: float) -> float:
+        """Return how far along it a value is; what is beyond its end is drawn there."""
+        return self.length * min(1.0, value / self.end) if self.end > 0 else 0.0
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places of round numbers along it, with the numbers."""
+        if self.end <= 0:
+            return [(0.0, "0")]
+        power = 10.0 ** floor(log10(self.end / 6))
+        step = next(each * power for each in _STEPS if each * power >= self.end / 6)
+        return [(self.at(n * step), f"{n * step:g}") for n in range(int(self.end / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    title: str
+    x: Axis
+    y: Axis
+    lines: Sequence[Line]
+    has_marks: bool  # at each point
+
+    height: int = HEIGHT
+
+    def places(self, line: Line) -> list[tuple[float, float]]:
+        return [(LEFT + self.x.at(x), HEIGHT - BOTTOM - self.y.at(y)) for x, y in line.points]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    title: str
+    x: Axis
+    rows: Sequence[tuple[str, Sequence[Bar]]]
+    names: Sequence[str]  # of all bars
+
+    @property
+    def height(self) -> int:
+        return TOP + ROW * len(self.rows) + BOTTOM
+
+
+def timeline(title: str, label: str, rows: Sequence[tuple[str, Sequence[Bar]]]) -> Timeline:
+    bars = [bar for _, of_row in rows for bar in of_row]
+    axis = Axis(label, max((end for *_, end in bars), default=0.0), WIDTH - LEFT - RIGHT)
+    return Timeline(title, axis, rows, list(dict.fromkeys(name for name, *_ in bars)))
+
+
+def plot(
+    title: str, labels: tuple[str, str], lines: Sequence[Line], *, y_end: float = 0.0, has_marks: bool = False
+) -> Plot:
+    x_end = max((x for line in lines for x, _ in line.points), default=0.0)
+    highest = max((y for line in lines for _, y in line.points), default=0.0)
+    x = Axis(labels[0], x_end, WIDTH - LEFT - RIGHT)
+    return Plot(title, x, Axis(labels[1], y_end or 1.05 * highest, HEIGHT - TOP - BOTTOM), lines, has_marks)
+
+
+def shares(values: Iterable[float]) -> list[tuple[float, float]]:
+    """Return (value, share in percent of all that are at most this much), up to the 99th percentile."""
+    ordered = sorted(values)
+    last = max(1, round(0.99 * len(ordered)))
+    step = max(1, last // _MAX_POINTS)
+    picked = [*range(step, last, step), last] if ordered else []
+    return [(ordered[count - 1], 100.0 * count / len(ordered)) for count in picked]
+
+
+def stepped(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the corners of a line that keeps the value of each point until the next one."""
+    corners = [((x, before), (x, y)) for (_, before), (x, y) in pairwise(points)]
+    return [*points[:1], *(corner for both in corners for corner in both)]
 
 
 def write_page(
@@ -29,12 +126,12 @@ def write_page(
     )
     made = f"pdserve {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     page = environment.get_template("report.html").render(
-        title=title, note=note, made=made, table=table, charts=charts, timelines=timelines, plots=plots
+        title=title, note=note, made=made, table=table, charts=charts, timelines=timelines, plots=sys.modules[__name__]
     )
     path.write_text(page, encoding="utf-8")
 
 
-def write_report(path: Path, title: str, runs: Sequence[Run], objective: Objective) -> None:
+def write_report(path: Path, title: str, runs: "Sequence[Run]", objective: Objective) -> None:
     """Write a report of load runs, with where the time of their requests went."""
     charts = [*_over_rate(runs), *_distributions(runs)]
     timelines = [timeline for run in runs for timeline in _timelines(run)]
@@ -42,7 +139,7 @@ def write_report(path: Path, title: str, runs: Sequence[Run], objective: Objecti
     write_page(path, title, note, compared(run.summary for run in runs), charts, timelines)
 
 
-def _distributions(runs: Sequence[Run]) -> list[Plot]:
+def _distributions(runs: "Sequence[Run]") -> list[Plot]:
     times: tuple[tuple[str, Callable[[Outcome], float | None]], ...] = (
         ("Time to first token", lambda outcome: outcome.ttft_s),
         ("Mean time per later token", lambda outcome: outcome.tpot_s),
@@ -55,7 +152,7 @@ def _distributions(runs: Sequence[Run]) -> list[Plot]:
     return charts
 
 
-def _over_rate(runs: Sequence[Run]) -> list[Plot]:
+def _over_rate(runs: "Sequence[Run]") -> list[Plot]:
     """Return what changes with the rate; nothing where no workload was sent at several."""
     rated = [(run.workload, run.rate_per_s, run) for run in runs if run.rate_per_s is not None]
     rated.sort(key=itemgetter(0, 1))
@@ -78,7 +175,7 @@ def _over_rate(runs: Sequence[Run]) -> list[Plot]:
     ]
 
 
-def _timelines(run: Run) -> Iterator[Timeline]:
+def _timelines(run: "Run") -> Iterator[Timeline]:
     """Yield what the first requests that ended well went through: from arrival to decoding, and over the run."""
     shown = sorted((each for each in run.rounds[-1] if each.stages_s), key=lambda each: each.sent_s)[:MAX_ROWS]
     rows = [

@@ -14,11 +14,11 @@ from pdserve.launch.folder import RECORD_FILE
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.chaos import REQUEST_DEADLINE_S
 from pdserve.measure.client import Timed, new_tenant
+from pdserve.measure.html_report import Line, Plot, plot
 from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
 from pdserve.measure.live import Report, started
 from pdserve.measure.moves import roles_of
 from pdserve.measure.outcomes import Objective, Outcome, summarize
-from pdserve.measure.plots import Line, Plot, plot
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.roles import POOLS, Role
 

@@ -7,10 +7,22 @@ from pathlib import Path
 import pytest
 
 from pdserve.measure.client import Door
-from pdserve.measure.html_report import write_report
+from pdserve.measure.html_report import (
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Line,
+    plot,
+    shares,
+    stepped,
+    timeline,
+    write_report,
+)
 from pdserve.measure.load import Run
 from pdserve.measure.outcomes import ANY, OK, Objective, Outcome
-from pdserve.measure.plots import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Line, plot, shares, stepped, timeline
 
 STAGES = ("received", "tokenized", "admitted", "placed", "prefill_queued", "prefill_started", "prefill_done")
 
