@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,15 +14,14 @@ from pdserve.clock import process_age_s
 from pdserve.credentials import Credentials
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import dialling, wire
-from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
+from pdserve.kvtransfer.dialling import CONNECT_TIMEOUT_S, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverMessage, Sink
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import FromSender, HandoffKey, Hello, HelloAck, Introduction, Peer
 from pdserve.kvtransfer.wire import Request, Response
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
 from pdserve.rpc import identify
-from pdserve.together import next_message
+from pdserve.together import write_all
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,18 @@ class HandoffClient:
         self._streams: dict[DialId, _Stream] = {}
         self._is_closing = False
 
+    def connect(self, peer: Peer, address: str) -> None:
+        """Have a stream to a receiver; ReceiverLost is reported if it cannot be had."""
+        self._perform(self._dialling.connect(peer, address))
+
+    def send(self, peer: Peer, key: HandoffKey, message: FromSender) -> None:
+        """Queue a message. Without a stream it is dropped; a full queue ends the stream."""
+        self._perform(self._dialling.send(peer, key, message))
+
+    def forget(self, peer: Peer) -> None:
+        """End the stream to a process that is known to have ended."""
+        self._perform(self._dialling.forget(peer))
+
     def beat(self) -> None:
         """Tell every peer that this process's engine loop goes on."""
         for dial in self._dialling.attached:
@@ -71,47 +83,42 @@ class HandoffClient:
     async def close(self) -> None:
         """Write what is queued, then end every stream and dial no more."""
         self._is_closing = True
-        self.handle(dialling.Left())
+        self._perform(self._dialling.leave())
         tasks = [stream.task for stream in self._streams.values()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
             for task in late:
                 task.cancel()
 
-    def handle(self, event: dialling.Event) -> None:
-        """Open or end a stream, or queue a message. Without a stream it is dropped; a full queue ends the stream."""
-        for command in self._dialling.handle(event):
-            self._perform(command)
+    def _perform(self, commands: Iterable[dialling.Command]) -> None:
+        for command in commands:
+            match command:
+                case Dial(dial, peer):
+                    task = self._tasks.create_task(self._serve(command), name=f"handoff {peer.worker_id}")
+                    self._streams[dial] = _Stream(task)
+                    asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self._time_out, dial)
+                case dialling.Send(dial, key, message):
+                    self._write(dial, wire.from_sender(key, message))
+                case dialling.Finish(dial):
+                    self._write(dial, None)
+                case dialling.Close(dial):
+                    self._streams.pop(dial).task.cancel()
+                case ReceiverLost(peer, reason):
+                    logger.log(logging.INFO if self._is_closing else logging.WARNING, "%s: %s", peer.worker_id, reason)
+                    self._sink.put(command)
+                case ReceiverAttached(peer):
+                    logger.info("attached to %s", peer.worker_id)
+                    self._sink.put(command)
 
-    def _perform(self, command: dialling.Command) -> None:
-        match command:
-            case Dial(dial, peer, _, timeout_s):
-                task = self._tasks.create_task(self._serve(command), name=f"handoff {peer.worker_id}")
-                self._streams[dial] = _Stream(task)
-                asyncio.get_running_loop().call_later(timeout_s, self.handle, dialling.TimedOut(dial))
-            case dialling.Send(dial, key, message):
-                self._write(dial, wire.from_sender(key, message))
-            case dialling.Finish(dial):
-                self._write(dial, None)
-            case dialling.Close(dial, refusal):
-                if refusal is not None:
-                    self._refused[refusal] += 1
-                self._streams.pop(dial).task.cancel()
-            case ReceiverLost(peer, reason):
-                logger.log(logging.INFO if self._is_closing else logging.WARNING, "%s: %s", peer.worker_id, reason)
-                self._sink.put(command)
-            case ReceiverAttached(peer):
-                logger.info("attached to %s", peer.worker_id)
-                self._sink.put(command)
-            case AttachMover() | ReceiverMessage():
-                raise AssertionError("what takes time is done by the stream's task")
+    def _time_out(self, dial: DialId) -> None:
+        self._perform(self._dialling.time_out(dial))
 
     def _write(self, dial: DialId, message: Request | None) -> None:
         stream = self._streams.get(dial)
         if stream is None:
             return
         if stream.outbound.qsize() >= MAX_QUEUED:
-            self.handle(dialling.Ended(dial, f"it does not read: {stream.outbound.qsize()} messages wait"))
+            self._perform(self._dialling.end(dial, f"it does not read: {stream.outbound.qsize()} messages wait"))
             return
         stream.outbound.put_nowait(message)
 
@@ -131,36 +138,27 @@ class HandoffClient:
             reason = str(error)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-        self.handle(dialling.Ended(dial.dial, reason))
+        self._perform(self._dialling.end(dial.dial, reason))
 
     async def _read(self, dial: Dial, call: Call, outbound: asyncio.Queue[Request | None]) -> None:
+        """Greet a receiver, then hand on what it says: reading on waits until that is done."""
         ack = await self._greet(call, dial.peer)
-        await self._receive(dialling.Answered(dial.dial, ack))
-        writer = self._tasks.create_task(_write(outbound, call), name=f"handoff {dial.peer.worker_id} writer")
+        self._dialling.answer(dial.dial, ack)
+        await asyncio.to_thread(self._mover.attach, dial.peer, ack.mover_metadata)
+        self._perform(self._dialling.attach(dial.dial))
+        writer = self._tasks.create_task(write_all(outbound, call), name=f"handoff {dial.peer.worker_id} writer")
         try:
             while isinstance(message := await call.read(), Response):
                 for each in (message, *message.more):
                     try:
-                        event = dialling.Received(dial.dial, *wire.to_sender(each))
+                        event = ReceiverMessage(dial.peer, *wire.to_sender(each))
                     except ProtocolError as error:
                         self._refused[error.refusal] += 1
                         logger.warning("%s: refused: %s", dial.peer.worker_id, error)
                         continue
-                    await self._receive(event)
+                    await self._sink.offer(event)
         finally:
             writer.cancel()
-
-    async def _receive(self, event: dialling.Answered | dialling.Received) -> None:
-        """Handle what the other process says, in the stream's task: reading on waits until that is done."""
-        for command in self._dialling.handle(event):
-            match command:
-                case AttachMover(dial, peer, metadata):
-                    await asyncio.to_thread(self._mover.attach, peer, metadata)
-                    self.handle(dialling.CanWrite(dial))
-                case ReceiverMessage():
-                    await self._sink.offer(command)
-                case _:
-                    self._perform(command)
 
     async def _greet(self, call: Call, peer: Peer) -> HelloAck:
         hello = Hello(self._me, self._mover.name, peer.incarnation, process_age_s())
@@ -170,15 +168,3 @@ class HandoffClient:
         if not isinstance(first, Response):
             raise ProtocolError("message: the stream ended before hello_ack")
         return wire.ack_from_proto(first)
-
-
-async def _write(outbound: asyncio.Queue[Request | None], call: Call) -> None:
-    while True:
-        message = await next_message(outbound)
-        try:
-            if message is None:
-                await call.done_writing()
-                return
-            await call.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the reader sees the same end and says why

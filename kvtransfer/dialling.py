@@ -9,10 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NewType
 
-from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.doors import Connect, Forget, ReceiverAttached, ReceiverLost, ReceiverMessage, ToReceiver
-from pdserve.kvtransfer.greeting import HelloAck, Introduction, check_ack
-from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Peer
+from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost
+from pdserve.kvtransfer.session import FromSender, HandoffKey, HelloAck, Introduction, Peer, check_ack
 from pdserve.values import value
 
 CONNECT_TIMEOUT_S = 2.0
@@ -22,66 +20,12 @@ DialId = NewType("DialId", int)
 
 
 @value
-class Answered:
-    """The first message of the process that was dialled has arrived."""
-
-    dial: DialId
-    ack: HelloAck
-
-
-@value
-class CanWrite:
-    """The mover can write into the pages of the process that was dialled."""
-
-    dial: DialId
-
-
-@value
-class Received:
-    """A message about one hand-off arrived from a process that was dialled."""
-
-    dial: DialId
-    key: HandoffKey
-    message: FromReceiver
-
-
-@value
-class TimedOut:
-    """The time of a Dial has passed."""
-
-    dial: DialId
-
-
-@value
-class Ended:
-    """A stream has ended, or could not be had."""
-
-    dial: DialId
-    reason: str
-
-
-@value
-class Left:
-    """This process dials no more; queued messages are still sent."""
-
-
-@value
 class Dial:
-    """Open a stream and send a hello on it; TimedOut is due after `timeout_s`."""
+    """Open a stream and send a hello on it; `time_out` is due after CONNECT_TIMEOUT_S."""
 
     dial: DialId
     peer: Peer
     address: str
-    timeout_s: float
-
-
-@value
-class AttachMover:
-    """Let the mover write into the pages of a process; CanWrite or Ended follows."""
-
-    dial: DialId
-    peer: Peer
-    metadata: bytes
 
 
 @value
@@ -100,15 +44,12 @@ class Finish:
 
 @value
 class Close:
-    """End a stream; its process has been reported as lost."""
+    """End a stream."""
 
     dial: DialId
-    refusal: Refusal | None = None  # what was wrong with the process, if that is why
 
 
-Event = Connect | ToReceiver | Forget | Answered | CanWrite | Received | TimedOut | Ended | Left
-Report = ReceiverAttached | ReceiverMessage | ReceiverLost
-Command = Dial | AttachMover | Send | Finish | Close | Report
+Command = Dial | Send | Finish | Close | ReceiverAttached | ReceiverLost
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +68,7 @@ class Dialling:
     def __init__(self, me: Introduction) -> None:
         self._me = me
         self._streams: dict[Peer, _Stream] = {}
-        self._by_dial: dict[DialId, _Stream] = {}  # the same
+        self._by_dial: dict[DialId, _Stream] = {}  # the same; late news of a stream that was closed finds none here
         self._last_dial = 0
         self._is_leaving = False
 
@@ -135,72 +76,65 @@ class Dialling:
     def attached(self) -> tuple[DialId, ...]:
         return tuple(stream.dial for stream in self._streams.values() if stream.is_attached)
 
-    def handle(self, event: Event) -> tuple[Command, ...]:
-        match event:
-            case Connect(peer, address):
-                return self._dial(peer, address)
-            case ToReceiver(peer, key, message):
-                return self._say(self._streams.get(peer), key, message)
-            case Forget(peer):
-                return self._end(self._streams.get(peer), "its process has ended")
-            case Left():
-                self._is_leaving = True
-                return tuple(map(Finish, self.attached))
-            case _:
-                stream = self._by_dial.get(event.dial)
-                return () if stream is None else self._go_on(stream, event)
-
-    def _go_on(self, stream: _Stream, event: Answered | CanWrite | Received | TimedOut | Ended) -> tuple[Command, ...]:
-        match event:
-            case Answered(_, ack):
-                return self._check(stream, ack)
-            case CanWrite():
-                return self._attach(stream)
-            case Received(_, key, message):
-                return (ReceiverMessage(stream.peer, key, message),)
-            case TimedOut():
-                if stream.is_greeted:
-                    return ()
-                return self._end(stream, f"no answer from {stream.address} within {CONNECT_TIMEOUT_S:g} s")
-            case Ended(_, reason):
-                return self._end(stream, reason)
-
-    def _dial(self, peer: Peer, address: str) -> tuple[Command, ...]:
+    def connect(self, peer: Peer, address: str) -> list[Command]:
+        """Have a stream to a process; nothing if there is one, or this process leaves."""
         if peer in self._streams or self._is_leaving:
-            return ()
+            return []
         self._last_dial += 1
         stream = _Stream(DialId(self._last_dial), peer, address)
         self._streams[peer] = self._by_dial[stream.dial] = stream
-        return (Dial(stream.dial, peer, address, CONNECT_TIMEOUT_S),)
+        return [Dial(stream.dial, peer, address)]
 
-    def _check(self, stream: _Stream, ack: HelloAck) -> tuple[Command, ...]:
-        try:
-            check_ack(ack, self._me, stream.peer)
-        except ProtocolError as error:
-            return self._end(stream, str(error), error.refusal)
-        stream.is_greeted = True
-        return (AttachMover(stream.dial, stream.peer, ack.mover_metadata),)
-
-    def _attach(self, stream: _Stream) -> tuple[Command, ...]:
-        stream.is_attached = True
-        queued = tuple(Send(stream.dial, key, message) for key, message in stream.queue)
-        stream.queue.clear()
-        finish = (Finish(stream.dial),) if self._is_leaving else ()
-        return (ReceiverAttached(stream.peer), *queued, *finish)
-
-    def _say(self, stream: _Stream | None, key: HandoffKey, message: FromSender) -> tuple[Command, ...]:
-        """Send a message on a stream once it is attached; drop it if the process has no stream."""
+    def send(self, peer: Peer, key: HandoffKey, message: FromSender) -> list[Command]:
+        """Send a message on a stream once it is attached; drop the message if the process has no stream."""
+        stream = self._streams.get(peer)
         if stream is None:
-            return ()
+            return []
         if stream.is_attached:
-            return (Send(stream.dial, key, message),)
+            return [Send(stream.dial, key, message)]
         if len(stream.queue) >= MAX_QUEUED:
-            return self._end(stream, f"it does not answer: {len(stream.queue)} messages wait")
+            return self.end(stream.dial, f"it does not answer: {len(stream.queue)} messages wait")
         stream.queue.append((key, message))
-        return ()
+        return []
 
-    def _end(self, stream: _Stream | None, reason: str, refusal: Refusal | None = None) -> tuple[Command, ...]:
+    def answer(self, dial: DialId, ack: HelloAck) -> None:
+        """Note that the process that was dialled has answered; ProtocolError if it is another one."""
+        stream = self._by_dial.get(dial)
+        if stream is not None:
+            check_ack(ack, self._me, stream.peer)
+            stream.is_greeted = True
+
+    def attach(self, dial: DialId) -> list[Command]:
+        """Note that the mover can write into the pages of a process that has answered."""
+        stream = self._by_dial.get(dial)
         if stream is None:
-            return ()
-        del self._streams[stream.peer], self._by_dial[stream.dial]
-        return Close(stream.dial, refusal), ReceiverLost(stream.peer, reason)
+            return []
+        stream.is_attached = True
+        queued = [Send(dial, key, message) for key, message in stream.queue]
+        stream.queue.clear()
+        return [ReceiverAttached(stream.peer), *queued, *([Finish(dial)] if self._is_leaving else [])]
+
+    def time_out(self, dial: DialId) -> list[Command]:
+        """End a stream whose time to be answered has passed, unless it was answered."""
+        stream = self._by_dial.get(dial)
+        if stream is None or stream.is_greeted:
+            return []
+        return self.end(dial, f"no answer from {stream.address} within {CONNECT_TIMEOUT_S:g} s")
+
+    def end(self, dial: DialId, reason: str) -> list[Command]:
+        """End a stream, or note that it has ended or could not be had."""
+        stream = self._by_dial.pop(dial, None)
+        if stream is None:
+            return []
+        del self._streams[stream.peer]
+        return [Close(dial), ReceiverLost(stream.peer, reason)]
+
+    def forget(self, peer: Peer) -> list[Command]:
+        """End the stream to a process that is known to have ended."""
+        stream = self._streams.get(peer)
+        return [] if stream is None else self.end(stream.dial, "its process has ended")
+
+    def leave(self) -> list[Command]:
+        """Dial no more; queued messages are still sent."""
+        self._is_leaving = True
+        return [Finish(dial) for dial in self.attached]

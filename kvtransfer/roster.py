@@ -8,67 +8,14 @@ from math import inf
 from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderMessage
-from pdserve.kvtransfer.greeting import Hello, Introduction, check_hello
-from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
+from pdserve.kvtransfer.doors import PeerGone, SenderAttached, SenderLost
+from pdserve.kvtransfer.session import Hello, Introduction, Peer, check_hello
 from pdserve.processes import KnownProcesses
 from pdserve.values import value
 
 MAX_ENDED = 4096  # processes that are remembered, and refused
 
 StreamId = NewType("StreamId", int)
-
-
-@value
-class Greeted:
-    """A stream was opened, and this is its first message."""
-
-    stream: StreamId
-    hello: Hello
-
-
-@value
-class Alive:
-    """A heartbeat arrived on a stream: the engine loop of its process goes on."""
-
-    stream: StreamId
-
-
-@value
-class Received:
-    """A message about one hand-off arrived on a stream."""
-
-    stream: StreamId
-    key: HandoffKey
-    message: FromSender
-
-
-@value
-class Malformed:
-    """A message that is refused arrived on a stream. It shows that the process lives."""
-
-    stream: StreamId
-
-
-@value
-class Ended:
-    stream: StreamId
-    reason: str
-
-
-@value
-class Welcome:
-    """Answer on a stream that it is attached now."""
-
-    stream: StreamId
-
-
-@value
-class Refuse:
-    """End a stream that is not let in."""
-
-    stream: StreamId
-    error: ProtocolError
 
 
 @value
@@ -79,9 +26,7 @@ class Close:
     reason: str
 
 
-Event = Greeted | Alive | Received | Malformed | Ended | Forget
-Report = SenderAttached | SenderAlive | SenderMessage | SenderLost | PeerGone
-Command = Welcome | Refuse | Close | Report
+Command = Close | SenderAttached | SenderLost | PeerGone
 
 
 class Roster:
@@ -101,38 +46,15 @@ class Roster:
     def stream_of(self, peer: Peer) -> StreamId | None:
         return self._streams.get(peer)
 
-    def handle(self, event: Event, now_s: float) -> tuple[Command, ...]:
-        match event:
-            case Greeted(stream, hello):
-                return self._greet(stream, hello, now_s)
-            case Alive(stream):
-                peer = self._receive(stream, now_s)
-                return () if peer is None else (SenderAlive(peer),)
-            case Received(stream, key, message):
-                peer = self._receive(stream, now_s)
-                return () if peer is None else (SenderMessage(peer, key, message),)
-            case Malformed(stream):
-                self._receive(stream, now_s)
-                return ()
-            case Ended(stream, reason):
-                peer = self._peers.pop(stream, None)
-                if peer is None:
-                    return ()
-                del self._streams[peer]
-                return (SenderLost(peer, reason),)
-            case Forget(peer):
-                self._processes.note_ended(peer)
-                return self._detach(peer, "its process has ended")
+    def attach(self, stream: StreamId, hello: Hello, now_s: float) -> list[Command]:
+        """Attach a stream in place of an earlier one of the same process, or of an earlier process.
 
-    def _greet(self, stream: StreamId, hello: Hello, now_s: float) -> tuple[Command, ...]:
-        """Attach a stream in place of an earlier one of the same process, or of an earlier process."""
+        ProtocolError if its process is not let in.
+        """
         peer = hello.me.peer
-        try:
-            check_hello(hello, self._me, self._mover)
-            if reason := self._processes.refusal(peer):
-                raise ProtocolError(f"incarnation: {reason}", Refusal.INCARNATION)
-        except ProtocolError as error:
-            return (Refuse(stream, error),)
+        check_hello(hello, self._me, self._mover)
+        if reason := self._processes.refusal(peer):
+            raise ProtocolError(f"incarnation: {reason}", Refusal.INCARNATION)
         commands: list[Command] = []
         for attached in [each for each in self._streams if each.worker_id == peer.worker_id]:
             self._processes.note_heard(attached, inf)  # it is there
@@ -142,18 +64,28 @@ class Roster:
             self._processes.note_ended(predecessor)
             commands.append(PeerGone(Peer(*predecessor)))
         self._streams[peer], self._peers[stream] = stream, peer
-        return (*commands, Welcome(stream), SenderAttached(peer))
+        return [*commands, SenderAttached(peer)]
 
-    def _detach(self, peer: Peer, reason: str) -> tuple[Command, ...]:
-        stream = self._streams.pop(peer, None)
-        if stream is None:
-            return ()
-        del self._peers[stream]
-        return Close(stream, reason), SenderLost(peer, reason)
-
-    def _receive(self, stream: StreamId, now_s: float) -> Peer | None:
-        """Return whose stream this is, and note that something was received from that process."""
+    def receive(self, stream: StreamId, now_s: float) -> Peer | None:
+        """Return from which process a message has arrived, which shows that the process lives; None: not attached."""
         peer = self._peers.get(stream)
         if peer is not None:
             self._processes.note_heard(peer, now_s)
         return peer
+
+    def end(self, stream: StreamId, reason: str) -> list[Command]:
+        """Note that a stream has ended."""
+        peer = self._peers.pop(stream, None)
+        if peer is None:
+            return []
+        del self._streams[peer]
+        return [SenderLost(peer, reason)]
+
+    def forget(self, peer: Peer) -> list[Command]:
+        """Note that a process is known to have ended, and end its stream."""
+        self._processes.note_ended(peer)
+        return self._detach(peer, "its process has ended")
+
+    def _detach(self, peer: Peer, reason: str) -> list[Command]:
+        stream = self._streams.get(peer)
+        return [] if stream is None else [Close(stream, reason), *self.end(stream, reason)]

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,12 +14,19 @@ from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, ProtocolError, Refusal
-from pdserve.kvtransfer import doors, roster, wire
-from pdserve.kvtransfer.doors import Sink
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
+from pdserve.kvtransfer import roster, wire
+from pdserve.kvtransfer.doors import (
+    IncomingEvent,
+    PeerGone,
+    SenderAlive,
+    SenderAttached,
+    SenderLost,
+    SenderMessage,
+    Sink,
+)
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.roster import Roster, StreamId
-from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
+from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Hello, HelloAck, Introduction, Peer
 from pdserve.kvtransfer.wire import Request, Response
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer, add_HandoffServiceServicer_to_server
 from pdserve.rpc import abort, join_address, running, split_address
@@ -43,7 +50,6 @@ class _Stream:
     outbound: asyncio.Queue[Response | None] = field(default_factory=asyncio.Queue)  # None: write nothing more
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = CUT
-    refused: ProtocolError | None = None
 
     def end(self, reason: str) -> None:
         if not self.ended.is_set():
@@ -54,9 +60,7 @@ class _Stream:
 class HandoffServicer(HandoffServiceServicer):
     """Lets senders attach; one stream each, the latest."""
 
-    def __init__(
-        self, me: Introduction, mover: Mover, sink: Sink[doors.IncomingEvent], refused: Counter[Refusal]
-    ) -> None:
+    def __init__(self, me: Introduction, mover: Mover, sink: Sink[IncomingEvent], refused: Counter[Refusal]) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._ack = wire.ack_to_proto(HelloAck(me, mover.describe()))
         self._sink = sink
@@ -78,12 +82,13 @@ class HandoffServicer(HandoffServiceServicer):
         stream = self._streams[stream_id]
         if stream.outbound.qsize() >= MAX_QUEUED:
             stream.end(f"it does not read: {stream.outbound.qsize()} messages wait")
-            self._handle(roster.Ended(stream_id, stream.reason))
+            self._perform(self._roster.end(stream_id, stream.reason))
             return
         stream.outbound.put_nowait(wire.from_receiver(key, command))
 
-    def forget(self, forget: doors.Forget) -> None:
-        self._handle(forget)
+    def forget(self, peer: Peer) -> None:
+        """End the stream of a process that is known to have ended, and let it attach no more."""
+        self._perform(self._roster.forget(peer))
 
     def close(self) -> None:
         """End every stream once what is queued has been written."""
@@ -98,9 +103,9 @@ class HandoffServicer(HandoffServiceServicer):
         self._streams[stream.stream_id] = stream
         try:
             hello = await _first(request_iterator)
-            self._handle(roster.Greeted(stream.stream_id, hello))
-            if stream.refused is not None:
-                raise stream.refused
+            commands = self._roster.attach(stream.stream_id, hello, self._clock.now_s())
+            stream.outbound.put_nowait(self._ack)
+            self._perform(commands)
             await self._serve(stream, request_iterator, context)
         except ProtocolError as error:
             self._refused[error.refusal] += 1
@@ -108,20 +113,21 @@ class HandoffServicer(HandoffServiceServicer):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         finally:
             del self._streams[stream.stream_id]
-            self._handle(roster.Ended(stream.stream_id, stream.reason))
+            self._perform(self._roster.end(stream.stream_id, stream.reason))
 
-    def _handle(self, event: roster.Event) -> None:
-        for command in self._roster.handle(event, self._clock.now_s()):
+    def _perform(self, commands: Iterable[roster.Command]) -> None:
+        for command in commands:
             match command:
-                case roster.Welcome(stream_id):
-                    self._streams[stream_id].outbound.put_nowait(self._ack)
-                case roster.Refuse(stream_id, error):
-                    self._streams[stream_id].refused = error
                 case roster.Close(stream_id, reason):
                     self._streams[stream_id].end(reason)
-                case report:
-                    _log(report)
-                    self._sink.put(report)
+                    continue
+                case SenderAttached(peer):
+                    logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
+                case SenderLost(peer, reason):
+                    logger.info("%s: detached: %s", peer.worker_id, reason)
+                case PeerGone(peer):
+                    logger.info("%s: its incarnation %016x has ended", peer.worker_id, peer.incarnation)
+            self._sink.put(command)
 
     async def _serve(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> None:
         name = f"handoff stream {stream.stream_id}"
@@ -144,16 +150,17 @@ class HandoffServicer(HandoffServiceServicer):
         stream.end("it ended its stream")
 
     async def _take(self, stream_id: StreamId, message: Request) -> None:
-        event: roster.Event
+        peer = self._roster.receive(stream_id, self._clock.now_s())
+        if peer is None:
+            return
         try:
-            event = _event(stream_id, message)
+            alive = message.HasField("alive")
+            event = SenderAlive(peer) if alive else SenderMessage(peer, *wire.to_receiver(message))
         except ProtocolError as error:
             self._refused[error.refusal] += 1
             logger.warning("stream %d: refused: %s", stream_id, error)
-            event = roster.Malformed(stream_id)
-        for command in self._roster.handle(event, self._clock.now_s()):
-            if isinstance(command, doors.SenderAlive | doors.SenderMessage):
-                await self._sink.offer(command)
+            return
+        await self._sink.offer(event)
 
 
 async def _first(messages: AsyncIterator[Request]) -> Hello:
@@ -164,24 +171,6 @@ async def _first(messages: AsyncIterator[Request]) -> Hello:
     except TimeoutError:
         raise ProtocolError(f"message: no hello within {HELLO_TIMEOUT_S:g} s") from None
     raise ProtocolError("message: no hello")
-
-
-def _event(stream_id: StreamId, message: Request) -> roster.Alive | roster.Received:
-    if message.HasField("alive"):
-        return roster.Alive(stream_id)
-    return roster.Received(stream_id, *wire.to_receiver(message))
-
-
-def _log(report: roster.Report) -> None:
-    match report:
-        case doors.SenderAttached(peer):
-            logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
-        case doors.SenderLost(peer, reason):
-            logger.info("%s: detached: %s", peer.worker_id, reason)
-        case doors.PeerGone(peer):
-            logger.info("%s: its incarnation %016x has ended", peer.worker_id, peer.incarnation)
-        case doors.SenderAlive() | doors.SenderMessage():
-            pass  # one for each message
 
 
 async def _write(stream: _Stream, context: Context) -> None:

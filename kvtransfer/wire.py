@@ -6,9 +6,8 @@ What a peer says is checked here: ProtocolError names the field.
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import session
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import HandoffKey, Hello, HelloAck, Introduction, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.sampling import SampledToken
 from pdserve.wire import layout_from_proto, layout_to_proto, logprobs_from_proto, logprobs_to_proto

@@ -1,8 +1,10 @@
 """Writes messages that wait for a stream as one message: a write costs both ends more than its content."""
 
-from asyncio import Queue
+from asyncio import InvalidStateError, Queue
 from collections.abc import Callable, MutableSequence
-from typing import Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
+
+import grpc
 
 TOGETHER_BYTES = 262_144  # a message of this size is not extended; not tuned
 
@@ -45,6 +47,18 @@ async def next_message(outbound: "Queue[M | None] | Queue[M | Deferred[M] | None
             num_bytes += another.ByteSize()
             together.more.append(another)
     return together
+
+
+async def write_all(
+    outbound: "Queue[M | None] | Queue[M | Deferred[M] | None]", call: "grpc.aio.StreamStreamCall[M, Any]"
+) -> None:
+    """Write to a stream that this process has opened, until there is None in the queue or the stream has ended."""
+    try:
+        while (message := await next_message(outbound)) is not None:
+            await call.write(message)
+        await call.done_writing()
+    except (grpc.RpcError, InvalidStateError):
+        pass  # the reader sees the same end and says why
 
 
 def _made(entry: M | Deferred[M]) -> M | None:

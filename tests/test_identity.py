@@ -11,7 +11,7 @@ import pytest
 from stream_ends import DECODE, SECRET, prefill_worker
 
 from pdserve.clock import VirtualClock
-from pdserve.kvtransfer.doors import Connect, ReceiverLost
+from pdserve.kvtransfer.doors import ReceiverLost
 from pdserve.rpc import (
     CHALLENGE_METADATA_KEY,
     HELLO_METADATA_KEY,
@@ -148,7 +148,7 @@ class Impostor(grpc.aio.ServerInterceptor):
 async def test_who_listens_without_the_secret_is_shown_no_proof_and_told_nothing(challenge: bytes | None) -> None:
     impostor = Impostor(challenge)
     async with serving(impostor) as (_, port), prefill_worker() as prefill:
-        prefill.client.handle(Connect(DECODE, f"127.0.0.1:{port}"))
+        prefill.client.connect(DECODE, f"127.0.0.1:{port}")
         async with asyncio.timeout(20):
             lost = await prefill.heard.next()
     assert isinstance(lost, ReceiverLost)
@@ -159,7 +159,7 @@ async def test_who_listens_without_the_secret_is_shown_no_proof_and_told_nothing
 async def test_the_secret_is_shown_to_nobody() -> None:
     impostor = Impostor(None)
     async with serving(impostor) as (_, port), prefill_worker() as prefill:
-        prefill.client.handle(Connect(DECODE, f"127.0.0.1:{port}"))
+        prefill.client.connect(DECODE, f"127.0.0.1:{port}")
         assert isinstance(await prefill.heard.next(), ReceiverLost)
     assert impostor.shown
     assert not any(SECRET in value for value in impostor.shown.values())

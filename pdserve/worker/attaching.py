@@ -16,68 +16,19 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.5  # a router that starts has its workers 
 
 
 @value
-class Found:
-    """A name of routers leads to these addresses now, host:port."""
-
-    name: str
-    addresses: frozenset[str]
-
-
-@value
-class Due:
-    """The time of a Redial has come."""
-
-    address: str
-
-
-@value
-class Welcomed:
-    """A router lets this worker attach."""
-
-    router: RouterRef
-
-
-@value
-class TimedOut:
-    router: RouterRef
-
-
-@value
-class Ended:
-    """A stream has ended, or could not be had."""
-
-    router: RouterRef
-    reason: str
-    is_dismissal: bool = False  # the router says that this process must end
-
-
-@value
-class Left:
-    """This worker has drained; queued messages are still sent."""
-
-
-@value
 class Dial:
-    """Open a stream and register on it; TimedOut is due after `timeout_s`."""
+    """Open a stream and register on it; `time_out` is due after WELCOME_TIMEOUT_S."""
 
     router: RouterRef
     address: str
-    timeout_s: float
 
 
 @value
 class Redial:
-    """Let Due follow after a while, and look names up meanwhile: a lost router may have a successor elsewhere."""
+    """Call `dial` after a while, and look names up meanwhile: a lost router may have a successor elsewhere."""
 
     address: str
     delay_s: float
-
-
-@value
-class Register:
-    """Say again who this worker is: the registration may have changed since the router was dialled."""
-
-    router: RouterRef
 
 
 @value
@@ -92,15 +43,7 @@ class Close:
     router: RouterRef
 
 
-@value
-class EndProcess:
-    """A router refuses this process, which has a successor."""
-
-    reason: str
-
-
-Event = Found | Due | Welcomed | TimedOut | Ended | Left
-Command = Dial | Redial | Register | Finish | Close | RouterLost | EndProcess
+Command = Dial | Redial | Finish | Close | RouterLost
 
 
 @dataclass(slots=True)
@@ -115,7 +58,7 @@ class Attaching:
     def __init__(self, jitter: Callable[[], float]) -> None:
         """`jitter` draws the share of a backoff that is waited, so that workers do not dial in step."""
         self._jitter = jitter
-        self._streams: dict[RouterRef, _Stream] = {}
+        self._streams: dict[RouterRef, _Stream] = {}  # late news of a stream that was closed finds none here
         self._found: dict[str, frozenset[str]] = {}  # by name
         self._backoff_s: dict[str, float] = {}  # of each address that has a stream or a redial under way
         self._last_ref = 0
@@ -125,59 +68,55 @@ class Attaching:
     def attached(self) -> tuple[RouterRef, ...]:
         return tuple([router for router, stream in self._streams.items() if stream.is_attached])
 
-    def handle(self, event: Event) -> tuple[Command, ...]:
-        match event:
-            case Found(name, addresses):
-                self._found[name] = addresses
-                added = sorted(addresses - self._backoff_s.keys())
-                return tuple([command for address in added for command in self._dial(address)])
-            case Due(address):
-                return self._dial(address)
-            case Left():
-                return self._leave()
-            case _:
-                stream = self._streams.get(event.router)  # None: late news of a stream that was closed
-                return () if stream is None else self._go_on(stream, event)
+    def note_addresses(self, name: str, addresses: frozenset[str]) -> list[Command]:
+        """Note which addresses, host:port, a name of routers leads to now."""
+        self._found[name] = addresses
+        return [command for address in sorted(addresses - self._backoff_s.keys()) for command in self.dial(address)]
 
-    def _go_on(self, stream: _Stream, event: Welcomed | TimedOut | Ended) -> tuple[Command, ...]:
-        match event:
-            case Welcomed(router):
-                stream.is_attached = True
-                self._backoff_s[stream.address] = MIN_BACKOFF_S
-                return (Register(router),)
-            case TimedOut(router):
-                return () if stream.is_attached else self._lose(router, stream)
-            case Ended(router, reason, is_dismissal):
-                if is_dismissal:
-                    del self._streams[router]
-                    return Close(router), EndProcess(f"router {stream.address} refuses this process: {reason}")
-                return self._lose(router, stream)
-
-    def _dial(self, address: str) -> tuple[Command, ...]:
+    def dial(self, address: str) -> list[Command]:
+        """Dial a router for the first time, or when its Redial is due; nothing if it is not wanted any more."""
         if self._is_leaving or not any(address in addresses for addresses in self._found.values()):
             self._backoff_s.pop(address, None)
-            return ()
+            return []
         self._last_ref += 1
         router = RouterRef(self._last_ref)
         self._streams[router] = _Stream(address)
         self._backoff_s.setdefault(address, MIN_BACKOFF_S)
-        return (Dial(router, address, WELCOME_TIMEOUT_S),)
+        return [Dial(router, address)]
 
-    def _lose(self, router: RouterRef, stream: _Stream) -> tuple[Command, ...]:
-        del self._streams[router]
-        lost = Close(router), RouterLost(router)
+    def attach(self, router: RouterRef) -> bool:
+        """Note that a router lets this worker attach; return whether its stream is still wanted."""
+        stream = self._streams.get(router)
+        if stream is None:
+            return False
+        stream.is_attached = True
+        self._backoff_s[stream.address] = MIN_BACKOFF_S
+        return True
+
+    def time_out(self, router: RouterRef) -> list[Command]:
+        """End a stream whose time to be welcomed has passed, unless it was welcomed."""
+        return [] if router in self.attached else self.end(router)
+
+    def end(self, router: RouterRef) -> list[Command]:
+        """End a stream, or note that it has ended or could not be had; its router is dialled again."""
+        stream = self._streams.pop(router, None)
+        if stream is None:
+            return []
+        lost: list[Command] = [Close(router), RouterLost(router)]
         if self._is_leaving:
             return lost
         backoff_s = self._backoff_s[stream.address]
         self._backoff_s[stream.address] = min(2 * backoff_s, MAX_BACKOFF_S)
-        return (*lost, Redial(stream.address, backoff_s * self._jitter()))
+        return [*lost, Redial(stream.address, backoff_s * self._jitter())]
 
-    def _leave(self) -> tuple[Command, ...]:
+    def dismiss(self, router: RouterRef) -> list[Command]:
+        """End the stream of a router that refuses this process: it has a successor. The process is to end."""
+        return [] if self._streams.pop(router, None) is None else [Close(router)]
+
+    def leave(self) -> list[Command]:
+        """Dial no more: this worker has drained. What is queued for attached routers is still sent."""
         self._is_leaving = True
         commands: list[Command] = []
         for router, stream in list(self._streams.items()):
-            if stream.is_attached:
-                commands.append(Finish(router))
-            else:
-                commands += self._lose(router, stream)
-        return tuple(commands)
+            commands += [Finish(router)] if stream.is_attached else self.end(router)
+        return commands

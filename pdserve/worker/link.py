@@ -7,7 +7,7 @@ is dropped, with everything it asked for.
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -21,9 +21,9 @@ from pdserve.names import Lookups, Resolve, resolve
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, identify
-from pdserve.together import Deferred, next_message
+from pdserve.together import Deferred, write_all
 from pdserve.worker import attaching, wire
-from pdserve.worker.attaching import Attaching, Dial
+from pdserve.worker.attaching import WELCOME_TIMEOUT_S, Attaching, Dial
 from pdserve.worker.messages import Event, RouterLost, RouterRef
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Links:
         """
         self._own = own
         names = (*names, own) if own else names
-        self._lookups = Lookups(names, "routers", lambda *found: self._handle(attaching.Found(*found)))
+        self._lookups = Lookups(names, "routers", self._note_addresses)
         self._credentials = credentials
         self._register = register
         self._sink = sink
@@ -107,13 +107,13 @@ class Links:
         if stream.outbound.qsize() >= MAX_QUEUED:
             reason = f"it does not read: {stream.outbound.qsize()} messages wait"
             logger.error("router %d: %s", router, reason)
-            self._handle(attaching.Ended(router, reason))
+            self._perform(self._attaching.end(router))
             return
         stream.outbound.put_nowait(message)
 
     def finish(self) -> None:
         """Write what is queued, then end every stream, and dial no more; `run` returns when routers have read it."""
-        self._handle(attaching.Left())
+        self._perform(self._attaching.leave())
         if self._looking is not None:
             self._looking.cancel()
 
@@ -122,24 +122,23 @@ class Links:
         async with self._tasks:
             self._looking = self._tasks.create_task(self._lookups.run(resolve), name="names of routers")
 
-    def _handle(self, event: attaching.Event) -> None:
-        for command in self._attaching.handle(event):
+    def _note_addresses(self, name: str, addresses: frozenset[str]) -> None:
+        self._perform(self._attaching.note_addresses(name, addresses))
+
+    def _perform(self, commands: Iterable[attaching.Command]) -> None:
+        for command in commands:
             match command:
-                case Dial(router, address, timeout_s):
+                case Dial(router, address):
                     task = self._tasks.create_task(self._serve(command), name=f"link {address}")
                     self._streams[router] = _Stream(task)
-                    asyncio.get_running_loop().call_later(timeout_s, self._time_out, command)
+                    asyncio.get_running_loop().call_later(WELCOME_TIMEOUT_S, self._time_out, command)
                 case attaching.Redial(address, delay_s):
                     self._lookups.again()
                     self._tasks.create_task(self._redial(address, delay_s), name=f"link {address}")
-                case attaching.Register(router):
-                    self.send(router, self._registration())
                 case attaching.Finish(router):
                     self.send(router, None)
                 case attaching.Close(router):
                     self._streams.pop(router).task.cancel()
-                case attaching.EndProcess(reason):
-                    self._on_dismissed(reason)
                 case RouterLost():
                     self._sink.put(command)
 
@@ -150,16 +149,15 @@ class Links:
 
     async def _redial(self, address: str, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        self._handle(attaching.Due(address))
+        self._perform(self._attaching.dial(address))
 
     def _time_out(self, dial: Dial) -> None:
         if dial.router in self._streams and dial.router not in self.attached:
-            self._warn(dial.address, f"no welcome within {dial.timeout_s:g} s")
-        self._handle(attaching.TimedOut(dial.router))
+            self._warn(dial.address, f"no welcome within {WELCOME_TIMEOUT_S:g} s")
+        self._perform(self._attaching.time_out(dial.router))
 
     async def _serve(self, dial: Dial) -> None:
         stream = self._streams[dial.router]
-        reason, is_dismissal = "it ended the stream", False
         try:
             await self._attach(dial, stream)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
@@ -167,10 +165,17 @@ class Links:
                 raise asyncio.CancelledError from error  # gRPC has put the call's end in its place
             reason = type(error).__name__
             if isinstance(error, grpc.aio.AioRpcError):
-                is_dismissal = error.code() is DISMISSED_STATUS
-                reason = error.details() or "" if is_dismissal else f"{error.code().name}: {error.details()}"
+                if error.code() is DISMISSED_STATUS:
+                    self._dismiss(dial, error.details() or "")
+                    return
+                reason = f"{error.code().name}: {error.details()}"
             self._warn(dial.address, reason)
-        self._handle(attaching.Ended(dial.router, reason, is_dismissal))
+        self._perform(self._attaching.end(dial.router))
+
+    def _dismiss(self, dial: Dial, reason: str) -> None:
+        self._warn(dial.address, reason)
+        self._perform(self._attaching.dismiss(dial.router))
+        self._on_dismissed(f"router {dial.address} refuses this process: {reason}")
 
     async def _attach(self, dial: Dial, stream: _Stream) -> None:
         credentials = Credentials(self._credentials.secret) if dial.address == self._own else self._credentials
@@ -186,8 +191,9 @@ class Links:
                 logger.info("attached to router %s at %s", first.welcome.router_id, dial.address)
                 self._warned.pop(dial.address, None)
                 stream.welcome = first.welcome
-                self._handle(attaching.Welcomed(dial.router))
-                writer = asyncio.create_task(_write(stream, call), name=f"link {dial.address} writer")
+                if self._attaching.attach(dial.router):  # what it was sent when it was dialled may have changed
+                    self.send(dial.router, self._registration())
+                writer = asyncio.create_task(write_all(stream.outbound, call), name=f"link {dial.address} writer")
                 try:
                     while isinstance(message := await call.read(), link.AttachResponse):
                         for each in (message, *message.more):
@@ -215,15 +221,3 @@ class Links:
         level = logging.DEBUG if self._warned.get(address) == problem else logging.WARNING
         self._warned[address] = problem
         logger.log(level, "router %s: %s", address, problem)
-
-
-async def _write(stream: _Stream, call: Call) -> None:
-    while True:
-        message = await next_message(stream.outbound)
-        try:
-            if message is None:
-                await call.done_writing()
-                return
-            await call.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the reader sees the same end and says why

@@ -77,21 +77,23 @@ class Outbox:
     def _carry_out(self, command: doors.Command) -> None:
         carriers = self._carriers
         match command:
-            case doors.Connect() | doors.ToReceiver():
-                carriers.client.handle(command)
+            case doors.Connect(peer, address):
+                carriers.client.connect(peer, address)
+            case doors.ToReceiver(peer, key, message):
+                carriers.client.send(peer, key, message)
             case doors.StartCopy(peer, key, src, dst):
                 carriers.mover.write(peer, key, src, dst)
             case doors.CancelCopies(peer, key):
                 carriers.mover.cancel(peer, key)
             case doors.Probe(peer):
                 carriers.probes.start(peer)
-            case doors.ToSender(peer, key, message):
-                carriers.servicer.send(peer, key, message)
+            case doors.ToSender(peer, key, answer):
+                carriers.servicer.send(peer, key, answer)
             case doors.CheckDigests():
                 self._tasks.create_task(self._check(command), name="digests")
             case doors.Forget(peer):
-                carriers.servicer.forget(command)
-                carriers.client.handle(command)
+                carriers.servicer.forget(peer)
+                carriers.client.forget(peer)
                 carriers.mover.forget(peer)
                 carriers.probes.forget(peer)
 

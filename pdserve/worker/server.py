@@ -23,9 +23,8 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverMessage
-from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import Introduction, Peer
 from pdserve.metrics import Sample, connection_samples, span_samples
 from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes

@@ -28,8 +28,8 @@ from tls_cluster import TlsCluster
 
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer import greeting, wire
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.session import Hello, Introduction, Peer
 from pdserve.launch.folder import free_port
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -145,7 +145,7 @@ class Caller:
             address = worker.registration.handoff_address
             peer = Peer(WorkerId("stranger"), Incarnation(1))
             layout = KvLayout("w", 2, 2, 4, 4, "float32")
-            hello = greeting.Hello(greeting.Introduction(peer, layout), "nixl", Incarnation(7), 0.0)
+            hello = Hello(Introduction(peer, layout), "nixl", Incarnation(7), 0.0)
             self._handoffs.append((address, wire.hello_to_proto(hello).SerializeToString()))
         for process in state.processes:
             ends = (process.kv_events_endpoint, process.kv_events_replay_endpoint)

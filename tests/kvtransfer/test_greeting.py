@@ -7,8 +7,7 @@ import pytest
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, check_ack, check_hello
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import Hello, HelloAck, Introduction, Peer, check_ack, check_hello
 
 LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
 SENDER = Introduction(Peer(WorkerId("p0"), Incarnation(1)), LAYOUT)

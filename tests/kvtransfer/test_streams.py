@@ -20,8 +20,6 @@ from stream_ends import (
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.doors import (
-    Connect,
-    Forget,
     ReceiverAttached,
     ReceiverLost,
     ReceiverMessage,
@@ -143,7 +141,7 @@ async def test_a_stopping_decode_worker_is_lost_and_the_next_need_dials_again() 
 
 async def test_nobody_listening_is_a_lost_peer_within_the_connect_timeout() -> None:
     async with prefill_worker() as prefill:
-        prefill.client.handle(Connect(DECODE, "127.0.0.1:1"))
+        prefill.client.connect(DECODE, "127.0.0.1:1")
         lost = await prefill.heard.next()
         assert isinstance(lost, ReceiverLost)
         assert "UNAVAILABLE" in lost.reason or "within 2 s" in lost.reason
@@ -153,7 +151,7 @@ async def test_a_listener_that_never_answers_is_a_lost_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         async with prefill_worker() as prefill:
-            prefill.client.handle(Connect(DECODE, f"{host}:{port}"))
+            prefill.client.connect(DECODE, f"{host}:{port}")
             assert isinstance(await prefill.heard.next(), ReceiverLost)
 
 
@@ -184,14 +182,14 @@ async def test_a_peer_that_does_not_read_is_lost_and_others_are_not() -> None:
 
 async def test_a_forgotten_prefill_worker_is_cut_off() -> None:
     async with pair() as (prefill, decode):
-        decode.servicer.forget(Forget(PREFILL))
+        decode.servicer.forget(PREFILL)
         assert isinstance(await prefill.heard.next(), ReceiverLost)
         assert await decode.heard.next() == SenderLost(PREFILL, "its process has ended")
 
 
 async def test_a_forgotten_decode_worker_is_cut_off() -> None:
     async with pair() as (prefill, decode):
-        prefill.client.handle(Forget(DECODE))
+        prefill.client.forget(DECODE)
         assert await prefill.heard.next() == ReceiverLost(DECODE, "its process has ended")
         assert isinstance(await decode.heard.next(), SenderLost)
 
@@ -199,6 +197,6 @@ async def test_a_forgotten_decode_worker_is_cut_off() -> None:
 async def test_a_decode_worker_forgotten_before_it_was_dialled_can_be_dialled_later() -> None:
     async with decode_worker() as decode, prefill_worker() as prefill:
         prefill.connect(decode)
-        prefill.client.handle(Forget(DECODE))
+        prefill.client.forget(DECODE)
         prefill.connect(decode)
         assert await decode.heard.next() == SenderAttached(PREFILL)

@@ -15,11 +15,10 @@ from pdserve.credentials import Credentials
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer import greeting, wire
+from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.copies import OnStopped
-from pdserve.kvtransfer.doors import Connect, IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached, ToReceiver
-from pdserve.kvtransfer.greeting import Introduction
+from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
@@ -30,6 +29,8 @@ from pdserve.kvtransfer.session import (
     FromSender,
     Grant,
     HandoffKey,
+    Hello,
+    Introduction,
     PagesLanded,
     Peer,
     Tail,
@@ -97,10 +98,10 @@ class Prefill(End):
     client: HandoffClient
 
     def connect(self, decode: Decode, peer: Peer = DECODE) -> None:
-        self.client.handle(Connect(peer, decode.address))
+        self.client.connect(peer, decode.address)
 
     def send(self, command: FromSender) -> None:
-        self.client.handle(ToReceiver(DECODE, KEY, command))
+        self.client.send(DECODE, KEY, command)
 
 
 def new_mover(layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Mover:
@@ -159,8 +160,8 @@ Change = Callable[[handoff.HandoffServiceAttachRequest], None]
 @asynccontextmanager
 async def raw_stream(decode: Decode, change: Change) -> AsyncIterator[grpc.aio.StreamStreamCall]:
     """Say a hello that `change` has falsified."""
-    introduction = greeting.Introduction(PREFILL, LAYOUT)
-    hello = wire.hello_to_proto(greeting.Hello(introduction, "loopback", DECODE.incarnation, 0.0))
+    introduction = Introduction(PREFILL, LAYOUT)
+    hello = wire.hello_to_proto(Hello(introduction, "loopback", DECODE.incarnation, 0.0))
     change(hello)
     async with grpc.aio.insecure_channel(decode.address) as channel:
         call = HandoffServiceStub(channel).Attach(metadata=await identify(channel, SECRET, ATTACH))

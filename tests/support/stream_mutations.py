@@ -1,65 +1,66 @@
-"""Bugs on purpose in the machines of the streams: greeting, roster, dialling, attaching, and the router's desk."""
+"""Bugs on purpose in who attaches to whom: roster, dialling, attaching, and the router's desk."""
 
 from collections.abc import Iterator
 
 from breaking import Original, breaks, mutation, wrap
 
-from pdserve.kvtransfer import dialling, greeting, roster
+from pdserve.kvtransfer import dialling, roster, session
 from pdserve.kvtransfer.doors import ReceiverLost
-from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
+from pdserve.kvtransfer.session import FromSender, HandoffKey, Hello, HelloAck, Introduction, Peer
 from pdserve.router import desk
 from pdserve.router.events import LinkLost
 from pdserve.worker import attaching
 from pdserve.worker.messages import RouterLost
 
-# ---- greeting
+# ---- who fits together
 
 
 @mutation
 def answer_whoever_means_another_incarnation() -> Iterator[object]:
-    def check(original: Original, hello: greeting.Hello, me: greeting.Introduction, mover: str) -> None:
-        there = greeting.Hello(hello.me, hello.mover, me.peer.incarnation, hello.age_s)
+    def check(original: Original, hello: Hello, me: Introduction, mover: str) -> None:
+        there = Hello(hello.me, hello.mover, me.peer.incarnation, hello.age_s)
         original(there, me, mover)
 
-    with wrap(greeting, "check_hello", check), wrap(roster, "check_hello", check) as patched:
+    with wrap(session, "check_hello", check), wrap(roster, "check_hello", check) as patched:
         yield patched
 
 
 @mutation
 def work_with_whoever_answers() -> Iterator[object]:
-    def check(original: Original, ack: greeting.HelloAck, me: greeting.Introduction, dialled: Peer) -> None:
+    def check(original: Original, ack: HelloAck, me: Introduction, dialled: Peer) -> None:
         original(ack, me, ack.me.peer)
 
-    with wrap(greeting, "check_ack", check), wrap(dialling, "check_ack", check) as patched:
+    with wrap(session, "check_ack", check), wrap(dialling, "check_ack", check) as patched:
         yield patched
 
 
 # ---- dialling
 
 
-@breaks(dialling.Dialling, "_say")
+@breaks(dialling.Dialling, "send")
 def drop_what_is_said_before_a_stream_is_attached(
-    original: Original, self: dialling.Dialling, stream: object, key: HandoffKey, message: FromSender
-) -> tuple[dialling.Command, ...]:
-    return original(self, stream, key, message) if getattr(stream, "is_attached", False) else ()
+    original: Original, self: dialling.Dialling, peer: Peer, key: HandoffKey, message: FromSender
+) -> list[dialling.Command]:
+    stream = self._streams.get(peer)
+    return original(self, peer, key, message) if stream is not None and stream.is_attached else []
 
 
-@breaks(dialling.Dialling, "_end")
-def end_a_dialled_stream_in_silence(original: Original, *args: object) -> tuple[dialling.Command, ...]:
-    return tuple(command for command in original(*args) if not isinstance(command, ReceiverLost))
+@breaks(dialling.Dialling, "end")
+def end_a_dialled_stream_in_silence(original: Original, *args: object) -> list[dialling.Command]:
+    return [command for command in original(*args) if not isinstance(command, ReceiverLost)]
 
 
 # ---- attaching
 
 
-@breaks(attaching.Attaching, "_lose")
-def dial_a_lost_router_no_more(original: Original, *args: object) -> tuple[attaching.Command, ...]:
-    return tuple(command for command in original(*args) if not isinstance(command, attaching.Redial))
+@breaks(attaching.Attaching, "end")
+def dial_a_lost_router_no_more(original: Original, *args: object) -> list[attaching.Command]:
+    return [command for command in original(*args) if not isinstance(command, attaching.Redial)]
 
 
-@breaks(attaching.Attaching, "_lose")
-def keep_what_a_lost_router_asked_for(original: Original, *args: object) -> tuple[attaching.Command, ...]:
-    return tuple(command for command in original(*args) if not isinstance(command, RouterLost))
+@breaks(attaching.Attaching, "end")
+def keep_what_a_lost_router_asked_for(original: Original, *args: object) -> list[attaching.Command]:
+    return [command for command in original(*args) if not isinstance(command, RouterLost)]
 
 
 # ---- the desk

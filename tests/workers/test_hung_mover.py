@@ -17,11 +17,10 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.backend import Indices
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import HEARTBEAT_S, OutgoingEvent, StartCopy
-from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import HandoffKey, Introduction, Peer
 from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role

@@ -13,9 +13,9 @@ from pdserve.credentials import Credentials
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import OutgoingEvent
-from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
+from pdserve.kvtransfer.session import Introduction
 from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link

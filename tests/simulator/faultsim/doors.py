@@ -74,8 +74,8 @@ class Doors:
 
     def perform(self, command: Command) -> None:
         match command:
-            case Connect():
-                self._receivers.handle(command)
+            case Connect(peer, address):
+                self._receivers.connect(peer, address)
             case StartCopy(key=key):
                 self.mover.copy(command, self._grants[key])
             case CancelCopies(peer, key):
@@ -89,8 +89,8 @@ class Doors:
                 self._world.after(delay_s, self._owner, self._check_digests, command)
             case Forget(peer):
                 self.mover.forget(peer)
-                self._receivers.handle(command)
-                self._senders.forget(command)
+                self._receivers.forget(peer)
+                self._senders.forget(peer)
             case Probe():
                 pass  # no copy waits for it
 
@@ -125,8 +125,8 @@ class Doors:
         self._owner.offer(report)
 
     def _to_receiver(self, command: ToReceiver) -> None:
-        self._receivers.handle(command)
         key, message = command.key, command.message
+        self._receivers.send(command.peer, key, message)
         if isinstance(message, Commit):
             self._owner.witness.handed_over(key, [tail.index for tail in message.capsule.tails])
             self._site("committed", self._owner)

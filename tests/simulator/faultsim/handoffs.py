@@ -1,16 +1,15 @@
 """Hand-off streams in virtual time: the machines of `kvtransfer.client` and `server`, over simulated streams."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from faultsim.network import End, Network
 from faultsim.world import Process, ViolationError
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import dialling, roster, wire
-from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
-from pdserve.kvtransfer.doors import Forget, IncomingEvent, OutgoingEvent
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
+from pdserve.kvtransfer.dialling import CONNECT_TIMEOUT_S, Dial, DialId, Dialling
+from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverMessage, SenderAlive, SenderMessage
 from pdserve.kvtransfer.roster import Roster, StreamId
-from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
+from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Hello, HelloAck, Introduction, Peer
 from pdserve.kvtransfer.wire import Request, Response
 
 MOVER = "simulated"
@@ -37,13 +36,20 @@ class SenderStreams:
         for dial in self._dialling.attached:
             self._write(dial, wire.ALIVE)
 
-    def handle(self, event: dialling.Event) -> None:
-        for command in self._dialling.handle(event):
+    def connect(self, peer: Peer, address: str) -> None:
+        self._perform(self._dialling.connect(peer, address))
+
+    def send(self, peer: Peer, key: HandoffKey, message: FromSender) -> None:
+        self._perform(self._dialling.send(peer, key, message))
+
+    def forget(self, peer: Peer) -> None:
+        self._perform(self._dialling.forget(peer))
+
+    def _perform(self, commands: Iterable[dialling.Command]) -> None:
+        for command in commands:
             match command:
                 case Dial():
                     self._dial(command)
-                case AttachMover(dial):
-                    self.handle(dialling.CanWrite(dial))
                 case dialling.Send(dial, key, message):
                     self._write(dial, wire.from_sender(key, message))
                 case dialling.Close(dial):
@@ -62,35 +68,52 @@ class SenderStreams:
 
     def _dial(self, dial: Dial) -> None:
         self._ends[dial.dial] = None
-        self._owner.world.after(dial.timeout_s, self._owner, self.handle, dialling.TimedOut(dial.dial))
+        self._owner.world.after(CONNECT_TIMEOUT_S, self._owner, self._time_out, dial.dial)
         self._network.dial(
             self._owner,
             dial.address,
             lambda end: self._opened(dial, end),
-            lambda reason: self.handle(dialling.Ended(dial.dial, reason)),
+            lambda reason: self._end(dial.dial, reason),
         )
+
+    def _time_out(self, dial: DialId) -> None:
+        self._perform(self._dialling.time_out(dial))
+
+    def _end(self, dial: DialId, reason: str) -> None:
+        self._perform(self._dialling.end(dial, reason))
 
     def _opened(self, dial: Dial, end: End) -> None:
         if dial.dial not in self._ends:
             end.close("not wanted any more")
             return
         self._ends[dial.dial] = end
-        end.receive = lambda message: self._receive(dial.dial, message)
-        end.lost = lambda reason: self.handle(dialling.Ended(dial.dial, reason))
+        end.receive = lambda message: self._receive(dial, message)
+        end.lost = lambda reason: self._end(dial.dial, reason)
         age_s = self._owner.world.now - self._owner.started_s
         hello = Hello(self._introduction, MOVER, dial.peer.incarnation, age_s)
         self._write(dial.dial, wire.hello_to_proto(hello))
 
-    def _receive(self, dial: DialId, content: object) -> None:
+    def _receive(self, dial: Dial, content: object) -> None:
+        if dial.dial not in self._ends:
+            return
         message = Response.FromString(_bytes(content))
         try:
-            if message.HasField("hello_ack"):
-                event: dialling.Event = dialling.Answered(dial, wire.ack_from_proto(message))
-            else:
-                event = dialling.Received(dial, *wire.to_sender(message))
+            ack = wire.ack_from_proto(message) if message.HasField("hello_ack") else None
+            said = None if ack is not None else ReceiverMessage(dial.peer, *wire.to_sender(message))
         except ProtocolError as error:
             raise _refused(self._owner, message, error) from error
-        self.handle(event)
+        if said is not None:
+            self._report(said)
+        if ack is not None:
+            self._attach(dial, ack)
+
+    def _attach(self, dial: Dial, ack: HelloAck) -> None:
+        try:
+            self._dialling.answer(dial.dial, ack)
+        except ProtocolError as error:
+            self._end(dial.dial, str(error))
+            return
+        self._perform(self._dialling.attach(dial.dial))
 
 
 class ReceiverStreams:
@@ -114,39 +137,40 @@ class ReceiverStreams:
     def send(self, peer: Peer, key: HandoffKey, command: FromReceiver) -> None:
         stream = self._roster.stream_of(peer)
         if stream is not None:
-            self._write(stream, wire.from_receiver(key, command))
+            self._ends[stream].send(wire.from_receiver(key, command).SerializeToString())
 
-    def forget(self, forget: Forget) -> None:
-        self._handle(forget)
+    def forget(self, peer: Peer) -> None:
+        self._perform(self._roster.forget(peer))
 
     def _receive(self, stream: StreamId, content: object) -> None:
         message = Request.FromString(_bytes(content))
         try:
-            match message.WhichOneof("message"):
-                case "hello":
-                    event: roster.Event = roster.Greeted(stream, wire.hello_from_proto(message))
-                case "alive":
-                    event = roster.Alive(stream)
-                case _:
-                    event = roster.Received(stream, *wire.to_receiver(message))
+            if message.HasField("hello"):
+                self._greet(stream, wire.hello_from_proto(message))
+                return
+            peer = self._roster.receive(stream, self._owner.world.now)
+            if peer is not None:
+                alive = message.HasField("alive")
+                self._report(SenderAlive(peer) if alive else SenderMessage(peer, *wire.to_receiver(message)))
         except ProtocolError as error:
             raise _refused(self._owner, message, error) from error
-        self._handle(event)
+
+    def _greet(self, stream: StreamId, hello: Hello) -> None:
+        try:
+            commands = self._roster.attach(stream, hello, self._owner.world.now)
+        except ProtocolError as error:
+            self._ends.pop(stream).close(str(error))
+            return
+        self._ends[stream].send(self._ack.SerializeToString())
+        self._perform(commands)
 
     def _ended(self, stream: StreamId, reason: str) -> None:
         del self._ends[stream]
-        self._handle(roster.Ended(stream, reason))
+        self._perform(self._roster.end(stream, reason))
 
-    def _write(self, stream: StreamId, message: Response) -> None:
-        self._ends[stream].send(message.SerializeToString())
-
-    def _handle(self, event: roster.Event) -> None:
-        for command in self._roster.handle(event, self._owner.world.now):
+    def _perform(self, commands: Iterable[roster.Command]) -> None:
+        for command in commands:
             match command:
-                case roster.Welcome(stream):
-                    self._write(stream, self._ack)
-                case roster.Refuse(stream, error):
-                    self._ends.pop(stream).close(str(error))
                 case roster.Close(stream, reason):
                     self._ends.pop(stream).close(reason)
                 case report:

@@ -1,12 +1,12 @@
 """A worker's streams to its routers in virtual time: the machine of `worker.link`, over simulated streams."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from faultsim.network import End, Network
 from faultsim.world import Process
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import attaching, wire
-from pdserve.worker.attaching import Attaching, Dial
+from pdserve.worker.attaching import WELCOME_TIMEOUT_S, Attaching, Dial
 from pdserve.worker.messages import Event, RouterLost, RouterRef
 
 
@@ -60,42 +60,47 @@ class SimLinks:
 
     def dial(self, address: str) -> None:
         """Attach to a router, now and whenever the stream is lost."""
-        self._handle(attaching.Found(address, frozenset((address,))))
+        self._perform(self._attaching.note_addresses(address, frozenset((address,))))
 
     def finish(self) -> None:
         """End every stream after what was sent."""
-        self._handle(attaching.Left())
+        self._perform(self._attaching.leave())
 
-    def _handle(self, event: attaching.Event) -> None:
-        for command in self._attaching.handle(event):
+    def _redial(self, address: str) -> None:
+        self._perform(self._attaching.dial(address))
+
+    def _time_out(self, router: RouterRef) -> None:
+        self._perform(self._attaching.time_out(router))
+
+    def _end(self, router: RouterRef) -> None:
+        self._perform(self._attaching.end(router))
+
+    def _perform(self, commands: Iterable[attaching.Command]) -> None:
+        for command in commands:
             match command:
                 case Dial():
                     self._dial(command)
                 case attaching.Redial(address, delay_s):
-                    self._owner.world.after(delay_s, self._owner, self._handle, attaching.Due(address))
-                case attaching.Register(router):
-                    self.send(router, self._registration())
+                    self._owner.world.after(delay_s, self._owner, self._redial, address)
                 case attaching.Finish(router):
-                    self._handle(attaching.Ended(router, "the worker has drained"))
+                    self._end(router)
                 case attaching.Close(router):
                     self._welcomes.pop(router, None)
                     end = self._ends.pop(router)
                     if end is not None:
                         end.close("closed by the worker")
-                case attaching.EndProcess():
-                    self._on_dismissed()
                 case RouterLost():
                     self._report(command)
 
     def _dial(self, dial: Dial) -> None:
         router, world = dial.router, self._owner.world
         self._ends[router] = None
-        world.after(dial.timeout_s, self._owner, self._handle, attaching.TimedOut(router))
+        world.after(WELCOME_TIMEOUT_S, self._owner, self._time_out, router)
         self._network.dial(
             self._owner,
             dial.address,
             lambda end: self._opened(router, end),
-            lambda reason: self._handle(attaching.Ended(router, reason)),
+            lambda _: self._end(router),
         )
 
     def _opened(self, router: RouterRef, end: End) -> None:
@@ -104,17 +109,19 @@ class SimLinks:
             return
         self._ends[router] = end
         end.receive = lambda message: self._receive(router, message)
-        end.lost = lambda reason: self._handle(attaching.Ended(router, reason))
+        end.lost = lambda _: self._end(router)
         self.send(router, self._registration())
 
     def _receive(self, router: RouterRef, content: object) -> None:
         if not isinstance(content, bytes):
-            self._handle(attaching.Ended(router, "it has a successor", is_dismissal=True))
+            self._perform(self._attaching.dismiss(router))
+            self._on_dismissed()
             return
         message = link.AttachResponse.FromString(content)
         if message.HasField("welcome"):
             self._welcomes[router] = message.welcome
-            self._handle(attaching.Welcomed(router))
+            if self._attaching.attach(router):
+                self.send(router, self._registration())
         else:
             for each in (message, *message.more):
                 event = wire.event(each, router, self._owner.world.now)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pdserve.ids import PROTOCOL_VERSION
-from pdserve.kvtransfer.greeting import Introduction
+from pdserve.kvtransfer.session import Introduction
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.wire import ROLE_NUMBERS, layout_to_proto

@@ -27,8 +27,7 @@ from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.doors import HEARTBEAT_S
-from pdserve.kvtransfer.greeting import Introduction
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import Introduction, Peer
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.worker.admission import Rules
