@@ -14,7 +14,7 @@ from pdserve.router.frontend.served import load_model
 from pdserve.rpc import check_bind
 from pdserve.signals import CLOSING_S
 from pdserve.worker import server as worker
-from pdserve.worker.seats import Seat
+from pdserve.worker.threads import Seat
 
 
 async def serve(config: WorkerConfig, seat: Seat | None = None) -> None:

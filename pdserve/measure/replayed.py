@@ -22,7 +22,7 @@ from pdserve.sampling import SampledToken
 from pdserve.token_ids import TOKEN_ID_BYTES
 from pdserve.wire import layout_to_proto
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
-from pdserve.worker.step_reports import StepReports
+from pdserve.worker.reporting import StepReports
 
 BEAT_S = 0.5
 NUM_PAGES, PAGE_SIZE = 100_000, 64

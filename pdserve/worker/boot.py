@@ -1,13 +1,17 @@
-"""Turns a worker's configuration into an engine: opens the checkpoint, loads the model, lays out the pages."""
+"""Turns a worker's configuration into an engine and a mover.
+
+Opens the checkpoint, loads the model, lays out the pages, and starts the library that moves them.
+"""
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
@@ -16,25 +20,30 @@ from pdserve.config import Device, WorkerConfig
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, not_installed
+from pdserve.ids import PageId
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvlayout import KvLayout, PageDigest
+from pdserve.kvtransfer.backends.backend import Backend
+from pdserve.kvtransfer.backends.ucx import Network
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Digests, Region, num_probe_rows
+from pdserve.kvtransfer.session import Pages, Peer
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.processor import choose_dtype, cpu_name, read_cpu_info
 from pdserve.roles import lacks_pages
-from pdserve.worker.failing import Run
-from pdserve.worker.page_memory import available_bytes
-from pdserve.worker.shared_weights import share_weights
+from pdserve.worker.memory import available_bytes, share_weights
 
 logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 MAX_CHARACTERS = 100
-PACED_TOKENS = 512  # for so many of its tokens a step takes `test_step_s` longer
+LOOPBACK = "127.0.0.1"
+_UNSIGNED = (1 << 64) - 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -100,22 +109,6 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         model_name=model_name,
     )
-
-
-def paced(compute: Run, step_s: float) -> Run:
-    """Return what computes a step, and then waits until it has taken `step_s` and the time of its tokens."""
-    if not step_s:
-        return compute
-
-    def run_and_wait(plan: StepPlan) -> StepResult:
-        began_s = time.perf_counter()
-        result = compute(plan)
-        if plan.chunks:  # else pages are copied for the step that follows
-            least_s = step_s * (1 + plan.num_tokens / PACED_TOKENS)
-            time.sleep(max(0.0, began_s + least_s - time.perf_counter()))
-        return replace(result, elapsed_s=time.perf_counter() - began_s)
-
-    return run_and_wait
 
 
 def page_digest(device: Device) -> PageDigest:
@@ -218,3 +211,74 @@ def device_name(device: str, cpu_info: str) -> str:
         return torch.cuda.get_device_name(torch.cuda.current_device())[:MAX_CHARACTERS]
     name = cpu_name(cpu_info)[:MAX_CHARACTERS]
     return f"interpreter, {name}" if device == "interpreter" else name
+
+
+def check_network(config: WorkerConfig) -> None:
+    """Raise ConfigError where pages could not travel as configured."""
+    if config.mover == "nixl":
+        if find_spec("nixl_cu12") is None:
+            raise not_installed("nixl_cu12")
+        _network(config).settings()
+
+
+def build_mover(
+    config: WorkerConfig,
+    me: Peer,
+    region: Region,
+    on_stopped: OnStopped,
+    secret: bytes,
+    listen: tuple[str, str] = (LOOPBACK, ""),
+) -> Mover:
+    """Start the configured mover. `listen`: the host on which it may listen, and the host that writers connect to."""
+    if config.test_fail_copies and config.mover != "nixl":
+        raise ConfigError(f"test_fail_copies: mover {config.mover} does not know how to fail on purpose")
+    return Mover(_backend(config, me, region, secret, listen), on_stopped)
+
+
+def kv_region(engine: Engine) -> Region:
+    """Return an engine's pages: page i is row i of the view."""
+    kv = engine.runner.kv
+    view = kv.view(torch.uint8).view(len(kv), -1)
+    return Region.of(view.numpy()) if view.device.type == "cpu" else device_region(view)
+
+
+def device_region(view: Tensor) -> Region:
+    """Return pages that the page-digest kernel can read. view: uint8 [num_pages, page_bytes], contiguous."""
+    page_bytes = view.shape[1]
+    probe = torch.zeros((num_probe_rows(page_bytes), page_bytes), dtype=torch.uint8, device=view.device)
+    gpu = view.get_device() if view.device.type == "cuda" else None
+    digests = _kernel_digests(view)
+    digests((PageId(0),))  # compiled before anybody waits for it
+    return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu)
+
+
+def _kernel_digests(view: Tensor) -> Digests:
+    """Return what computes splitmix64 digests of pages where they lie. On a stream of its own: it waits for no step."""
+    from pdserve.kernels.pageio import page_digests  # noqa: PLC0415 - a CPU worker has no need of Triton
+
+    stream = torch.cuda.Stream(view.device) if view.device.type == "cuda" else None
+
+    def digests(pages: Pages) -> tuple[int, ...]:
+        with torch.cuda.stream(stream):
+            ids = torch.tensor(pages, dtype=torch.int64, device=view.device)
+            found = page_digests(view, ids).tolist()
+        return tuple(digest & _UNSIGNED for digest in found)
+
+    return digests
+
+
+def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes, listen: tuple[str, str]) -> Backend:
+    # The library of the backend that is not configured may be missing.
+    if config.mover == "nixl":
+        from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415
+
+        return NixlBackend(me, region, _network(config), config.test_fail_copies)
+    from pdserve.kvtransfer.backends.collective import CollectiveBackend  # noqa: PLC0415
+    from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
+
+    staged = config.device in KERNEL_DEVICES  # an engine in the interpreter does as one on a GPU
+    return CollectiveBackend(me, region, Meeting(secret, *listen), staged=staged)
+
+
+def _network(config: WorkerConfig) -> Network:
+    return Network(config.handoff_host, config.handoff_rdma_devices, tcp_only=config.handoff_transport == "tcp")

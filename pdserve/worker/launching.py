@@ -6,17 +6,20 @@ wait for the host, once a token. What cannot be launched is computed by itself, 
 
 import asyncio
 import logging
+import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from threading import Condition
 
 from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError
-from pdserve.worker.boot import paced
-from pdserve.worker.failing import Isolating
+from pdserve.worker.failing import Isolating, Run
 from pdserve.worker.loop import StartStep
 
 logger = logging.getLogger(__name__)
+
+PACED_TOKENS = 512  # for so many of its tokens a step takes `test_step_s` longer
 
 
 def step_starter(runner: EngineRunner, step_s: float, thread: Executor) -> StartStep:
@@ -26,6 +29,22 @@ def step_starter(runner: EngineRunner, step_s: float, thread: Executor) -> Start
         return lambda plan: loop.run_in_executor(thread, steps.run, plan)
     launches, ends = Launches(runner, steps), ThreadPoolExecutor(1, "step-ends")
     return lambda plan: loop.run_in_executor(ends, launches.finish, thread.submit(launches.launch, plan))
+
+
+def paced(compute: Run, step_s: float) -> Run:
+    """Return what computes a step, and then waits until it has taken `step_s` and the time of its tokens."""
+    if not step_s:
+        return compute
+
+    def run_and_wait(plan: StepPlan) -> StepResult:
+        began_s = time.perf_counter()
+        result = compute(plan)
+        if plan.chunks:  # else pages are copied for the step that follows
+            least_s = step_s * (1 + plan.num_tokens / PACED_TOKENS)
+            time.sleep(max(0.0, began_s + least_s - time.perf_counter()))
+        return replace(result, elapsed_s=time.perf_counter() - began_s)
+
+    return run_and_wait
 
 
 class Launches:

@@ -11,12 +11,11 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import DeviceError, ProtocolError
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.ending import DEVICE_EXIT_STATUS, HUNG_EXIT_STATUS, end_process
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Due, Event, Load, Placed, Ticked
 from pdserve.worker.outbox import Outbox
-from pdserve.worker.watchdog import LoopWatchdog
+from pdserve.worker.watchdog import DEVICE_EXIT_STATUS, HUNG_EXIT_STATUS, LoopWatchdog, end_process
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.prefill_worker.probes import Probes
-from pdserve.worker.ending import HUNG_EXIT_STATUS, end_process
 from pdserve.worker.messages import Command, Failed, Load, Placed, Progress, PromptScored, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.spans import TaskSpans
-from pdserve.worker.watchdog import ThreadWatchdog
+from pdserve.worker.watchdog import HUNG_EXIT_STATUS, ThreadWatchdog, end_process
 
 HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
 

@@ -34,23 +34,21 @@ from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
 from pdserve.wire import ROLE_NUMBERS, layout_to_proto
 from pdserve.worker.admission import Rules
-from pdserve.worker.boot import Engine, build_engine, device_name, open_model
+from pdserve.worker.boot import Engine, build_engine, build_mover, check_network, device_name, kv_region, open_model
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.ending import DISMISSED_EXIT_STATUS, end_process
 from pdserve.worker.inbox import Inbox, Listener
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, publishing
 from pdserve.worker.launching import step_starter
 from pdserve.worker.link import Links
 from pdserve.worker.loop import WorkerLoop
+from pdserve.worker.memory import take_in_background
 from pdserve.worker.messages import DrainAsked
-from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.outbox import Carriers, Outbox
-from pdserve.worker.page_memory import take_in_background
 from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples
-from pdserve.worker.seats import Seat
 from pdserve.worker.spans import TaskSpans
-from pdserve.worker.threads import engine_thread
+from pdserve.worker.threads import Seat, engine_thread
+from pdserve.worker.watchdog import DISMISSED_EXIT_STATUS, end_process
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,29 @@
-"""When a worker may send heartbeats. Decides; does no I/O.
+"""When a worker may send heartbeats, and how its process ends when it may not.
 
-Invariant: it sends them only while its loop has turned within `stalled_s`, however long the process has been there, and
-every thread that is watched has come round within its time.
+Invariant: a worker sends heartbeats only while its loop has turned within `stalled_s`, however long the process has
+been there, and every thread that is watched has come round within its time.
 """
 
+import logging
+import os
+
 from pdserve.kvtransfer.doors import HEARTBEAT_S
+
+logger = logging.getLogger(__name__)
+
+HUNG_EXIT_STATUS = 70  # EX_SOFTWARE: a thread hangs
+DEVICE_EXIT_STATUS = 71  # EX_OSERR: the device computes nothing any more
+DISMISSED_EXIT_STATUS = 77  # EX_NOPERM: this process is known to have ended, or has a successor
+
+
+def end_process(status: int, why: str) -> None:
+    """End this process at once, so that it writes into no other worker's pages any more.
+
+    Nothing is cleaned up: a thread that hangs cannot be ended, copies cannot be recalled, and only the end of the
+    process stops them.
+    """
+    logger.critical("%s: this process ends", why)
+    os._exit(status)
 
 
 class LoopWatchdog:

@@ -8,7 +8,7 @@ import typer.main
 
 from pdserve.cli.app import app
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
-from pdserve.worker.ending import DEVICE_EXIT_STATUS, DISMISSED_EXIT_STATUS, HUNG_EXIT_STATUS
+from pdserve.worker.watchdog import DEVICE_EXIT_STATUS, DISMISSED_EXIT_STATUS, HUNG_EXIT_STATUS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

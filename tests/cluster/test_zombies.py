@@ -9,7 +9,7 @@ from live_cluster import all_ready, greedy
 from model_zoo import write_model
 from wired_cluster import Pools, WiredCluster, wired_cluster
 
-from pdserve.worker.ending import DISMISSED_EXIT_STATUS
+from pdserve.worker.watchdog import DISMISSED_EXIT_STATUS
 
 NAME = "prefill-0"
 

@@ -20,7 +20,7 @@ from half_slice import MEETING
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.backends import collective_receiver, pairing
+from pdserve.kvtransfer.backends import collective, pairing
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, greet, meet
 from pdserve.kvtransfer.backends.staging import HostRows, Rows
@@ -171,7 +171,7 @@ def test_a_writer_sends_nothing_to_a_receiver_that_does_not_prove_the_secret() -
 def test_strangers_that_say_nothing_keep_no_writer_out(
     receiver: Mover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_receiver, "MAX_WRITERS", 4)
+    monkeypatch.setattr(collective, "MAX_WRITERS", 4)
     with ExitStack() as strangers:
         for _ in range(6):
             stranger = strangers.enter_context(socket.create_connection(address_of(receiver), 5))
@@ -182,7 +182,7 @@ def test_strangers_that_say_nothing_keep_no_writer_out(
 def test_writers_that_have_proved_themselves_make_no_room_for_others(
     receiver: Mover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_receiver, "MAX_WRITERS", 1)
+    monkeypatch.setattr(collective, "MAX_WRITERS", 1)
     writer, greeting = connected(receiver)
     greet(writer, MEETING.secret, greeting)
     meet(writer, WRITER)

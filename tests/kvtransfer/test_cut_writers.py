@@ -11,8 +11,7 @@ from gpu_pages import num_wrong_rows
 from half_slice import MEETING, greeted, half_slice
 
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.backends.collective import CollectiveBackend
-from pdserve.kvtransfer.backends.collective_receiver import Writer
+from pdserve.kvtransfer.backends.collective import CollectiveBackend, Writer
 from pdserve.kvtransfer.backends.pairing import Framed
 from pdserve.kvtransfer.backends.staging import STAGE_BYTES, HostRows, Rows
 from pdserve.kvtransfer.mover import Mover

@@ -4,7 +4,7 @@ from breaking import Original, breaks
 
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.messages import Tokens
-from pdserve.worker.step_reports import StepReports
+from pdserve.worker.reporting import StepReports
 
 
 @breaks(StepReports, "_take_all")

@@ -18,7 +18,7 @@ from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.worker.movers import device_region
+from pdserve.worker.boot import device_region
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 

@@ -9,7 +9,7 @@ from pdserve.config import WorkerConfig
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
-from pdserve.worker.movers import build_mover
+from pdserve.worker.boot import build_mover
 
 ME, ENDED = (Peer(WorkerId(name), Incarnation(1)) for name in ("me", "ended"))
 

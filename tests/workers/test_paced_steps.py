@@ -7,7 +7,7 @@ import pytest
 from faultsim.engine import FakeRunner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import PageId
-from pdserve.worker.boot import PACED_TOKENS, paced
+from pdserve.worker.launching import PACED_TOKENS, paced
 
 COPY = ((PageId(0), PageId(1)),)
 

@@ -9,7 +9,7 @@ from pdserve.config import WorkerConfig
 from pdserve.engine.runner import zeroed
 from pdserve.errors import ConfigError
 from pdserve.roles import Role
-from pdserve.worker import page_memory
+from pdserve.worker import memory
 from pdserve.worker.boot import build_engine, open_model
 
 
@@ -30,7 +30,7 @@ def test_pages_are_written_to_without_waiting_for_memory_and_keep_what_was_writt
     pages = new_pages()
     pages[3] = 7
     with caplog.at_level("INFO"):
-        page_memory.take_in_background(pages).join()
+        memory.take_in_background(pages).join()
     if "Invalid argument" in caplog.text:
         pytest.skip("this kernel cannot")
     assert bool((pages[3] == 7).all())
@@ -41,10 +41,10 @@ def test_pages_are_written_to_without_waiting_for_memory_and_keep_what_was_writt
 def test_a_kernel_that_cannot_leaves_memory_to_the_first_write(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(page_memory, "_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(memory, "_POPULATE_WRITE", 9999)
     pages = new_pages()
     with caplog.at_level("INFO"):
-        page_memory.take_in_background(pages).join()
+        memory.take_in_background(pages).join()
     assert "Invalid argument" in caplog.text
     assert not pages.any()
 
@@ -57,20 +57,20 @@ def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     group.mkdir(parents=True)
     for name, text in {"max": "1000", "current": "550", "stat": "anon 400\nactive_file 50\ninactive_file 100"}.items():
         (group / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(page_memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(page_memory, "_OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_GROUP", tmp_path / "own")
     return group
 
 
 def test_what_a_control_group_leaves_is_all_there_is(limited: Path) -> None:
-    assert page_memory.available_bytes() == 600
+    assert memory.available_bytes() == 600
     (limited.parent / "memory.max").write_text("700")
     (limited.parent / "memory.current").write_text("550")
     (limited.parent / "memory.stat").write_text("active_file 0\ninactive_file 1")
-    assert page_memory.available_bytes() == 151
+    assert memory.available_bytes() == 151
     for group in (limited, limited.parent):
         (group / "memory.max").write_text("max")
-    assert page_memory.available_bytes() > 1 << 20
+    assert memory.available_bytes() > 1 << 20
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_pages", 1 << 22), ("kv_cache_memory_bytes", 1 << 40)])

@@ -14,9 +14,8 @@ import pytest
 
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.worker import seats
-from pdserve.worker.seats import NUM_SEATS, SEAT_BYTES, Seat, first_processor, in_cores
-from pdserve.worker.threads import thread_defaults
+from pdserve.worker import threads
+from pdserve.worker.threads import NUM_SEATS, SEAT_BYTES, Seat, first_processor, in_cores, thread_defaults
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 NOW = 10**15  # ns
@@ -76,11 +75,11 @@ COMPUTE = """
 import json, os, struct, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from pdserve.worker import seats, threads
+from pdserve.worker import threads
 
 os.sched_setaffinity(0, json.loads(sys.argv[2]))
-seats.FILES = Path(sys.argv[1])
-others = [seats.take_seat(Path("weights"), os.sched_getaffinity(0)) for _ in range(2)]
+threads.FILES = Path(sys.argv[1])
+others = [threads.take_seat(Path("weights"), os.sched_getaffinity(0)) for _ in range(2)]
 with threads.thread_defaults(os.environ, None, Path("weights")) as seat:
     import torch
     from pdserve.kernels.cpu.calls import Program
@@ -145,7 +144,7 @@ def test_two_seats_begin_a_half_apart_and_four_a_quarter() -> None:
 
 
 def test_processors_of_one_core_are_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(threads, "TOPOLOGY", tmp_path)
     for processor, (package, core) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)] * 2):
         folder = tmp_path / f"cpu{processor}/topology"
         folder.mkdir(parents=True)
@@ -158,10 +157,10 @@ def test_processors_of_one_core_are_beside_each_other(tmp_path: Path, monkeypatc
 HOLD = """
 import os, sys
 from pathlib import Path
-from pdserve.worker import seats
-seats.FILES, seats.TOPOLOGY = Path(sys.argv[1]), Path("/nowhere")
-seat = seats.take_seat(Path("weights"), (3, 1, 2))
-for path in seats.FILES.glob("*/*.seats"):
+from pdserve.worker import threads
+threads.FILES, threads.TOPOLOGY = Path(sys.argv[1]), Path("/nowhere")
+seat = threads.take_seat(Path("weights"), (3, 1, 2))
+for path in threads.FILES.glob("*/*.seats"):
     path.read_bytes()  # opens and closes it
 print(None if seat is None else (seat.index, seat.order), flush=True)
 sys.stdin.read()
@@ -193,14 +192,14 @@ def test_each_process_has_a_seat_of_its_own_until_it_ends(tmp_path: Path) -> Non
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the files of seats lie."""
-    monkeypatch.setattr(seats, "FILES", tmp_path)
+    monkeypatch.setattr(threads, "FILES", tmp_path)
     return tmp_path
 
 
 def test_another_folder_of_weights_has_other_seats(files: Path) -> None:
     indices = []
     for weights in ("one", "one", "other"):
-        seat = seats.take_seat(files / weights, (0, 1))
+        seat = threads.take_seat(files / weights, (0, 1))
         assert seat is not None
         indices.append(seat.index)
     assert indices == [0, 1, 0]
@@ -208,9 +207,9 @@ def test_another_folder_of_weights_has_other_seats(files: Path) -> None:
 
 def test_all_seats_may_be_taken(files: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(NUM_SEATS):
-        assert seats.take_seat(files, (0, 1)) is not None
+        assert threads.take_seat(files, (0, 1)) is not None
     descriptors = len(os.listdir("/proc/self/fd"))
-    assert seats.take_seat(files, (0, 1)) is None
+    assert threads.take_seat(files, (0, 1)) is None
     assert f"all of {NUM_SEATS} seats are taken" in caplog.text
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -226,7 +225,7 @@ def test_where_no_seat_can_be_had_threads_are_bound_as_without_others(
         folder.mkdir()
         folder.chmod(0o777)
     else:
-        monkeypatch.setattr(seats, "FILES", files / "shm")
+        monkeypatch.setattr(threads, "FILES", files / "shm")
     with thread_defaults(environment, None, files) as seat:
         assert seat is None
     assert ("others than this user may write to it" if exists else "No such file") in caplog.text

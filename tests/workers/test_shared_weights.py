@@ -14,8 +14,8 @@ from pdserve.engine.runner import Runner
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.worker import shared_weights
-from pdserve.worker.shared_weights import NUM_KEPT, share_weights
+from pdserve.worker import memory
+from pdserve.worker.memory import NUM_KEPT, share_weights
 
 PROMPTS = [[5, 9, 200, 41], [77, 3]]
 CONFIG = ModelConfig.from_hf(
@@ -36,7 +36,7 @@ CONFIG = ModelConfig.from_hf(
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_weights, "WORTH_BYTES", 1)
+    monkeypatch.setattr(memory, "WORTH_BYTES", 1)
 
 
 def model_in(quantization: ChosenQuantization = "none", dtype: torch.dtype = torch.bfloat16) -> Model:

@@ -15,7 +15,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Stage
 from pdserve.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
-from pdserve.worker.step_reports import LATEST_S, WINDOW_S, StepReports
+from pdserve.worker.reporting import LATEST_S, WINDOW_S, StepReports
 
 ROUTER = RouterRef(1)
 KEYS = [HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]

@@ -1,23 +1,31 @@
-"""Lets all workers of one machine hold a model's weights once: each maps the same file.
+"""A worker's memory on the CPU: weights that all workers of a machine hold once, and KV pages.
 
-Whoever comes first writes its tensors into the file as they lie in memory. A worker maps a file only if it has the very
-bytes that this worker has read and packed itself: another file costs memory, and changes no token. File names contain
-the machine's name, since the folder may lie on a network disk: a mapped file that another machine deletes there can no
-longer be read.
+Weights: workers map the same file. The first one writes its tensors into the file as they lie in memory. A worker maps
+a file only if the file has exactly the bytes that the worker itself has read and packed. A file that differs costs
+memory, and changes no token. File names contain the machine's name, since the folder may lie on a network disk: a
+mapped file that another machine deletes there can no longer be read.
+
+Pages: the kernel gives a page its memory at the first write to it, which takes longer than the copy of a page. If a
+worker waited for all of this memory it would serve later, and it may be replacing another worker. So a thread asks the
+kernel for the memory while the worker serves.
 """
 
 import ctypes
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -30,6 +38,11 @@ LEAST_BYTES = 2**16  # of a tensor that is shared
 WORTH_BYTES = 2**24  # of all of them, or every worker keeps its own
 ALIGNMENT = 2**12
 NUM_KEPT = 4  # files in the folder, those that were mapped last
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later: as if written to, and nothing is changed
+_AT_ONCE = 256 << 10  # bytes: while one call runs, no thread of the process may map or unmap memory
+_NICE = 10  # whatever computes or carries messages goes first
+_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +153,41 @@ def _write(path: Path, places: list[Place]) -> None:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def take_in_background(pages: Tensor) -> threading.Thread:
+    """Take all memory of a contiguous CPU tensor in a thread of its own; others may write to it meanwhile."""
+    thread = threading.Thread(target=_take, args=(pages,), name="page-memory", daemon=True)
+    thread.start()
+    return thread
+
+
+def _take(pages: Tensor) -> None:
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _NICE)  # of this thread alone
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    begin = -(-pages.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (pages.data_ptr() + pages.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    for address in range(begin, end, _AT_ONCE):
+        if madvise(address, min(_AT_ONCE, end - address), _POPULATE_WRITE):
+            reason = os.strerror(ctypes.get_errno())
+            logger.info("memory of pages comes when they are written to: %s", reason)
+            return
+
+
+def available_bytes() -> int:
+    """Return how much memory this process can still get: of the machine, swap included, or of its control groups."""
+    own = _OWN_GROUP.read_text().rpartition("0::/")[2].strip()
+    groups = _GROUPS / own, *(_GROUPS / parent for parent in Path(own).parents)
+    return min([psutil.virtual_memory().available + psutil.swap_memory().free, *filter(None, map(_left, groups))])
+
+
+def _left(group: Path) -> int | None:
+    """Return what a control group's limit leaves, with the cache of files, which gives way; None: it has no limit."""
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        return None  # "max", or version 1 of control groups
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return max(1, limit - used + int(stat["inactive_file"]) + int(stat["active_file"]))
