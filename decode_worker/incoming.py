@@ -20,7 +20,7 @@ from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
-# From its grant to its arrival a move takes less, unless it has many pages or the pair is slow. Not tuned.
+# Most moves arrive sooner after their grant; those with many pages, or over a slow pair, do not. Not tuned.
 CUT_OVER_S = 0.5
 _MAY_COME = (receiver.State.GRANTED, receiver.State.LANDING)
 
@@ -185,7 +185,7 @@ class Incoming:
             check_capsule(expected.job, said.capsule, self._vocab_size)
         results = self._advance(arrival, said)
         if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
-            return results  # it crossed our giving up
+            return results  # sent before the sender knew that we gave up
         return [doors.Landed(key, said.handoff_bytes, said.handoff_s), *results]
 
     def _drop(self, key: HandoffKey, failure: Failure, reason: str) -> Result:

@@ -82,7 +82,7 @@ class Channel:
             except PostError as error:
                 self._ended(each, error)
         has_ended = len(left) != len(self._in_flight)
-        self._in_flight = left  # at the end: if a look raises anything else, what was not looked at stays in flight
+        self._in_flight = left  # assigned last: if a look raises anything else, all of them stay in flight
         if self.probe is not None and self.probe.is_over and not self.is_probing:
             self.probe = None
         return has_ended
@@ -144,7 +144,7 @@ class Channel:
     def _break(self, copy: Copy, error: PostError) -> None:
         """After one failure, post nothing more to this peer until it is opened anew."""
         copy.in_doubt |= isinstance(error, TransferLostError)
-        reason = str(error) or "the library does not say why"  # an empty reason stands for no failure
+        reason = str(error) or "the library does not say why"  # an empty reason would mean no failure
         self.broken = reason
         self.copies.fail(copy, reason)
         self.copies.cancel_all(reason)
@@ -224,7 +224,7 @@ class Channels:
             return
         self._orphans += channel.close()
         for copy in channel.copies:
-            copy.in_doubt = False  # its pages have ended too
+            copy.in_doubt = False  # the pages that late bytes could reach have ended with the process
             copy.failure = copy.failure or f"the process of {peer.worker_id} has ended"
             self._report(copy)
 

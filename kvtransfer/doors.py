@@ -14,7 +14,7 @@ from pdserve.values import value
 
 ReportT_contra = TypeVar("ReportT_contra", contravariant=True)
 
-HEARTBEAT_S = 0.5  # every process says so often that it lives, and lets its doors know that time passes
+HEARTBEAT_S = 0.5  # between two heartbeats of a process, and between two ticks of its doors
 
 
 @value

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_OUTSTANDING = 16384  # copies
 MIN_WAIT_S, MAX_WAIT_S = 50e-6, 1e-3  # between two looks at what is in flight: no library signals that a write landed
-GROWTH, PROBE_GROWTH = 2.0, 1.125  # of that wait; a probe's timing is off by no more than the latter
+GROWTH, PROBE_GROWTH = 2.0, 1.125  # of that wait; during a probe it bounds the error of the probe's timing
 
 Order = tuple[Callable[[], None], Future[None] | None]  # for the thread, and who waits until it is carried out
 
@@ -155,7 +155,7 @@ class Mover:
         try:
             self._serve()
         except Exception:
-            # Outstanding copies stay outstanding; whoever orders next learns of it.
+            # Outstanding copies are never reported. The next order raises InvariantError.
             logger.exception("the mover's thread has died")
             self._stop("the mover's thread has died")
         for _, done in self._orders:  # no more can come

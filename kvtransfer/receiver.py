@@ -120,7 +120,7 @@ class Receiver:
             ):
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
             case ((State.QUARANTINED | State.FREE), (PagesLanded() | Commit())):
-                return ()  # crossed our giving up; the sender's answer to that is the proof we wait for
+                return ()  # sent before the sender knew that we gave up; its Quiesced is the proof we wait for
             case _:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
 

@@ -127,7 +127,7 @@ class Sender:
             case _, FellSilent():
                 return ()  # there was no lease, or it has held
             case State.CLOSED, Withdrawn(reason):
-                return (Quiesced(reason),)  # its grant crossed our giving up
+                return (Quiesced(reason),)  # it granted pages before it knew that we gave up
             case (
                 (State.DRAINING | State.CLOSED | State.IN_DOUBT),
                 (PagesReady() | PrefillDone() | Grant() | Taken() | Withdrawn() | GaveUp() | ReceiverLost()),

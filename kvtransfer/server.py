@@ -174,7 +174,7 @@ async def _first(messages: AsyncIterator[Request]) -> Hello:
 
 
 async def _write(stream: _Stream, context: Context) -> None:
-    message = await stream.outbound.get()  # the answer to hello, which every stream gets, stands alone
+    message = await stream.outbound.get()  # the answer to hello: no message is written together with it
     while message is not None:
         try:
             await context.write(message)

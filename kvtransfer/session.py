@@ -16,7 +16,7 @@ from pdserve.values import value
 
 Pages = tuple[PageId, ...]
 CAPABILITY_BYTES = 16
-MIN_LEASE_S = 1.0  # two beats: nobody can keep a shorter one
+MIN_LEASE_S = 1.0  # two heartbeats: no sender can keep a shorter lease
 
 
 class Peer(NamedTuple):

@@ -7,7 +7,8 @@ autoscaler what clients asked for.
 from dataclasses import field
 from enum import Enum, StrEnum, auto
 from math import ceil, log2
-from typing import Any
+from operator import add, sub
+from typing import Any, NamedTuple
 
 from pdserve.roles import Role
 from pdserve.values import value
@@ -15,8 +16,7 @@ from pdserve.values import value
 NUM_BANDS = 48  # the last one's requests have up to 2**23.5 tokens, or more
 
 
-@value
-class LoadPart:
+class LoadPart(NamedTuple):
     """The part of a worker's load that some of its routers cause. Each continuation of a request counts."""
 
     num_running: int = 0  # in the batch
@@ -28,11 +28,11 @@ class LoadPart:
     taken_tokens: int = 0  # of prompts to compute, accepted since the process started
     taken_work: int = 0  # attention work of these tokens
 
+    def plus(self, part: "LoadPart") -> "LoadPart":
+        return LoadPart(*map(add, self, part))
+
     def minus(self, part: "LoadPart") -> "LoadPart":
-        return LoadPart(*(getattr(self, name) - getattr(part, name) for name in _LOAD_FIELDS))
-
-
-_LOAD_FIELDS = tuple(LoadPart.__annotations__)
+        return LoadPart(*map(sub, self, part))
 
 
 @value

@@ -30,7 +30,7 @@ REDIAL_S = 600.0
 MAX_ADDRESSES = 1024
 EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
 MAX_CLOSED = 4096
-STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
+STUCK_S = 10.0  # after it, copies that do not stop are taken for copies to a frozen peer; a peer is lost after 4 s
 ANSWER_S = 10.0  # for the answer to a commit, which a receiver may have refused
 
 
@@ -121,7 +121,7 @@ class EarlyGrants:
             return []
         self._early.pop(name, None)
         if said.key in self._in_doubt.get(said.peer, ()):
-            return []  # to say that it is quiescent would be a guess
+            return []  # Quiesced would be a guess: bytes may still land
         return [self._give_back(said, "unknown here")]
 
     def expire(self, now_s: float) -> list[Result]:
@@ -250,7 +250,7 @@ class Outgoing:
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
         """Let time pass. `silent_s`: how long this process has sent nothing."""
-        awake_s = min(now_s - self._ticked_s, 2 * doors.HEARTBEAT_S)  # more than that is this process's own silence
+        awake_s = min(now_s - self._ticked_s, 2 * doors.HEARTBEAT_S)  # in a longer gap this process was frozen
         self._ticked_s = now_s
         results: list[Result] = []
         for handoff in list(self._handoffs.values()):

@@ -7,18 +7,10 @@ Two workers may wait for each other: prompts here hold all pages and wait for a 
 pages for prompts that are still to be computed here. The room that is left lets the latter be computed.
 """
 
-from dataclasses import dataclass
-
 from pdserve.engine.kvcache import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer.session import HandoffKey
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    sequence: Sequence
-    is_granted: bool
 
 
 class Starting:
@@ -27,7 +19,8 @@ class Starting:
     def __init__(self, scheduler: Scheduler, room: Room) -> None:
         self._scheduler = scheduler
         self._room = room
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Sequence] = []
+        self._ungranted: set[HandoffKey] = set()  # of these, prompts that go to a worker which has granted no pages yet
         self._may_start = False  # whether one of them has come, gone or been granted pages since this was last tried
         self._tried = 0  # the room that was left when this was last tried
 
@@ -37,28 +30,28 @@ class Starting:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(len(each.sequence.tokens) for each in self._waiting)
+        return sum(len(sequence.tokens) for sequence in self._waiting)
 
     def add(self, sequence: Sequence, *, leaves: bool) -> None:
         """Let a prompt start when it may. `leaves`: it goes to another worker, which has granted no pages yet."""
         if leaves:
             self._room.ahead[sequence.job.key] = 0
-        self._waiting.append(_Waiting(sequence, is_granted=not leaves))
-        self._waiting.sort(key=lambda each: each.sequence.urgency)
+            self._ungranted.add(HandoffKey(*sequence.job.key))
+        self._waiting.append(sequence)
+        self._waiting.sort(key=lambda each: each.urgency)
         self._may_start = True
 
     def granted(self, key: HandoffKey) -> None:
         """Note that pages are set aside where a prompt goes."""
-        for each in self._waiting:
-            if each.sequence.job.key == key:
-                each.is_granted = True
+        self._ungranted.discard(key)
         if key in self._room.ahead:
             self._room.ahead[key] = 0
         self._may_start = True
 
     def remove(self, key: HandoffKey) -> None:
         """Note that a prompt holds no pages any more, and wants none."""
-        self._waiting = [each for each in self._waiting if each.sequence.job.key != key]
+        self._waiting = [each for each in self._waiting if each.job.key != key]
+        self._ungranted.discard(key)
         self._room.ahead.pop(key, None)
         self._may_start = True
 
@@ -67,16 +60,16 @@ class Starting:
         cache, room = self._scheduler.cache, self._room.left - num_kept
         if not self._may_start and room <= self._tried:
             return
-        waiting: list[_Waiting] = []
-        for each in self._waiting:
-            num_pages = 0 if each.is_granted else cache.num_pages(len(each.sequence.tokens))
-            if not each.is_granted and num_pages > room:
-                waiting.append(each)
-                room = 0  # the next ones do not overtake it
-                continue
-            if num_pages:
-                self._room.ahead[each.sequence.job.key] = num_pages
+        waiting: list[Sequence] = []
+        for sequence in self._waiting:
+            if sequence.job.key in self._ungranted:
+                num_pages = cache.num_pages(len(sequence.tokens))
+                if num_pages > room:
+                    waiting.append(sequence)
+                    room = 0  # the next ones do not overtake it
+                    continue
+                self._room.ahead[sequence.job.key] = num_pages
                 room -= num_pages
-            self._scheduler.add(each.sequence)
+            self._scheduler.add(sequence)
         self._waiting, self._may_start = waiting, False
         self._tried = self._room.left - num_kept

@@ -50,8 +50,8 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_WRITERS = 256  # those that have yet to prove themselves included
 MAX_GONE = 4096  # ended processes that are remembered, and refused
 MAX_SLICE_PAGES = 1 << 20
-NEXT_ACCEPT_S = 0.1  # after a failure: what is short then may be free again
-LEAVE_S = 1.0  # how long writers' threads are waited for at the end; what waits for a frozen writer stays behind
+NEXT_ACCEPT_S = 0.1  # after a failure: files or threads may be free again by then
+LEAVE_S = 1.0  # for writers' threads at the end; one that waits for a frozen writer is left behind
 
 
 class CollectiveBackend:
@@ -228,7 +228,7 @@ class Receiver:
             except OSError as error:
                 if self._closed.is_set():
                     return
-                logger.warning("a writer cannot be accepted: %s", error)  # it has gone, or no file is left for it
+                logger.warning("a writer cannot be accepted: %s", error)  # it has gone, or there is no file left
                 self._closed.wait(NEXT_ACCEPT_S)
                 continue
             writer = Writer(Framed(connected), self._rows)

@@ -194,7 +194,7 @@ def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On the CPU memory comes when it is first written to, or is asked for (`worker/page_memory.py`).
+    """Return zeros. On the CPU memory comes when it is first written to, or is asked for (`worker/memory.py`).
 
     NumPy asks for large pages, torch does not.
     """

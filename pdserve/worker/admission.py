@@ -16,8 +16,8 @@ from pdserve.sampling import MAX_SEQUENCES
 from pdserve.token_ids import ALL_IDS, largest
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Placed, RoleGiven, RoleTaken
 
-NUM_STILL_LOOKS = 30  # longer than copies may be stuck and a worker drains for that
-NUM_LOOKS = 8  # at one each half second, as long as a router's patience with a silent worker
+NUM_STILL_LOOKS = 30  # more than it takes until stuck copies make a worker drain
+NUM_LOOKS = 8  # one each half second: as long as routers wait for a silent worker
 _INDICES = frozenset(range(MAX_SEQUENCES))
 
 
@@ -27,7 +27,7 @@ class Rules:
 
     max_tasks: int
     checks_digests: bool
-    max_quarantined_share: float  # of all pages; above it, only another process has enough of them
+    max_quarantined_share: float  # of all pages; above it the worker drains, since its next process has all pages
     lease_s: float  # a sender that says nothing for so long has lost its grants
     role: Role  # at the start
     step_tokens: Mapping[Role, int] = field(default_factory=dict)  # in each role; where none are named, the engine's
@@ -160,7 +160,7 @@ class Roles:
         if placed.target is not None and self.role is Role.DECODE and self._room.left < 0:
             return "it decodes, and has no room for prompts to hand off"
         num_pages = self._scheduler.cache.num_pages(len(placed.job.token_ids) + placed.extra_tokens)
-        room = self._room.left + self._room.num_granted - num_awaited  # what is granted lands
+        room = self._room.left + self._room.num_granted - num_awaited  # granted pages turn into sequences' pages
         if placed.source is not None and self.role is Role.PREFILL and num_pages > room:
             return "it computes prompts, and has no room for those of others"
         return ""

@@ -36,13 +36,13 @@ from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.processor import choose_dtype, cpu_name, read_cpu_info
 from pdserve.roles import lacks_pages
+from pdserve.rpc import split_address
 from pdserve.worker.memory import available_bytes, share_weights
 
 logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 MAX_CHARACTERS = 100
-LOOPBACK = "127.0.0.1"
 _UNSIGNED = (1 << 64) - 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -221,18 +221,11 @@ def check_network(config: WorkerConfig) -> None:
         _network(config).settings()
 
 
-def build_mover(
-    config: WorkerConfig,
-    me: Peer,
-    region: Region,
-    on_stopped: OnStopped,
-    secret: bytes,
-    listen: tuple[str, str] = (LOOPBACK, ""),
-) -> Mover:
-    """Start the configured mover. `listen`: the host on which it may listen, and the host that writers connect to."""
+def build_mover(config: WorkerConfig, me: Peer, region: Region, on_stopped: OnStopped, secret: bytes) -> Mover:
+    """Start the configured mover."""
     if config.test_fail_copies and config.mover != "nixl":
         raise ConfigError(f"test_fail_copies: mover {config.mover} does not know how to fail on purpose")
-    return Mover(_backend(config, me, region, secret, listen), on_stopped)
+    return Mover(_backend(config, me, region, secret), on_stopped)
 
 
 def kv_region(engine: Engine) -> Region:
@@ -267,7 +260,7 @@ def _kernel_digests(view: Tensor) -> Digests:
     return digests
 
 
-def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes, listen: tuple[str, str]) -> Backend:
+def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes) -> Backend:
     # The library of the backend that is not configured may be missing.
     if config.mover == "nixl":
         from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415
@@ -276,8 +269,9 @@ def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes, list
     from pdserve.kvtransfer.backends.collective import CollectiveBackend  # noqa: PLC0415
     from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
 
+    meeting = Meeting(secret, config.handoff_host, split_address(config.handoff_advertise or "")[0])
     staged = config.device in KERNEL_DEVICES  # an engine in the interpreter does as one on a GPU
-    return CollectiveBackend(me, region, Meeting(secret, *listen), staged=staged)
+    return CollectiveBackend(me, region, meeting, staged=staged)
 
 
 def _network(config: WorkerConfig) -> Network:

@@ -155,7 +155,7 @@ class WorkerCore:
             case messages.ShareAsked():
                 return self._take(self._fetches.share(event, now_s), now_s)
             case messages.Due():
-                return []  # it lets what is due go on, as every event does
+                return []  # what is due goes on after every event: `_use_room`
             case messages.DrainAsked() | messages.DrainCancelled():
                 self._draining.take(event)
                 return []
@@ -181,9 +181,8 @@ class WorkerCore:
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
             return [Failed(placed.router, key, Failure.INVALID, reason)]
-        is_open = (source is None and self.outgoing.is_open(key)) or (source is not None and self.incoming.is_open(key))
-        is_known = self._tasks.get(key) is not None or is_open  # its name may be that of a fetch, the other way
-        if self._draining.is_on or len(self._tasks) >= self._max_tasks or is_known:
+        is_open = self.outgoing.is_open(key) if source is None else self.incoming.is_open(key)
+        if self._draining.is_on or len(self._tasks) >= self._max_tasks or is_open or self.has_task(key):
             why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._max_tasks} requests"
             return [Failed(placed.router, key, Failure.OVERLOADED, why)]
         if why := self._roles.refusal(placed, self.incoming.pages_wanted):
@@ -199,7 +198,7 @@ class WorkerCore:
             reserved: list[doors.Result] = []
             if not placed.extra_tokens:
                 self.incoming.expect(expected)
-            elif not (reserved := self.incoming.expect_now(expected)):  # it is decoded elsewhere: nobody waits for room
+            elif not (reserved := self.incoming.expect_now(expected)):  # a move never waits for room
                 return [Failed(placed.router, key, Failure.OVERLOADED, "no room for a continuation that moves")]
             self._add(task)
             return self._take(reserved, now_s)
@@ -241,7 +240,7 @@ class WorkerCore:
             return self._refuse(waiting, self._draining.reason, now_s)
         is_leaving, in_line, is_stuck = self._draining.is_on, scheduler.waiting, self.incoming.is_stuck
         tasks = () if scheduler.running or scheduler.steps else self._tasks
-        ready = [t for t in tasks if t.sequences and all(s.is_ready for s in t.sequences)]  # others wait for grammars
+        ready = [t for t in tasks if t.sequences and all(s.is_ready for s in t.sequences)]  # others lack grammars
         waiting = [t for t in ready if is_leaving or any(s in in_line for s in t.sequences)]
         waiting += [t for t in tasks if is_stuck and self.incoming.is_ungranted(t.key)]
         reason = self._draining.in_vain(num_lost, is_still=bool(waiting))
@@ -268,7 +267,7 @@ class WorkerCore:
             return self._give_up([task], "finished with its first token", now_s)
         (sequence,) = task.sequences
         task.sequences.clear()
-        self._scheduler.remove(sequence)  # its pages are held by the door
+        self._scheduler.remove(sequence)  # `outgoing` holds its pages
         capsule = Capsule(len(sequence.tokens), task.tails)
         return self._take(self.outgoing.finish(task.key, capsule, now_s), now_s)
 

@@ -21,7 +21,7 @@ from pdserve.sampling import PromptLogprobs, SampledToken
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_S = 30.0  # then a worker that nobody uses is tried again
+REMEMBERED_S = 30.0  # after it a worker that has no work is tried again
 
 Run = Callable[[StepPlan], StepResult]
 
@@ -42,7 +42,7 @@ class Isolating:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.drawn: tuple[tuple[SampledToken, ...], ...] = ()  # by the step before, whoever computed it
+        self.drawn: tuple[tuple[SampledToken, ...], ...] = ()  # in the step before, which may have been launched
         self.is_whole = False  # whether all of that step was computed at once
 
     def run(self, plan: StepPlan) -> StepResult:

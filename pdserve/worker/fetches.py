@@ -30,7 +30,7 @@ class _Fetch:
     task: Task
     sequence: Sequence
     due_s: float
-    pages: Pages = ()  # that have arrived, and those that were here: held
+    pages: Pages = ()  # held: those that have arrived, and those that were cached here
     has_started: bool = False  # the prompt waits for its turn, or has had it
 
 
@@ -96,7 +96,7 @@ class Fetches:
         if wanted:
             results += outgoing.announce(key, wanted, now_s)
             results += outgoing.finish(key, Capsule(len(wanted) * cache.page_size, ()), now_s)
-        cache.pool.release(pages)  # the door holds those that it sends
+        cache.pool.release(pages)  # `outgoing` holds those that it sends
         return results
 
     # ---- the worker that computes the prompt

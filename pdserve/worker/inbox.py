@@ -54,7 +54,7 @@ class Inbox:
 class Listener:
     """Forwards events to the inbox in order. PeerGone waits until no write of that process can reach our pages.
 
-    A frozen writer may put that off; nothing else waits for it.
+    A frozen writer may delay PeerGone; no other event waits for it.
     """
 
     def __init__(self, inbox: Inbox, tasks: asyncio.TaskGroup) -> None:

@@ -33,7 +33,7 @@ class KvFeed:
         self._publisher = publisher
         self._max_pages = max_pages
         self._unsent: dict[RouterRef, dict[PrefixHash, None]] = {}
-        self._queued: set[RouterRef] = set()  # in whose queue a message is that has yet to be put together
+        self._queued: set[RouterRef] = set()  # routers with a message that is put together in its turn
 
     def flush(self) -> None:
         """Report what changed since the last time, and what is cached to routers attached since. Never blocks."""

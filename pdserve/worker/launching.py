@@ -1,4 +1,4 @@
-"""Launches a step on a device while that computes the one before.
+"""Launches a step on a device while the device computes the step before.
 
 To launch a step takes the host a good part of a millisecond. If the host waited for the step before, the device would
 wait for the host, once a token. What cannot be launched is computed by itself, once all that was launched is over.

@@ -162,7 +162,7 @@ class Links:
             await self._attach(dial, stream)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             if stream.task.cancelling():
-                raise asyncio.CancelledError from error  # gRPC has put the call's end in its place
+                raise asyncio.CancelledError from error  # gRPC raises the call's end in place of the cancellation
             reason = type(error).__name__
             if isinstance(error, grpc.aio.AioRpcError):
                 if error.code() is DISMISSED_STATUS:

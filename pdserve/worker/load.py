@@ -71,17 +71,16 @@ class Taken:
     """Counts what routers have sent since this process started."""
 
     def __init__(self) -> None:
-        self._total = [0, 0, 0]  # continuations, tokens and work of prompts
-        self._by_router: dict[RouterRef, list[int]] = {}
+        self._total = LoadPart()
+        self._by_router: dict[RouterRef, LoadPart] = {}
 
     def add(self, router: RouterRef, job: Job, *, computes: bool) -> None:
         """Count a placement. `computes`: its prompt is computed here."""
         num_tokens = len(job.token_ids) if computes else 0
         work = attention_work(num_tokens, 0)
-        for sums in (self._total, self._by_router.setdefault(router, [0, 0, 0])):
-            sums[0] += len(job.indices)
-            sums[1] += num_tokens
-            sums[2] += work
+        part = LoadPart(num_taken=len(job.indices), taken_tokens=num_tokens, taken_work=work)
+        self._total = self._total.plus(part)
+        self._by_router[router] = self._by_router.get(router, LoadPart()).plus(part)
 
     def forget(self, router: RouterRef) -> None:
         """Drop the counts of a router that is gone. What it has sent stays in the total, which never falls."""
@@ -89,16 +88,11 @@ class Taken:
 
     def parts(self, present: Iterable[tuple[RouterRef, LoadPart]]) -> Parts:
         """Return the present load, and what was taken in since the start, by router."""
-        total, sums = [0] * 5, {router: [0] * 5 for router in self._by_router}
+        total, by_router = self._total, self._by_router.copy()
         for router, part in present:
-            for known in (total, sums.setdefault(router, [0] * 5)):
-                known[0] += part.num_running
-                known[1] += part.num_coming
-                known[2] += part.placed_tokens
-                known[3] += part.waiting_tokens
-                known[4] += part.waiting_work
-        parts = {router: LoadPart(*known, *self._by_router.get(router, (0, 0, 0))) for router, known in sums.items()}
-        return Parts(LoadPart(*total, *self._total), parts)
+            total = total.plus(part)
+            by_router[router] = by_router.get(router, LoadPart()).plus(part)
+        return Parts(total, by_router)
 
 
 class Meter:

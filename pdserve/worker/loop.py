@@ -19,9 +19,9 @@ from pdserve.worker.watchdog import DEVICE_EXIT_STATUS, HUNG_EXIT_STATUS, LoopWa
 
 logger = logging.getLogger(__name__)
 
-# In another thread, after the steps that were started before; requests that fail are results.
+# Computes in another thread, in the order of the calls. A request that fails is part of the result.
 StartStep = Callable[[StepPlan], asyncio.Future[StepResult]]
-MAX_IN_FLIGHT = 2  # steps; the second is computed while what the first brought is reported
+MAX_IN_FLIGHT = 2  # steps: one is computed while the results of the other are reported
 
 
 class WorkerLoop:
@@ -159,6 +159,6 @@ class WorkerLoop:
             return
         self._has_worked |= not isinstance(event, Ticked)
         self._outbox.perform(commands, None)
-        # Answers are to move while they still decode; and each router waits for the drain that it asked for.
+        # Routers move answers away while these still decode, and the router that asked waits for this report.
         if isinstance(event, DrainAsked | DrainCancelled):
             self._beat()

@@ -35,7 +35,7 @@ from pdserve.model.family import Model
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 2**16  # of a tensor that is shared
-WORTH_BYTES = 2**24  # of all of them, or every worker keeps its own
+WORTH_BYTES = 2**24  # of all these tensors; below it every worker keeps its own
 ALIGNMENT = 2**12
 NUM_KEPT = 4  # files in the folder, those that were mapped last
 

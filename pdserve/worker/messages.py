@@ -42,7 +42,7 @@ class Placed:
     source: Peer | None = None
     target: Peer | None = None
     target_address: str = ""
-    extra_tokens: int = 0  # with a source: for how many tokens beyond the job's there are to be pages
+    extra_tokens: int = 0  # with a source: tokens beyond the job's that need pages here, too
     fetch: Fetch | None = None
     trace: TraceContext | None = None
 
@@ -57,7 +57,7 @@ class MoveAsked:
     new_attempt: Attempt
     target: Peer
     target_address: str
-    num_tokens: int  # that the target's job names: those that follow travel with the pages
+    num_tokens: int  # that the target's job names; later ones travel with the pages
 
 
 @value
@@ -213,7 +213,7 @@ class Load:
     draining: bool
     role: Role
     role_epoch: int
-    pages_leaked: int = 0  # belong to nothing that is going on
+    pages_leaked: int = 0  # belong to no task and no hand-off
     drain_reason: str = ""  # if nobody asked for it
     num_stalled_peers: int = 0  # bytes are in flight to them and hardly move
     failed_steps: int = 0  # in a row, the last ones, in which every sequence failed

@@ -33,7 +33,7 @@ class _Move:
     sequence: Sequence
     num_tokens: int  # that the target's job names
     is_cut: bool = False  # nothing more of it is planned
-    is_finished: bool = False  # all of its pages are announced, and its capsule is with the door
+    is_finished: bool = False  # all of its pages are announced, and `outgoing` has its capsule
 
 
 class Moves:

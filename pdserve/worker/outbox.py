@@ -17,7 +17,7 @@ from pdserve.worker.reporting import Reporter
 from pdserve.worker.spans import TaskSpans
 from pdserve.worker.watchdog import HUNG_EXIT_STATUS, ThreadWatchdog, end_process
 
-HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
+HUNG_MOVER_S = 60.0  # its thread comes round each millisecond, except while a call of the library runs
 
 
 @dataclass(frozen=True, slots=True)

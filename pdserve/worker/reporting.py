@@ -46,7 +46,7 @@ LATEST_S = 0.02  # that a token waits for the step behind it
 LOAD_EVERY_S = 0.05  # steps may be shorter: what several routers know of each other's requests is this old at most
 
 _Outgoing = tuple[RouterRef, link.AttachRequest | None]  # None: there is nothing to send
-_ENDED = ("CLOSED", "COMMITTED", "FREE")  # no hand-off that is open is in these states
+_ENDED = ("CLOSED", "COMMITTED", "FREE")  # states of hand-offs that are over
 
 
 class Steps:
@@ -256,7 +256,7 @@ class Reporter:
         if self._pairs:
             self._repeat()
         if self._kv_feed is not None:
-            self._kv_feed.flush()  # whoever reads its events elsewhere does so without a router, too
+            self._kv_feed.flush()  # subscribers over ZMQ get events even where no router is attached
 
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         """Tell routers how full this worker is, if several send it work: none knows of what the others send.

@@ -30,7 +30,6 @@ from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.processor import read_cpu_info
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
 from pdserve.wire import ROLE_NUMBERS, layout_to_proto
 from pdserve.worker.admission import Rules
@@ -78,8 +77,8 @@ class OwnRouter:
     """A router in a worker's process."""
 
     address: str = ""  # where it awaits the worker, over loopback and without TLS; empty: there is none
-    closing_s: float = 0.0  # that it may take after the drain to close its doors
-    ports: Mapping[str, Connections] = field(default_factory=dict)  # what counts connections to those with TLS, by name
+    closing_s: float = 0.0  # how long it may take to close its doors after the drain
+    ports: Mapping[str, Connections] = field(default_factory=dict)  # counters of TLS connections, by the port's name
 
 
 _NONE = OwnRouter()
@@ -123,7 +122,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 register.ready = True
                 register.load_progress = 1.0
                 register.handoff_address = worker.handoff_address
-                worker.outbox.beat(worker.core.load(), 0)  # before anybody counts on its pages
+                worker.outbox.beat(worker.core.load(), 0)  # first: routers place nothing here before they know the load
                 links.update()
                 if engine.runner.kv.device.type == "cpu":
                     take_in_background(engine.runner.kv)
@@ -146,8 +145,7 @@ async def assemble(
     def on_stopped(said: ReceiverMessage) -> None:
         loop.call_soon_threadsafe(listener.put, said)
 
-    host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]
-    mover = build_mover(config, peer, kv_region(engine), on_stopped, credentials.secret, (host, advertised))
+    mover = build_mover(config, peer, kv_region(engine), on_stopped, credentials.secret)
     listener.guard(mover)
     rules = Rules(
         max_tasks=MAX_WORKER_TASKS,

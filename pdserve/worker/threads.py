@@ -30,7 +30,7 @@ SEAT_BYTES = 64
 FILES = Path("/dev/shm")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
-_IN_USE: list[object] = []  # by threads, until the process ends
+_IN_USE: list[object] = []  # memory that threads use until the process ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def thread_defaults(
     environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     environment.setdefault("KMP_BLOCKTIME", "1")
     yield seat
-    os.sched_setaffinity(0, cores)  # OpenMP has bound this thread, which computes nothing, and all that it will start
+    os.sched_setaffinity(0, cores)  # OpenMP has bound this thread, and threads that it starts would inherit that
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Failure, LoadPart, Stage
+from pdserve.reports import Failure, Stage
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.tracecontext import read_trace
 from pdserve.wire import ROLE_NUMBERS, ROLES, logprobs_to_proto, params_from_proto
@@ -116,8 +116,7 @@ def heartbeat(
     """Return the message that reports to a router how full this worker is, and what it has refused."""
     fields = {name: getattr(load, name) for name in messages.Load.__slots__ if name not in ("parts", "role")}
     counts = {refusal.value: count for refusal, count in refused.items()}
-    part = load.parts.others(router)
-    others = link.OthersLoad(**{name: getattr(part, name) for name in LoadPart.__annotations__})
+    others = link.OthersLoad(**load.parts.others(router)._asdict())
     role = ROLE_NUMBERS[load.role]
     beat = link.Heartbeat(num_steps=num_steps, refused=counts, others=others, role=role, **fields)
     return link.AttachRequest(heartbeat=beat)

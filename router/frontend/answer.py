@@ -5,7 +5,7 @@ only after it has taken what it was given. What waits meanwhile is bounded: a si
 further, and the answer is cut off at the request's end.
 
 An answer is written at the end of a turn of the event loop in which it gained something. Where steps are short, workers
-report several steps together (`worker/step_reports.py`).
+report several steps together (`worker/reporting.py`).
 """
 
 import asyncio
