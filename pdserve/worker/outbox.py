@@ -11,7 +11,7 @@ from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.prefill_worker.probes import Probes
+from pdserve.kvtransfer.speed import Probes
 from pdserve.worker.messages import Command, Failed, Load, Placed, Progress, PromptScored, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.spans import TaskSpans

@@ -18,9 +18,9 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import HandoffKey
+from pdserve.kvtransfer.speed import Measured
 from pdserve.metrics import Distribution, Sample
 from pdserve.perfmodel.curve import Step
-from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.wire import ROLE_NUMBERS
 from pdserve.worker import wire

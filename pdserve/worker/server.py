@@ -25,9 +25,9 @@ from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
 from pdserve.kvtransfer.session import Introduction, Peer
+from pdserve.kvtransfer.speed import Probes
 from pdserve.metrics import Sample, connection_samples, span_samples
 from pdserve.metrics_server import showing
-from pdserve.prefill_worker.probes import Probes
 from pdserve.processor import read_cpu_info
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.signals import drain_on_signals
@@ -164,7 +164,7 @@ async def assemble(
             _tracing(config, core) as spans,
             listening(servicer, config, credentials, reporter.refuse) as address,
         ):
-            probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
+            probes = Probes(mover.probe, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
             client = HandoffClient(me, mover, credentials, listener, tasks, reporter.refused)
             carriers = Carriers(client, servicer, mover, probes)
             outbox = Outbox(carriers, reporter, listener, tasks, MonotonicClock(), spans)

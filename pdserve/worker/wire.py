@@ -13,9 +13,9 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.speed import Measured
 from pdserve.kvtransfer.wire import handoff_key
 from pdserve.perfmodel.curve import Step, attention_work
-from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage

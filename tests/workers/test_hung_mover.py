@@ -21,7 +21,7 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import HandoffKey, Introduction, Peer
-from pdserve.prefill_worker.probes import Probes
+from pdserve.kvtransfer.speed import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.worker.inbox import Inbox
@@ -89,7 +89,7 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
     me = Introduction(PEER, KvLayout("", 1, 1, 1, 1, "float32"))
     async with asyncio.TaskGroup() as tasks:
         client = HandoffClient(me, mover, Credentials(SECRET), Heard[OutgoingEvent](), tasks, Counter())
-        probes = Probes(mover, reporter.report_pair, tasks, 0)
+        probes = Probes(mover.probe, reporter.report_pair, tasks, 0)
         carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
         outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)
 

@@ -15,7 +15,7 @@ from pdserve.clock import VirtualClock
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
-from pdserve.prefill_worker.probes import Probes
+from pdserve.kvtransfer.speed import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.worker.link import Links
@@ -63,7 +63,7 @@ async def scene(slow_bytes_per_s: int = 0) -> AsyncIterator[Scene]:
     reporter = Reporter(cast("Links", wire), VirtualClock())
     try:
         async with asyncio.TaskGroup() as tasks:
-            probes = Probes(mine, reporter.report_pair, tasks, slow_bytes_per_s)
+            probes = Probes(mine.probe, reporter.report_pair, tasks, slow_bytes_per_s)
             yield Scene(wire, reporter, probes, pages)
             probes.close()
     finally:

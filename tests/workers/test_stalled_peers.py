@@ -16,8 +16,7 @@ from pdserve.kvtransfer.doors import OutgoingEvent
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import Introduction
-from pdserve.kvtransfer.speed import WINDOW_S
-from pdserve.prefill_worker.probes import Probes
+from pdserve.kvtransfer.speed import WINDOW_S, Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.worker.inbox import Inbox
@@ -51,7 +50,7 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         me = Introduction(FIRST, KvLayout("", 1, 1, 1, 1, "float32"))
         async with asyncio.TaskGroup() as tasks:
             client = HandoffClient(me, mover, Credentials(b"s" * 32), Heard[OutgoingEvent](), tasks, Counter())
-            probes = Probes(mover, reporter.report_pair, tasks, 0)
+            probes = Probes(mover.probe, reporter.report_pair, tasks, 0)
             carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
             outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)
             outbox.beat(LOAD, 0)
