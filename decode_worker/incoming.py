@@ -1,7 +1,7 @@
 """The incoming door of a worker: KV that arrives. Decides; does no I/O.
 
 Invariant: pages that were granted to a sender become free, or a sequence's, only when the receiver's half of the
-hand-off says so.
+hand-off decides so.
 
 A continuation that moves here is decoded at its sender until pages are granted to it, and while most of them are
 copied. They are not granted during a long step: the continuation would wait here for the end of that step.
@@ -138,8 +138,8 @@ class Incoming:
     def handle(self, event: doors.IncomingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
-            case doors.SenderMessage(peer, key, said):
-                return self._take(peer, key, said)
+            case doors.SenderMessage(peer, key, message):
+                return self._take(peer, key, message)
             case doors.DigestsChecked(key):
                 arrival = self._arrivals.get(key)
                 return [] if arrival is None else self._advance(arrival, event)
@@ -167,26 +167,26 @@ class Incoming:
             results += self._advance_all(peer, receiver.LeaseLapsed(reason))
         return results
 
-    def _take(self, peer: Peer, key: HandoffKey, said: FromSender) -> list[Result]:
+    def _take(self, peer: Peer, key: HandoffKey, message: FromSender) -> list[Result]:
         arrival = self._arrivals.get(key)
         if arrival is None:
             expected = self._ungranted.get(key)
-            if expected is None or expected.peer != peer or not isinstance(said, Quiesced):
+            if expected is None or expected.peer != peer or not isinstance(message, Quiesced):
                 return []  # late news of a hand-off that is over
-            return [self._drop(key, Failure.SENDER_GAVE_UP, said.reason)]
+            return [self._drop(key, Failure.SENDER_GAVE_UP, message.reason)]
         expected = arrival.expected
         if expected.peer != peer:
             raise ProtocolError(f"{peer} speaks for a hand-off of {expected.peer}", Refusal.INCARNATION)
-        if not isinstance(said, Commit):
-            return self._advance(arrival, said)
+        if not isinstance(message, Commit):
+            return self._advance(arrival, message)
         if expected.is_prefix:
-            check_prefix(expected.num_tokens, said.capsule, self._cache.page_size)
+            check_prefix(expected.num_tokens, message.capsule, self._cache.page_size)
         else:
-            check_capsule(expected.job, said.capsule, self._vocab_size)
-        results = self._advance(arrival, said)
+            check_capsule(expected.job, message.capsule, self._vocab_size)
+        results = self._advance(arrival, message)
         if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
             return results  # sent before the sender knew that we gave up
-        return [doors.Landed(key, said.handoff_bytes, said.handoff_s), *results]
+        return [doors.Landed(key, message.handoff_bytes, message.handoff_s), *results]
 
     def _drop(self, key: HandoffKey, failure: Failure, reason: str) -> Result:
         """Set no pages aside for a hand-off that has failed before it was granted any."""
@@ -258,7 +258,7 @@ def check_prefix(num_tokens: int, capsule: Capsule, page_size: int) -> None:
 
 
 def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:
-    """Raise ProtocolError unless a capsule is about this job, and its pages can hold what its tails say."""
+    """Raise ProtocolError unless a capsule is about this job, and its pages can hold the tokens of its tails."""
     tails = capsule.tails
     if not tails:
         raise ProtocolError("capsule: no continuation goes on")

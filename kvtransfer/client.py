@@ -76,7 +76,7 @@ class HandoffClient:
         self._perform(self._dialling.forget(peer))
 
     def beat(self) -> None:
-        """Tell every peer that this process's engine loop goes on."""
+        """Send every receiver a heartbeat: the engine loop of this process goes on."""
         for dial in self._dialling.attached:
             self._write(dial, wire.ALIVE)
 
@@ -123,7 +123,7 @@ class HandoffClient:
         stream.outbound.put_nowait(message)
 
     async def _serve(self, dial: Dial) -> None:
-        """Serve a stream to its end, and say why it has ended."""
+        """Serve a stream to its end, and report why it has ended."""
         outbound, reason = self._streams[dial.dial].outbound, "it ended the stream"
         try:
             async with self._credentials.channel(dial.address, Part.WORKER) as channel:

@@ -1,7 +1,7 @@
 """The sender's half of one hand-off. It decides and does no I/O.
 
-Invariant: the source pages are released exactly once, and never while a copy may still read them. The sender says that
-it has quiesced only when no copy is or will be under way, and none has ended in doubt.
+Invariant: the source pages are released exactly once, and never while a copy may still read them. The sender sends
+Quiesced only when no copy is or will be under way, and none has ended in doubt.
 """
 
 from enum import Enum, auto

@@ -1,4 +1,4 @@
-"""What the two processes of a hand-off say to each other: first who they are, then the messages of each hand-off.
+"""What the two processes of a hand-off send each other: first who they are, then the messages of each hand-off.
 
 Invariant: two processes attach only if each is the one that the other means, they lay out their pages alike, and they
 use the same mover. The halves of a hand-off are `sender.Sender` and `receiver.Receiver`.

@@ -1,6 +1,6 @@
 """Messages of handoff.proto as the two halves of a hand-off know them, and back.
 
-What a peer says is checked here: ProtocolError names the field.
+What a peer sends is checked here: ProtocolError names the field.
 """
 
 from pdserve.errors import ProtocolError, Refusal

@@ -108,28 +108,28 @@ class EarlyGrants:
 
     def take(self, peer: Peer, key: HandoffKey) -> ReceiverMessage | None:
         """Return the grant that overtook a placement, if one did; it is no longer kept."""
-        _, said = self._early.pop((peer, key), (0.0, None))
-        return said
+        _, message = self._early.pop((peer, key), (0.0, None))
+        return message
 
-    def handle(self, said: ReceiverMessage, now_s: float) -> list[Result]:
-        """Answer what is said of a hand-off that is not open."""
-        name = (said.peer, said.key)
-        if isinstance(said.event, Grant) and name not in self._closed and len(self._early) < self._max_early:
-            self._early[name] = (now_s, said)
+    def handle(self, message: ReceiverMessage, now_s: float) -> list[Result]:
+        """Answer a message about a hand-off that is not open."""
+        name = (message.peer, message.key)
+        if isinstance(message.event, Grant) and name not in self._closed and len(self._early) < self._max_early:
+            self._early[name] = (now_s, message)
             return []
-        if not isinstance(said.event, Grant | Withdrawn):
+        if not isinstance(message.event, Grant | Withdrawn):
             return []
         self._early.pop(name, None)
-        if said.key in self._in_doubt.get(said.peer, ()):
+        if message.key in self._in_doubt.get(message.peer, ()):
             return []  # Quiesced would be a guess: bytes may still land
-        return [self._give_back(said, "unknown here")]
+        return [self._give_back(message, "unknown here")]
 
     def expire(self, now_s: float) -> list[Result]:
         """Give back early grants whose placement has not come."""
-        expired = [said for since_s, said in self._early.values() if now_s - since_s > EARLY_GRANT_S]
-        for said in expired:
-            del self._early[said.peer, said.key]
-        return [self._give_back(said, "never placed here") for said in expired]
+        expired = [message for since_s, message in self._early.values() if now_s - since_s > EARLY_GRANT_S]
+        for message in expired:
+            del self._early[message.peer, message.key]
+        return [self._give_back(message, "never placed here") for message in expired]
 
     def lose(self, peer: Peer) -> None:
         """Drop the early grants of a peer whose stream has ended: it has withdrawn them."""
@@ -140,10 +140,10 @@ class EarlyGrants:
         self.lose(peer)
         self._in_doubt.pop(peer, None)
 
-    def _give_back(self, said: ReceiverMessage, reason: str) -> Result:
+    def _give_back(self, message: ReceiverMessage, reason: str) -> Result:
         """Answer for a hand-off that is not here, and will not be from now on."""
-        self.close(said.peer, said.key)
-        return ToReceiver(said.peer, said.key, Quiesced(reason))
+        self.close(message.peer, message.key)
+        return ToReceiver(message.peer, message.key, Quiesced(reason))
 
 
 @dataclass(slots=True, eq=False)
@@ -231,11 +231,11 @@ class Outgoing:
     def handle(self, event: doors.OutgoingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
-            case ReceiverMessage(peer, key, said):
+            case ReceiverMessage(peer, key, message):
                 handoff = self._handoffs.get(key)
                 if handoff is None or handoff.sender.peer != peer:
                     return self._early.handle(event, now_s)
-                return self._advance(handoff, said, now_s)
+                return self._advance(handoff, message, now_s)
             case doors.ReceiverAttached(peer):
                 self._redialling.stop(peer)
                 return [doors.Probe(peer)]

@@ -127,9 +127,9 @@ class Greeting:
 def greet(framed: Framed, secret: bytes, greeting: Greeting) -> None:
     """Prove to a receiver that this writer knows the cluster's secret; OSError unless the receiver proves the same."""
     framed.limit(GREETING_TIMEOUT_S)
-    challenge, said = framed.receive(NONCE_BYTES), greeting.encode()
-    framed.send(said + proof_of(secret, "collective writer", challenge, said))
-    if not is_proof(framed.receive(PROOF_BYTES), secret, "collective receiver", challenge, said):
+    challenge, encoded = framed.receive(NONCE_BYTES), greeting.encode()
+    framed.send(encoded + proof_of(secret, "collective writer", challenge, encoded))
+    if not is_proof(framed.receive(PROOF_BYTES), secret, "collective receiver", challenge, encoded):
         raise OSError("it does not know the cluster's secret")
 
 
@@ -138,14 +138,14 @@ def be_greeted(framed: Framed, secret: bytes, region: bytes) -> Peer:
     framed.limit(GREETING_TIMEOUT_S)
     challenge = new_nonce()
     framed.send(challenge)
-    shown = framed.receive(MAX_GREETING_BYTES)
-    said, proof = shown[:-PROOF_BYTES], shown[-PROOF_BYTES:]
-    if not is_proof(proof, secret, "collective writer", challenge, said):
+    received = framed.receive(MAX_GREETING_BYTES)
+    encoded, proof = received[:-PROOF_BYTES], received[-PROOF_BYTES:]
+    if not is_proof(proof, secret, "collective writer", challenge, encoded):
         raise OSError("it does not know the cluster's secret")
-    greeting = Greeting.decode(said)
+    greeting = Greeting.decode(encoded)
     if greeting.region != region:
         raise OSError("it means the pages of another process")
-    framed.send(proof_of(secret, "collective receiver", challenge, said))
+    framed.send(proof_of(secret, "collective receiver", challenge, encoded))
     return greeting.peer
 
 

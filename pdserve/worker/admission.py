@@ -28,7 +28,7 @@ class Rules:
     max_tasks: int
     checks_digests: bool
     max_quarantined_share: float  # of all pages; above it the worker drains, since its next process has all pages
-    lease_s: float  # a sender that says nothing for so long has lost its grants
+    lease_s: float  # a sender that is silent for so long has lost its grants
     role: Role  # at the start
     step_tokens: Mapping[Role, int] = field(default_factory=dict)  # in each role; where none are named, the engine's
 
@@ -115,7 +115,7 @@ class Roles:
     """What routers place on this worker, and how many tokens a step computes at most."""
 
     def __init__(self, role: Role, scheduler: Scheduler, room: Room, step_tokens: Mapping[Role, int]) -> None:
-        """`step_tokens`: of a step in each role; where it says nothing, the engine's limit."""
+        """`step_tokens`: of a step in each role; where it names none, the engine's limit."""
         self._scheduler = scheduler
         self._room = room
         self._step_tokens = step_tokens

@@ -47,7 +47,7 @@ class Inbox:
                 await self._has_news.wait()
 
     def wake(self) -> None:
-        """Let whoever waits look around, though there may be no event."""
+        """Have `wait` return, though there may be no event."""
         self._has_news.set()
 
 

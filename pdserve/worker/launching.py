@@ -50,8 +50,8 @@ def paced(compute: Run, step_s: float) -> Run:
 class Launches:
     """Steps on their way through a device.
 
-    A step that cannot be launched costs nobody but those that make it fail. If one that was launched fails, no request
-    can be told to be at fault: DeviceError.
+    A step that cannot be launched is computed by itself, and fails only the requests that make it fail. If a launched
+    step fails, nobody can find the request that is at fault: DeviceError.
     """
 
     def __init__(self, runner: LaunchingRunner, steps: Isolating) -> None:

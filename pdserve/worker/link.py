@@ -81,16 +81,16 @@ class Links:
         return tuple(router for router in self.attached if self._streams[router].welcome.wants_kv_events)
 
     def wants_each_step(self, router: RouterRef) -> bool:
-        """Whether a router wants to be told of each step at once; False for one that is gone."""
+        """Whether a router wants a report of each step at once; False for one that is gone."""
         stream = self._streams.get(router)
         return stream is not None and stream.welcome.wants_each_step
 
     def update(self) -> None:
-        """Say anew who this worker is: the registration that was given to this object has changed."""
+        """Register again: the registration that was given to this object has changed."""
         self.broadcast(self._registration())
 
     def take_role(self, role: "link.Role.ValueType", epoch: int, step_tokens: int) -> None:
-        """Say anew who this worker is, which has taken a role."""
+        """Register again with a role that this worker has taken."""
         self._register.role, self._register.role_epoch = role, epoch
         self._register.max_num_batched_tokens = step_tokens
         self.update()

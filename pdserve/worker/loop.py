@@ -62,7 +62,7 @@ class WorkerLoop:
                 beating.cancel()
 
     async def _keep_beating(self) -> None:
-        """Say that this worker lives, and let its core know that time passes, while steps run too."""
+        """Send heartbeats and tick the core, while steps run too."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now_s = self._clock.now_s()
@@ -132,7 +132,7 @@ class WorkerLoop:
         return replace(self._core.load(), failed_steps=self._failed_steps.count(self._clock.now_s()))
 
     def _rest(self) -> None:
-        """Say at once, not at the next tick, that everything a worker had in hand is done."""
+        """Report at once, not with the next heartbeat, that everything this worker had to do is done."""
         if self._has_worked and self._core.idle:
             self._has_worked = False
             self._beat()

@@ -110,7 +110,7 @@ class Outbox:
         self._reporter.send_due()
 
     def beat(self, load: Load, num_steps: int) -> None:
-        """Tell routers and receivers that this worker lives."""
+        """Send a heartbeat to routers and receivers."""
         if not self._watchdog.look(self._carriers.mover.turn, self._clock.now_s()):
             end_process(HUNG_EXIT_STATUS, "the mover's thread hangs")
         self._carriers.client.beat()

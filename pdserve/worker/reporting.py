@@ -109,10 +109,10 @@ def refusal_samples(refused: Mapping[Refusal, int]) -> Iterator[Sample]:
 
 
 class StepReports:
-    """What one router is told of steps. Invariant: each sequence's tokens go once and in order."""
+    """What one router is sent about steps. Invariant: each sequence's tokens go once and in order."""
 
     def __init__(self, *, each_at_once: bool) -> None:
-        """`each_at_once`: the router wants to hear of each step when it ends."""
+        """`each_at_once`: the router wants a report of each step when it ends."""
         self._each_at_once = each_at_once
         self._tokens: dict[tuple[HandoffKey, int], list[Tokens]] = {}  # held, by sequence
         self._costs: list[StepCost] = []  # of steps not reported yet, oldest first
@@ -196,7 +196,7 @@ class Reporter:
         return min([held.due_s for held in self._held.values()], default=inf)
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
-        """Queue reports. With a step, every router is told its cost, whatever it brought them."""
+        """Queue reports. With a step, every router is sent its cost, whatever it brought them."""
         brought: dict[RouterRef, list[Tokens | PromptScored | Progress]] = {}
         failed: list[Failed] = []
         now_s, num_tokens = self._clock.now_s(), 0
@@ -259,7 +259,7 @@ class Reporter:
             self._kv_feed.flush()  # subscribers over ZMQ get events even where no router is attached
 
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
-        """Tell routers how full this worker is, if several send it work: none knows of what the others send.
+        """Report to routers how full this worker is, if several place work here: none knows what the others place.
 
         Unless `at_once`, only where nothing was reported for LOAD_EVERY_S.
         """
@@ -268,7 +268,7 @@ class Reporter:
             self.beat(load(), num_steps)
 
     def report_role(self, taken: RoleTaken) -> None:
-        """Tell every router of a role at once, before they place more here."""
+        """Report a role to every router at once, before they place more here."""
         logger.info("role: %s, epoch %d", taken.role, taken.epoch)
         self._links.take_role(ROLE_NUMBERS[taken.role], taken.epoch, taken.step_tokens)
 
@@ -276,7 +276,7 @@ class Reporter:
         self.refused[refusal] += 1
 
     def report_pair(self, worker_id: str, measured: Measured | None) -> None:
-        """Tell every router, and those that attach later, how fast pages reach a worker; None: not known any more."""
+        """Report to all routers, also later ones, how fast pages reach a worker; None: that is not known any more."""
         self._pairs.pop(worker_id, None)
         if measured is not None:
             message = self._pairs[worker_id] = wire.pair_measured(worker_id, measured)

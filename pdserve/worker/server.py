@@ -85,7 +85,7 @@ _NONE = OwnRouter()
 
 
 async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter = _NONE) -> None:
-    """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision."""
+    """Run a worker until it has drained: after SIGTERM or SIGINT, when a router asks for it, or by its own decision."""
     check_addresses(config)
     check_network(config)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
@@ -142,8 +142,8 @@ async def assemble(
     """Set up the core and both doors, and take them down again."""
     loop = asyncio.get_running_loop()
 
-    def on_stopped(said: ReceiverMessage) -> None:
-        loop.call_soon_threadsafe(listener.put, said)
+    def on_stopped(message: ReceiverMessage) -> None:
+        loop.call_soon_threadsafe(listener.put, message)
 
     mover = build_mover(config, peer, kv_region(engine), on_stopped, credentials.secret)
     listener.guard(mover)

@@ -102,7 +102,7 @@ def step_report(
 
 
 def failed(report: messages.Failed) -> link.AttachRequest:
-    """Return the message that tells a router that a request has ended here without its answer."""
+    """Return the message that reports to a router that a request has ended here without its answer."""
     key = report.key
     ended = link.Failed(
         request_id=key.request_id, attempt=key.attempt, code=_FAILURE[report.code], detail=report.reason
