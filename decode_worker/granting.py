@@ -61,7 +61,7 @@ class Arrival:
 
 
 class Granting:
-    """One process's grants: their capabilities are under a key that never leaves it."""
+    """The grants of one process. The key of their capabilities never leaves it."""
 
     def __init__(self, scheduler: Scheduler, room: Room, key: bytes, lease_s: float, *, checks_digests: bool) -> None:
         self._scheduler = scheduler

@@ -83,7 +83,7 @@ class Redialling:
 
 
 class EarlyGrants:
-    """Grants that arrived before the placement of their hand-off, and what is remembered of closed hand-offs.
+    """Grants that arrived before the placement of their hand-off, and the hand-offs that were closed last.
 
     Invariant: a grant kept here is taken by its placement, or answered with Quiesced after EARLY_GRANT_S, and never
     both. A hand-off that ended in doubt is not answered at all.
@@ -181,7 +181,7 @@ class Outgoing:
 
     @property
     def has_only_stuck(self) -> bool:
-        """Whether no hand-off is open, but for those whose copies do not stop: their peers may be frozen."""
+        """Whether all open hand-offs have copies that do not stop: their peers may be frozen."""
         return all(handoff.is_stuck for handoff in self._handoffs.values())
 
     @property

@@ -1,4 +1,4 @@
-"""What a worker takes: an operator's rules, its role, jobs that it can never compute, and when it takes nothing more.
+"""What a worker accepts: rules of the operator, its role, jobs that it can never compute, and when it drains.
 
 Invariant: the epoch of the role only grows; and a worker takes a role whose prompts are handed off only while there is
 the room that these need (`engine.kvcache.Room`). Decides; does no I/O.
@@ -38,7 +38,7 @@ def longest(scheduler: Scheduler, job: Job) -> int:
 
 
 def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
-    """Return why this worker can never compute a job, or None. Guards against routers, not clients."""
+    """Return why this worker can never compute a job, or None. Routers have checked what clients may ask."""
     limits, num_tokens = scheduler.limits, len(job.token_ids)
     last = longest(scheduler, job)
     needed = scheduler.cache.num_pages(last)
@@ -60,7 +60,7 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
 
 
 class Draining:
-    """Whether a worker takes nothing more, and why.
+    """Whether a worker drains (accepts nothing more), and why.
 
     Invariant: a worker drains from when it is asked to, once more than `max_quarantined_share` of its pages have been
     quarantined at NUM_LOOKS looks in a row, or once something waits in vain for pages that are. The next process has
@@ -77,7 +77,7 @@ class Draining:
         self._num_still = 0  # the same
 
     def take(self, event: DrainAsked | DrainCancelled) -> None:
-        """Drain as asked, or take work again, if all that began this was a request that is not final."""
+        """Drain as asked; or accept work again, unless the drain is final or was begun here."""
         match event:
             case DrainAsked(is_final):
                 self.is_on = True
@@ -86,7 +86,7 @@ class Draining:
                 self.is_on = self._is_final or bool(self.reason)
 
     def look(self, num_quarantined: int, num_pages: int) -> bool:
-        """Return whether the worker begins to drain because too few pages are left to be of use."""
+        """Return whether the worker begins to drain because too few of its pages are usable."""
         is_above = num_quarantined > self._max_quarantined_share * num_pages
         self._num_above = self._num_above + 1 if is_above else 0
         if self.is_on or self._num_above < NUM_LOOKS:
@@ -156,7 +156,7 @@ class Roles:
         return [RoleTaken(given.role, given.epoch, self._scheduler.step_tokens)]
 
     def refusal(self, placed: Placed, num_awaited: int) -> str:
-        """Return why a job of another role finds no room, or nothing. `num_awaited`: pages that hand-offs wait for."""
+        """Return why there is no room for a job of another role, or "". `num_awaited`: pages hand-offs wait for."""
         if placed.target is not None and self.role is Role.DECODE and self._room.left < 0:
             return "it decodes, and has no room for prompts to hand off"
         num_pages = self._scheduler.cache.num_pages(len(placed.job.token_ids) + placed.extra_tokens)

@@ -1,4 +1,4 @@
-"""Steps that fail: finds which sequences are to blame, or that the device is broken, and counts such steps in a row.
+"""Steps that fail: finds the sequences at fault, or a broken device, and counts such steps in a row.
 
 Invariant: a sequence is failed only if its chunk fails by itself while the device still computes another one. If that
 fails too, no request is to blame: DeviceError.
@@ -28,7 +28,7 @@ Run = Callable[[StepPlan], StepResult]
 
 @dataclass(slots=True)
 class _Found:
-    """What parts of a failed step brought so far, by place in the plan."""
+    """The results of those parts of a failed step that were computed, by place in the plan."""
 
     tokens: list[tuple[SampledToken, ...]]
     elapsed_s: float = 0.0
@@ -117,7 +117,7 @@ def _describe(error: Exception) -> str:
 
 
 class FailedSteps:
-    """Counts steps in a row that brought no sequence anything."""
+    """Counts steps in a row in which every sequence failed."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -125,7 +125,7 @@ class FailedSteps:
         self._failed_before: Collection[int] = ()  # places in the last step
 
     def note(self, plan: StepPlan, result: StepResult, now_s: float) -> bool:
-        """Note a step; return whether all of its sequences failed, those aside that the step before has failed."""
+        """Note a step; return whether all of its sequences failed. Those that failed in the one before do not count."""
         wanted = [place for place, chunk in enumerate(plan.chunks) if chunk.previous not in self._failed_before]
         self._failed_before = result.failed
         if not wanted:

@@ -1,4 +1,4 @@
-"""Cached pages of prompts: shared with the workers that compute the prompts, and fetched by them. Decides; does no I/O.
+"""Cached pages of prompts: a worker that has them shares them, the one that computes fetches them. Does no I/O.
 
 Invariant: a prompt starts once, whatever becomes of its fetch, and no later than its fetch is due. Every page that a
 fetch holds is given back when its prompt has started, when the task has ended, or when the fetch is due.
@@ -124,7 +124,7 @@ class Fetches:
         return []
 
     def go_on(self, now_s: float) -> list[Reported]:
-        """Give back what is needed no longer, and start prompts whose pages are late."""
+        """Give back pages that are not needed any more, and start prompts whose pages are late."""
         results: list[Reported] = []
         for key, fetch in list(self._fetches.items()):
             is_over = not self._tasks.runs(fetch.task, fetch.sequence) or bool(fetch.sequence.pages)

@@ -75,11 +75,11 @@ class Moves:
         return results
 
     def go_on(self, now_s: float) -> list[Reported]:
-        """Announce pages that have become final, and cut what has come far enough."""
+        """Announce pages that have become final, and cut continuations that are due (`_is_due`)."""
         return [result for move in list(self._moves.values()) for result in self._go_on(move, now_s)]
 
     def conclude(self, outcome: doors.Leaving) -> list[Failed]:
-        """Let a continuation leave, or go on here, with what has become of its hand-off."""
+        """Let a continuation leave, or go on here, depending on the outcome of its hand-off."""
         if isinstance(outcome, doors.Granted):
             return []  # it goes on in its turn
         move = self._moves.pop(outcome.key)
@@ -124,7 +124,7 @@ class Moves:
         return is_full or sender.is_abreast
 
     def _finish(self, move: _Move, now_s: float) -> list[Result]:
-        """Announce all pages of a continuation that no step has, with the tokens that its target does not know."""
+        """Announce all pages of a continuation that is in no step, and the tokens that its target does not know."""
         key, sequence = move.key, move.sequence
         move.is_finished = True
         num_pages = self._scheduler.cache.num_pages(sequence.computed)

@@ -1,4 +1,4 @@
-"""What a worker has in hand. Pure.
+"""The tasks of a worker. Pure.
 
 Invariant: a task ends once: with its last sequence, or when it is given up. Nothing of it is computed from then on.
 """
@@ -48,7 +48,7 @@ class Task:
         return bool(self.sequences) and not any(sequence.pages or sequence.has_run for sequence in self.sequences)
 
     def decoding(self, index: int) -> Sequence | None:
-        """Return what decodes this continuation by itself, if anything does."""
+        """Return the sequence that decodes this continuation alone, or None."""
         found = [s for s in self.sequences if s.indices == (index,) and s.pages and s.num_missing == 1]
         return found[0] if found and found[0].num_output_tokens else None
 
@@ -70,7 +70,7 @@ class Task:
 
 
 def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequence]:
-    """Return the sequences that a hand-off has become. They share its pages."""
+    """Return the sequences that go on with the pages of a hand-off. They share these pages."""
     capsule, job = admitted.capsule, task.job
     prompt = Sequence(
         job=job,
@@ -122,7 +122,7 @@ class Tasks:
         self._tasks[task.key] = task
 
     def end(self, task: Task) -> None:
-        """Drop a task and what it runs. A hand-off of it goes on until its pages are safe."""
+        """Drop a task and its sequences. Its hand-off goes on until the pages are safe."""
         del self._tasks[task.key]
         self._starting.remove(task.key)
         for sequence in task.sequences:
