@@ -6,6 +6,8 @@ systemd signals every process of a service, and a launcher among them passes the
 has a handler: the kernel ignores signals to process 1 of a container that have none.
 
 Exit status: 128 + the signal's number where a signal ended the process at once, 75 where its drain took too long.
+
+`python -m pdserve.signals` runs another program, which the kernel kills when its parent ends, however it ends.
 """
 
 import logging
@@ -135,3 +137,8 @@ def _say(text: str) -> None:
     """Write a line to stderr, if possible. Logging is not safe: the interrupted code may be writing a record."""
     with suppress(OSError):  # a full disk, or a pipe that nobody reads: the process ends all the same
         os.write(2, f"pdserve: {text}\n".encode())
+
+
+if __name__ == "__main__":  # arguments: PARENT_PID PROGRAM ARGUMENT...: the setting outlives exec
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

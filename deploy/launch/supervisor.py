@@ -262,7 +262,7 @@ class Supervisor:
         command = child.spec.command_for(child.incarnation)
         with self._opened_log(child.spec.name) as log:
             child.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid())),
+                *(sys.executable, "-P", "-m", "pdserve.signals", str(os.getpid())),
                 *command,
                 stdin=DEVNULL,
                 stdout=log,

@@ -266,7 +266,7 @@ async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
 @asynccontextmanager
 async def router_process(flags: Flags) -> AsyncIterator[Process]:
     """Run a router, which ends with this process, for the length of the block."""
-    wrapper = (sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid()))
+    wrapper = (sys.executable, "-P", "-m", "pdserve.signals", str(os.getpid()))
     command = (*wrapper, *PDSERVE, "router", *flag_arguments(flags))
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL)
     try:

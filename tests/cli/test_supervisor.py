@@ -145,7 +145,7 @@ async def test_cancelling_leaves_no_child(tmp_path: Path) -> None:
 async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     parent_code = (
         "import os, subprocess, sys\n"
-        "wrapper = [sys.executable, '-P', '-m', 'pdserve.launch.die_with_parent', str(os.getpid())]\n"
+        "wrapper = [sys.executable, '-P', '-m', 'pdserve.signals', str(os.getpid())]\n"
         f"child = subprocess.Popen([*wrapper, sys.executable, '-I', '-c', 'print(1, flush=True); {SLEEP}'],"
         " stdout=subprocess.PIPE)\n"
         "print(child.stdout.readline(), flush=True)\n"
