@@ -273,6 +273,17 @@ class WorkerConfig(ServingConfig):
         return given
 
 
+class WatcherConfig(ProcessConfig):
+    """Settings of a watcher of pods. It watches the namespace that it runs in, or that KUBECONFIG names."""
+
+    kind = "watcher"
+
+    routers: tuple[str, ...] = Field(
+        min_length=1, description="Internal addresses of all routers, host:port; a host may have several addresses."
+    )
+    secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
+
+
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:
     """Return the settings of `file`, overridden by `flags` that are not None; ConfigError names each wrong key."""
     given = {name: value for name, value in (flags or {}).items() if value is not None}

@@ -13,8 +13,8 @@ import pytest
 from pdserve import names
 from pdserve.cli import processes
 from pdserve.cli.app import main
+from pdserve.config import WatcherConfig
 from pdserve.errors import ConfigError
-from pdserve.kubernetes.config import WatcherConfig
 from pdserve.kubernetes.watcher import serve
 from pdserve.names import Lookups, addresses_of, resolve
 

@@ -1,4 +1,9 @@
-"""What is read of Kubernetes' objects. Fields that are not named here are dropped as they are decoded."""
+"""What is read of Kubernetes' objects, and the rights that this and changing them takes.
+
+Fields that are not named here are dropped as an object is decoded.
+"""
+
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -149,3 +154,34 @@ class PodList(Object, frozen=True):
 
 def has(conditions: tuple[Condition, ...], kind: str) -> bool:
     return any(each.type == kind and each.status == "True" for each in conditions)
+
+
+class Right(NamedTuple):
+    """What pdserve asks of the API. The chart grants these rights to an account, and `pdserve doctor` asks for them.
+
+    The chart names the deployments and the Lease; a right to create cannot be limited to names.
+    """
+
+    verbs: tuple[str, ...]
+    group: str  # empty: core
+    resource: str  # with its subresource
+    namespace: str = ""  # that is not the cluster's own; `*`: objects of the whole cluster
+
+
+NODE_LEASES = "kube-node-lease"
+
+WATCHER = (
+    Right(("list", "watch"), "", "pods"),
+    Right(("get",), "", "nodes", "*"),
+    Right(("get",), "coordination.k8s.io", "leases", NODE_LEASES),
+)
+RESOURCE = (  # where the policy is a custom resource
+    Right(("get",), "pdserve.dev", "autoscalingpolicies"),
+    Right(("patch",), "pdserve.dev", "autoscalingpolicies/status"),
+)
+ACTUATOR = (
+    Right(("list", "patch"), "", "pods"),
+    Right(("get", "update"), "apps", "deployments/scale"),
+    Right(("create", "get", "update"), "coordination.k8s.io", "leases"),
+    Right(("create",), "events.k8s.io", "events"),
+)

@@ -3,79 +3,34 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 import grpc
 import msgspec
 
 from pdserve.clock import Clock, MonotonicClock
+from pdserve.config import WatcherConfig
 from pdserve.health import answering
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError, UnreachableError
-from pdserve.kubernetes.config import WatcherConfig
 from pdserve.kubernetes.ends import Ended, Ends
-from pdserve.kubernetes.objects import Lease, Node, Object, Pod, Status
-from pdserve.kubernetes.rights import NODE_LEASES
+from pdserve.kubernetes.objects import NODE_LEASES, Lease, Node, Object, Pod, Status
 from pdserve.launch.admin import AdminClient
 from pdserve.metrics import REPORTED_ENDS, UNPROVED_ENDS, Sample
 from pdserve.metrics_server import showing
 from pdserve.names import addresses_of, check_names
 from pdserve.signals import drain_on_signals
-from pdserve.values import value
+
+logger = logging.getLogger(__name__)
 
 GONE = 410  # the API no longer has the version that a watch is to begin at
 MAX_FAILURES = 5  # in a row, after which all pods are listed again: the version itself may be what fails
 
 
-@value
-class Listed:
-    pods: tuple[Pod, ...]
-
-
-@value
-class Changed:
-    pod: Pod
-    is_gone: bool  # it was removed; `pod` is what it was at last
-
-
 class _Line(Object, frozen=True):
     type: str
     object: msgspec.Raw
-
-
-async def watch(client: Client, path: str) -> AsyncIterator[Listed | Changed]:
-    """Yield all pods, then each change, for ever; where changes were missed, all of them again.
-
-    Invariant: applied in order, what is yielded gives the state that the API had at some moment, and a later one each
-    time, unless the API itself was restored from a backup.
-    """
-    backoff, version, warning, failures = Backoff(), "", "", 0
-    while True:
-        error: ApiError | None = None
-        try:
-            if not version:
-                pods, version = await client.pods(path)
-                failures = 0
-                yield Listed(tuple(pods))
-            async for text in client.changes(path, version):
-                line, pod = _read(text)
-                version = pod.metadata.resource_version or version
-                backoff.reset()
-                warning, failures = "", 0
-                if line != "BOOKMARK":
-                    yield Changed(pod, is_gone=line == "DELETED")
-        except ApiError as raised:
-            error = raised
-            failures += 1
-            is_gone = isinstance(error, RefusedError) and error.status == GONE
-            # An API that was restored from a backup is silent on a version that it has yet to reach.
-            if is_gone or isinstance(error, UnreachableError) or failures >= MAX_FAILURES:
-                version = ""
-            if not is_gone and str(error) != warning:
-                warning = str(error)
-                logger.warning("%s: changes are not seen: %s", path, error)
-        await backoff.wait(error)
 
 
 def _read(text: bytes) -> tuple[str, Pod]:
@@ -89,8 +44,6 @@ def _read(text: bytes) -> tuple[str, Pod]:
     except msgspec.MsgspecError as error:
         raise RefusedError(GONE, f"a watch sent something else: {error}") from error
 
-
-logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0  # between two looks at what is attached to routers
 NODE_S = 5.0  # between two looks at nodes of which an answer is awaited
@@ -151,14 +104,42 @@ class PodWatcher:
             tasks.create_task(self._ask_nodes())
 
     async def _follow(self) -> None:
-        async for seen in watch(self._client, self._path):
-            match seen:
-                case Listed(pods):
+        """List all pods, then follow each change, for ever; list all of them again where changes were missed.
+
+        Invariant: what `Ends` is given, in order, is the state that the API had at some moment, and a later one each
+        time, unless the API itself was restored from a backup.
+        """
+        backoff, version, warning, failures = Backoff(), "", "", 0
+        while True:
+            error: ApiError | None = None
+            try:
+                if not version:
+                    pods, version = await self._client.pods(self._path)
+                    failures = 0
                     self._report(self._ends.listed(pods, self._clock.now_s()))
-                case Changed(pod, is_gone=True):
-                    self._report(self._ends.removed(pod, self._clock.now_s()))
-                case Changed(pod):
-                    self._report(self._ends.changed(pod))
+                async for text in self._client.changes(self._path, version):
+                    kind, pod = _read(text)
+                    version = pod.metadata.resource_version or version
+                    backoff.reset()
+                    warning, failures = "", 0
+                    self._report(self._changed(kind, pod))
+            except ApiError as raised:
+                error = raised
+                failures += 1
+                is_gone = isinstance(error, RefusedError) and error.status == GONE
+                # An API that was restored from a backup is silent on a version that it has yet to reach.
+                if is_gone or isinstance(error, UnreachableError) or failures >= MAX_FAILURES:
+                    version = ""
+                if not is_gone and str(error) != warning:
+                    warning = str(error)
+                    logger.warning("%s: changes are not seen: %s", self._path, error)
+            await backoff.wait(error)
+
+    def _changed(self, kind: str, pod: Pod) -> list[Ended]:
+        """Note a change of a pod; return which processes have ended. A deleted pod is what it was at last."""
+        if kind == "BOOKMARK":
+            return []
+        return self._ends.removed(pod, self._clock.now_s()) if kind == "DELETED" else self._ends.changed(pod)
 
     def _report(self, ended: Sequence[Ended]) -> None:
         for each in ended:

@@ -14,9 +14,8 @@ import typer
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
-from pdserve.config import ProcessConfig, WorkerConfig, load_config
+from pdserve.config import ProcessConfig, WatcherConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
-from pdserve.kubernetes.config import WatcherConfig
 from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.signals import end_on_signals, end_served
 from pdserve.telemetry import configure_logging

@@ -14,9 +14,8 @@ from kubernetes_validate.utils import all_versions
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import KubernetesActuator, Policy
-from pdserve.config import WorkerConfig, load_config
+from pdserve.config import WatcherConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
-from pdserve.kubernetes.config import WatcherConfig
 from pdserve.router.config import RouterConfig
 
 NEWEST = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())][-3:]  # each is listed twice

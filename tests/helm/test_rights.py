@@ -3,7 +3,7 @@
 import pytest
 from helm_chart import Manifest, rendered
 
-from pdserve.kubernetes.rights import ACTUATOR, RESOURCE, WATCHER, Right
+from pdserve.kubernetes.objects import ACTUATOR, RESOURCE, WATCHER, Right
 
 OWN = "llm"
 

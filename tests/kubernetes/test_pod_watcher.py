@@ -13,7 +13,7 @@ from kube_cluster import FINALIZER, REAL, KubeCluster
 
 from pdserve.clock import MonotonicClock
 from pdserve.kubernetes.client import Client
-from pdserve.kubernetes.rights import WATCHER
+from pdserve.kubernetes.objects import WATCHER
 from pdserve.kubernetes.watcher import PodWatcher
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import write_secret

@@ -19,7 +19,7 @@ from pdserve.autoscaler.definition import definition
 from pdserve.autoscaler.resource import PolicyResource
 from pdserve.autoscaler.server import Target, serve
 from pdserve.errors import ConfigError
-from pdserve.kubernetes.rights import RESOURCE
+from pdserve.kubernetes.objects import RESOURCE
 from pdserve.launch.folder import write_secret
 
 if TYPE_CHECKING:
