@@ -114,11 +114,11 @@ class Planner:
             self._sizer(mixture, seen, margins) for margins in (ups, dict.fromkeys(POOLS, 1.0), downs)
         )
         budget = self.policy.budget
-        best = settled(expected[0], expected[0].fewest(bounds, budget), sizes, bounds)
-        lower, upper = at_least[0].fewest(bounds, budget), at_most[0].fewest(bounds, budget)
+        best = settled(expected, expected.fewest(bounds, budget), sizes, bounds)
+        lower, upper = at_least.fewest(bounds, budget), at_most.fewest(bounds, budget)
         wanted, binds = {}, dict(best.binds)
         is_split = Binds.BUDGET in best.binds.values()
-        missed = self._missed(sizes, best.replicas, bounds)
+        keeps_both = self._keeps_both(sizes, best.replicas, bounds)
         for pool in POOLS:
             size = best.replicas[pool]
             pressing = 0 if is_split else self._pressing(pool, seen, expected, startup_s[pool], ups[pool])
@@ -126,28 +126,24 @@ class Planner:
             if pressing > size:
                 binds[pool] = Binds.WAITING
             size = min(max(size, pressing), bounds[pool].most)
-            if not self._is_warm or pool in missed:
+            if not self._is_warm or keeps_both:
                 kept = max(kept, sizes[pool])
             wanted[pool] = Wanted(min(size, max(lower.replicas[pool], pressing)), size, min(kept, bounds[pool].most))
         serving = {pool: len(urgent.ready(seen.replicas, pool)) for pool in POOLS}
-        self._misses.expect({pool: expected[0].by_model(pool, serving[pool]) for pool in POOLS})
-        attained = {pool: expected[0].attainment(pool, sizes[pool]) for pool in POOLS}
-        return Plan(
-            wanted, binds, attained, self._seen_text(seen), _predicted_text(expected[1], best, expected[0].best)
-        )
+        self._misses.expect({pool: expected.by_model(pool, serving[pool]) for pool in POOLS})
+        attained = {pool: expected.attainment(pool, sizes[pool]) for pool in POOLS}
+        return Plan(wanted, binds, attained, self._seen_text(seen), _predicted_text(expected, best))
 
-    def _missed(
-        self, sizes: Mapping[Role, int], best: Mapping[Role, int], bounds: Mapping[Role, Bounds]
-    ) -> Sequence[Role]:
-        """Return the pools that must not shrink because one of them has missed too much of late: both, or none.
+    def _keeps_both(self, sizes: Mapping[Role, int], best: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> bool:
+        """Return whether no pool may shrink because one of them has missed too much of late.
 
-        Once the pool that missed has grown, more requests reach the other one than it has seen. None is returned where
-        keeping both would exceed the budget.
+        Once the pool that missed has grown, more requests reach the other one than it has seen. Both may shrink where
+        keeping them would exceed the budget.
         """
-        too_many = [self._misses.are_too_many(pool, self.policy.objectives.attainment) for pool in POOLS]
-        missed = POOLS if any(too_many) else ()
-        kept = {pool: max(best[pool], sizes[pool]) if pool in missed else best[pool] for pool in POOLS}
-        return missed if devices_of(bounds, kept) <= self.policy.budget.max_devices else ()
+        goal = self.policy.objectives.attainment
+        kept = {pool: max(best[pool], sizes[pool]) for pool in POOLS}
+        too_many = any(self._misses.are_too_many(pool, goal) for pool in POOLS)
+        return too_many and devices_of(bounds, kept) <= self.policy.budget.max_devices
 
     def _is_idle(self, seen: Observation) -> bool:
         """Return whether no request has come of late, and none is left."""
@@ -159,7 +155,7 @@ class Planner:
         wanted = {pool: Wanted(least[pool], least[pool], least[pool]) for pool in POOLS}
         return Plan(wanted, dict.fromkeys(POOLS, Binds.MIN), dict.fromkeys(POOLS, 1.0), "no request", "none comes")
 
-    def _sizer(self, mixture: Traffic, seen: Observation, margins: Mapping[Role, float]) -> tuple[Sizer, Traffic]:
+    def _sizer(self, mixture: Traffic, seen: Observation, margins: Mapping[Role, float]) -> Sizer:
         """Return a sizer for what is forecast, times a margin, or for what surely comes now if that is more."""
         prompts, answers = self._present.sure_rates(mixture)
         forecast = {
@@ -171,20 +167,17 @@ class Planner:
             prompt_rate=max(forecast[Role.PREFILL] * margins[Role.PREFILL], prompts),
             answer_rate=max(forecast[Role.DECODE] * margins[Role.DECODE], answers),
         )
-        return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities, self._misses.odds), traffic
+        return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities, self._misses.odds)
 
-    def _pressing(
-        self, pool: Role, seen: Observation, expected: tuple[Sizer, Traffic], startup_s: float, margin: float
-    ) -> int:
+    def _pressing(self, pool: Role, seen: Observation, sizer: Sizer, startup_s: float, margin: float) -> int:
         """Return the size that what waits, runs, was lost and is signalled asks for at this moment."""
-        sizer, mixture = expected
         objectives = self.policy.objectives
         replicas = urgent.ready(seen.replicas, pool)
         waits = lost = 0
         if pool is Role.PREFILL:
             waiting = sum(replica.waiting_tokens for replica in replicas)
             backlog_s = sizer.prefill.seconds(waiting, seen.num_held)
-            offered = sizer.prefill.seconds(0.0, self._present.sure_rates(mixture)[0])
+            offered = sizer.prefill.seconds(0.0, self._present.sure_rates(sizer.traffic)[0])
             waits = urgent.for_backlog(backlog_s, offered, startup_s, objectives.ttft_s)
         if self._misses.are_too_many(pool, objectives.attainment):
             num_requests = self._present.num_requests
@@ -233,10 +226,10 @@ def _is_known(pool: Role, seen: Observation) -> bool:
     return pool is Role.PREFILL or bool(costs.decode)
 
 
-def _predicted_text(traffic: Traffic, sized: Sized, possible: float) -> str:
+def _predicted_text(sizer: Sizer, sized: Sized) -> str:
     prefill, decode = (sized.replicas[pool] for pool in POOLS)
     return (
-        f"{traffic.text} at most; {prefill} prefill + {decode} decode serve {sized.attainment:.1%} in time "
+        f"{sizer.traffic.text} at most; {prefill} prefill + {decode} decode serve {sized.attainment:.1%} in time "
         f"({sized.attainments[Role.PREFILL]:.1%}, {sized.attainments[Role.DECODE]:.1%})"
-        + (f" of the {possible:.1%} that any pools could" if possible < _ALL else "")
+        + (f" of the {sizer.best:.1%} that any pools could" if sizer.best < _ALL else "")
     )

@@ -67,9 +67,8 @@ class DecodePool:
         self.binds = min(limits, key=lambda bound: limits[bound])
         self.most = min(limits.values())  # sequences of a worker
         self._steps_s = np.concatenate((steps_s[:1], steps_s[: self.most]))  # by sequences that are placed
-        self.best = (
-            float(self._fast_enough(self._steps_s[1:2])[0]) if self.most else 0.0
-        )  # attainment of a pool without end
+        alone = self._fast_enough(self._steps_s[1:2])  # share of the answers, each with a worker for itself
+        self.best = float(alone[0]) if self.most else 0.0  # attainment of a pool without end
 
     def attainment(self, num_replicas: int) -> float:
         """Return the share of sequences that are taken in and fast enough, of those for which that is possible."""
@@ -147,7 +146,7 @@ class Sizer:
         odds: Mapping[Role, float] = MappingProxyType({}),
     ) -> None:
         """`odds`: by which factor misses of each pool have lately exceeded the predicted odds; 1 by default."""
-        self._goal, self._odds = objectives.attainment, odds
+        self.traffic, self._goal, self._odds = traffic, objectives.attainment, odds
         self._known: dict[tuple[Role, int], float] = {}
         step_tokens = capacities[Role.PREFILL].step_tokens
         self.prefill = PrefillPool(traffic, costs[Role.PREFILL].prefill, step_tokens, objectives.ttft_s)
