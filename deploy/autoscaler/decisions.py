@@ -2,6 +2,7 @@
 
 from enum import StrEnum
 
+from pdserve.errors import CommandError
 from pdserve.roles import Role
 from pdserve.values import value
 
@@ -39,6 +40,10 @@ class Flip:
 
 
 Action = Add | Drain | Flip
+
+
+class ActuatorError(CommandError):
+    """An order was not carried out, or nobody knows whether it was. Says why; the same order may be given again."""
 
 
 def other(pool: Role) -> Role:

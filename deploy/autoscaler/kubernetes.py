@@ -8,16 +8,15 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-import grpc
-
-from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
-from pdserve.autoscaler.process import give_role, ordering
+from pdserve.autoscaler.actuator import Actuator, give_role, ordering
+from pdserve.autoscaler.decisions import ActuatorError
+from pdserve.autoscaler.observation import Held
 from pdserve.autoscaler.schema import KubernetesActuator as Settings
 from pdserve.autoscaler.workload import MARK, Workload
 from pdserve.clock import Clock
@@ -58,8 +57,8 @@ class PodActuator:
                     scale = await self._scale(workload)
                     pods, version = await self._client.pods(self._pods_path, scale.status.selector)
                     workload.see(scale, pods, version, asyncio.get_running_loop().time())
-        with suppress(ApiError, ActuatorError, TimeoutError, grpc.aio.AioRpcError):  # labels follow later
-            async with asyncio.timeout(self._settings.timeout_s):
+        with suppress(ActuatorError):  # labels follow later
+            async with self._asking("label the pods"):
                 await self._label()
         return [held for workload in self._workloads.values() for held in workload.held()]
 
@@ -152,15 +151,8 @@ class PodActuator:
         path = f"{self._pods_path}/{pod.metadata.name}"
         await self._client.patch(path, {"metadata": {"uid": pod.metadata.uid, **metadata}})
 
-    @asynccontextmanager
-    async def _asking(self, what: str) -> AsyncIterator[None]:
-        try:
-            async with ordering(what, self._settings.timeout_s):
-                yield
-        except ApiError as error:
-            raise ActuatorError(f"{what}: {error}") from error
-        except ActuatorError as error:
-            raise error if str(error).startswith(what) else ActuatorError(f"{what}: {error}") from error
+    def _asking(self, what: str) -> AbstractAsyncContextManager[None]:
+        return ordering(what, self._settings.timeout_s, ApiError)
 
 
 REASONS = {"add": "ScalingUp", "drain": "ScalingDown", "flip": "ChangingRole"}

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
-from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
+from pdserve.autoscaler.actuator import Actuator
+from pdserve.autoscaler.decisions import Action, ActuatorError, Add, Decision, Drain, Flip
 from pdserve.autoscaler.explain import changes
 from pdserve.autoscaler.journal import Journal
-from pdserve.autoscaler.observation import Observation, Observer
+from pdserve.autoscaler.observation import Held, Observation, Observer
 from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy, load

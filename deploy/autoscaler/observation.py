@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
+from enum import Enum
 
-from pdserve.autoscaler.actuator import Held, State
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -12,6 +12,24 @@ from pdserve.reports import Demand
 from pdserve.roles import POOLS, Role
 from pdserve.values import value
 from pdserve.wire import ENOUGH_STEPS, ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve
+
+
+class State(Enum):
+    """Where a replica is in its life. One that has ended is not listed."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@value
+class Held:
+    """A replica, as its actuator lists it."""
+
+    name: str
+    role: Role
+    state: State
+    worker_id: str = ""  # by which routers know it, where that is another name
 
 
 @value
@@ -68,8 +86,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._since_s: dict[tuple[str, State], float] = {}
-        self._demands: dict[str, Demand] = {}  # by router
-        self._refused: dict[str, Counter[str]] = {}  # by router
+        self._counts: dict[str, tuple[Demand, Counter[str]]] = {}  # by router: what came, and what was refused
         self._counted_s: float | None = None  # when these were counted
         self._capacities: dict[Role, Capacity] = {}  # as last seen
 
@@ -84,8 +101,8 @@ class Observer:
         replicas = self._replicas(at_s, held, workers)
         if statuses is None:
             return Observation(at_s, unix_s, replicas, demand=None)
-        demand, refused, before_s = self._counted(statuses), self._refusals(statuses), self._counted_s
-        self._counted_s = at_s
+        demand, refused = self._new_counts(statuses)
+        before_s, self._counted_s = self._counted_s, at_s
         self._capacities |= _capacities([worker.registration for worker in workers.values()])
         return Observation(
             at_s=at_s,
@@ -124,21 +141,22 @@ class Observer:
             kv_tokens=load.kv_tokens,
         )
 
-    def _counted(self, statuses: Sequence[admin.ClusterStatus]) -> Demand:
-        """Return what came since the last time. Of a router that is seen for the first time nothing counts."""
-        found = {status.router_id: demand_from_proto(status.demand) for status in statuses}
-        news = [count.since(self._demands[name]) for name, count in found.items() if name in self._demands]
-        self._demands = found
-        return sum(news, Demand())
+    def _new_counts(self, statuses: Sequence[admin.ClusterStatus]) -> tuple[Demand, Mapping[str, int]]:
+        """Return what came since the last time, and what was refused. What a new router has counted so far is not new.
 
-    def _refusals(self, statuses: Sequence[admin.ClusterStatus]) -> dict[str, int]:
-        found = {status.router_id: Counter(dict(status.refused_because)) for status in statuses}
-        news = Counter[str]()
-        for name, count in found.items():
-            before = self._refused.get(name, count)
-            news += count if any(count[cause] < before[cause] for cause in before) else count - before
-        self._refused = found
-        return dict(news)
+        A router whose counts are smaller than before has started again: all that it counts is new.
+        """
+        found = {
+            each.router_id: (demand_from_proto(each.demand), Counter(dict(each.refused_because))) for each in statuses
+        }
+        demand, refused = Demand(), Counter[str]()
+        for name in found.keys() & self._counts.keys():
+            (came, refusals), (came_before, before) = found[name], self._counts[name]
+            demand += came.since(came_before)
+            has_restarted = any(refusals[cause] < count for cause, count in before.items())
+            refused += refusals if has_restarted else refusals - before
+        self._counts = found
+        return demand, refused
 
 
 def _workers(statuses: Iterable[admin.ClusterStatus]) -> dict[str, admin.WorkerStatus]:

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
-from pdserve.autoscaler.observation import Replica
+from pdserve.autoscaler.observation import Replica, State
 from pdserve.roles import Role
 from pdserve.values import value
 

@@ -10,13 +10,11 @@ never changes its role.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip, other
-from pdserve.autoscaler.observation import Observation, Replica
+from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.orders import Orders, Outcome, Result
 from pdserve.autoscaler.pacing import Pacing
 from pdserve.autoscaler.planning import Plan, Planner
-from pdserve.autoscaler.pools import Bounds, bounds
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.supply import Lives, Supply
 from pdserve.roles import POOLS, Role
@@ -69,25 +67,25 @@ class Autoscaler:
 
     def decide(self, observation: Observation) -> tuple[Decision, ...]:
         """Return a decision for each pool."""
-        at_s = observation.at_s
+        at_s, replicas = observation.at_s, {replica.name: replica for replica in observation.replicas}
         if not self._pacing:
             self._pacing = {pool: Pacing(self._policy.pools.of(pool).behavior, at_s) for pool in POOLS}
         self._lives.observe(observation.replicas, at_s)
-        self._settle(observation)
-        supply = Supply(self._policy, observation, self._orders.unseen)
-        limits = {pool: bounds(self._policy.pools.of(pool), observation.unix_s) for pool in POOLS}
-        plan = self._plan(observation, supply, limits)
+        late_s = {pool: self._late_s(pool) for pool in POOLS}
+        self._note(self._orders.settle(replicas, late_s, at_s))
+        supply = Supply(self._policy.pools, observation, self._orders.unseen(replicas))
+        plan = self._plan(observation, supply)
         if isinstance(plan, Plan):
             for pool in POOLS:
                 self._pacing[pool].want(plan.wanted[pool], at_s)
-        goals = {pool: self._goal(pool, supply, limits[pool], plan, at_s) for pool in POOLS}
+        goals = {pool: self._goal(pool, supply, plan) for pool in POOLS}
         for pool in sorted(POOLS, key=lambda pool: self._urgency(pool, goals[pool], plan)):
             if goals[pool].target > goals[pool].size and not goals[pool].is_given:
-                self._grow(pool, goals, supply, limits, at_s)
+                self._grow(pool, goals, supply)
         for pool in POOLS:
             if goals[pool].target < goals[pool].size and not goals[pool].is_given:
-                self._shrink(pool, goals, supply, at_s)
-        return tuple(self._decision(pool, goals[pool], supply, plan, at_s) for pool in POOLS)
+                self._shrink(pool, goals, supply)
+        return tuple(self._decision(pool, goals[pool], plan, at_s) for pool in POOLS)
 
     def ordered(self, action: Action, at_s: float) -> None:
         """Take note that the actuator has taken an action on."""
@@ -111,11 +109,6 @@ class Autoscaler:
     def _late_s(self, pool: Role) -> float:
         return max(_LEAST_LATE_S, _LATE * self.startup_s(pool))
 
-    def _settle(self, observation: Observation) -> None:
-        replicas = {replica.name: replica for replica in observation.replicas}
-        late_s = {pool: self._late_s(pool) for pool in POOLS}
-        self._note(self._orders.settle(replicas, late_s, observation.at_s))
-
     def _note(self, outcomes: Sequence[Outcome]) -> None:
         self._outcomes += outcomes
         for outcome in outcomes:
@@ -128,21 +121,22 @@ class Autoscaler:
 
     # ---- what is wanted
 
-    def _plan(self, seen: Observation, supply: Supply, limits: dict[Role, Bounds]) -> Plan | str:
+    def _plan(self, seen: Observation, supply: Supply) -> Plan | str:
+        """Return what sizes are wanted, or why nobody can say."""
         if seen.demand is None:
             self._num_stale += 1
             return f"no router has reported, {self._num_stale} times in a row"
         self._num_stale = 0
         startup_s = {pool: self.startup_s(pool) for pool in POOLS}
         self._planner.observe(seen.demand, seen, startup_s)
-        return self._planner.plan(seen, supply.sizes, limits, startup_s)
+        return self._planner.plan(seen, supply.sizes, supply.limits, startup_s)
 
-    def _goal(self, pool: Role, supply: Supply, limits: Bounds, plan: Plan | str, at_s: float) -> _Goal:
-        size = supply.sizes[pool]
+    def _goal(self, pool: Role, supply: Supply, plan: Plan | str) -> _Goal:
+        size, limits, at_s = supply.sizes[pool], supply.limits[pool], supply.at_s
         notes = supply.late(pool, self._late_s(pool), self._policy.pools.of(pool).drain_timeout_s)
         if size < limits.least:
             return _Goal(size, limits.least, Binds.MIN, notes, is_forced=True)
-        if self._has_failed(pool, supply, at_s):
+        if self._has_failed(pool, supply):
             return _Goal(size, max(size, min(size + 1, limits.most)), Binds.LATE, notes, is_forced=True, is_rescue=True)
         if isinstance(plan, str):
             fallback = self._policy.pools.of(pool).fallback
@@ -162,10 +156,10 @@ class Autoscaler:
             target = min(limits.most, grown)
         return _Goal(size, target, plan.binds[pool], [*notes, kept_from] if kept_from else notes)
 
-    def _has_failed(self, pool: Role, supply: Supply, at_s: float) -> bool:
+    def _has_failed(self, pool: Role, supply: Supply) -> bool:
         """Return whether no replica of a pool serves, and each one that starts takes longer than a start does."""
         startup_s = self.startup_s(pool)
-        return all(r.state is State.STARTING and at_s - r.since_s > startup_s for r in supply.of(pool))
+        return all(r.state is State.STARTING and supply.at_s - r.since_s > startup_s for r in supply.of(pool))
 
     @staticmethod
     def _urgency(pool: Role, goal: _Goal, plan: Plan | str) -> tuple[bool, float]:
@@ -174,38 +168,34 @@ class Autoscaler:
 
     # ---- orders
 
-    def _grow(
-        self, pool: Role, goals: dict[Role, _Goal], supply: Supply, limits: dict[Role, Bounds], at_s: float
-    ) -> None:
-        goal, devices = goals[pool], limits[pool].devices
+    def _grow(self, pool: Role, goals: dict[Role, _Goal], supply: Supply) -> None:
+        goal, at_s = goals[pool], supply.at_s
         why = self._orders.blocked(pool, 1, at_s)
         if why:
             goal.refused.append(why)
             return
         owed = self._orders.owed(pool, 1)
-        flip = None if isinstance(owed, Add) else self._flip(pool, goals, supply, limits, at_s)
+        flip = None if isinstance(owed, Add) else self._flip(pool, goals, supply)
         if flip is not None:
             self._order(pool, flip, {pool: 1, other(pool): -1}, goals, at_s)
             return
         if goal.is_rescue:
             return
         used = supply.devices(besides=owed)
-        if used + devices > self._policy.budget.max_devices:
+        if used + supply.limits[pool].devices > self._policy.budget.max_devices:
             goal.refused.append(f"{used} of {self._policy.budget.max_devices} devices are held")
             return
         add = owed if isinstance(owed, Add) and owed.name not in supply.listed else Add(supply.free_name(pool), pool)
         supply.expect(add)
         self._order(pool, add, {pool: 1}, goals, at_s)
 
-    def _flip(
-        self, pool: Role, goals: dict[Role, _Goal], supply: Supply, limits: dict[Role, Bounds], at_s: float
-    ) -> Flip | None:
+    def _flip(self, pool: Role, goals: dict[Role, _Goal], supply: Supply) -> Flip | None:
         """Return a replica's change of roles that leaves the other pool what it needs, if there is one."""
-        giver = other(pool)
+        giver, at_s = other(pool), supply.at_s
         switch, theirs, goal = self._policy.role_switch, goals[giver], goals[pool]
         if not switch.enabled or self._num_stale:
             return None
-        needed = limits[giver].least
+        needed = supply.limits[giver].least
         if not goal.is_rescue:
             needed = max(needed, self._pacing[giver].needed(at_s))
         serving = [replica for replica in supply.of(giver) if replica.state is State.READY]
@@ -224,9 +214,9 @@ class Autoscaler:
             return owed
         return Flip(min(able, key=_cost_of_drain).name, pool)
 
-    def _shrink(self, pool: Role, goals: dict[Role, _Goal], supply: Supply, at_s: float) -> None:
+    def _shrink(self, pool: Role, goals: dict[Role, _Goal], supply: Supply) -> None:
         goal = goals[pool]
-        why = self._orders.blocked(pool, -1, at_s)
+        why = self._orders.blocked(pool, -1, supply.at_s)
         if not why and supply.num_draining(pool) and goal.size <= _FAR_TOO_MANY * goal.target:
             why = "another replica drains"
         candidates = self._drainable(pool, goals, supply.of(pool))
@@ -235,7 +225,7 @@ class Autoscaler:
             return
         replica = min(candidates, key=_cost_of_drain)
         changes = {each: -1 for each in POOLS if replica.role.is_in(each)}
-        self._order(pool, Drain(replica.name), changes, goals, at_s)
+        self._order(pool, Drain(replica.name), changes, goals, supply.at_s)
 
     def _drainable(self, pool: Role, goals: dict[Role, _Goal], here: Sequence[Replica]) -> Sequence[Replica]:
         goal, theirs = goals[pool], goals[other(pool)]
@@ -269,7 +259,7 @@ class Autoscaler:
 
     # ---- reports
 
-    def _decision(self, pool: Role, goal: _Goal, supply: Supply, plan: Plan | str, at_s: float) -> Decision:
+    def _decision(self, pool: Role, goal: _Goal, plan: Plan | str, at_s: float) -> Decision:
         seen, predicted = (plan, "") if isinstance(plan, str) else (plan.seen, plan.predicted)
         in_flight = self._orders.in_flight(pool)
         if in_flight is not None and in_flight != goal.action and goal.target == goal.size:

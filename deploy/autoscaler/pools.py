@@ -221,9 +221,7 @@ class Pools(Section):
     decode: Pool = Field(description="Workers that decode.")
 
     def of(self, role: Role) -> Pool:
-        """Return the pool of a role that is not mixed."""
-        if role is Role.MIXED:
-            raise ValueError("mixed workers have no pool of their own")
+        """Return the pool of a role. What the decode pool says of a replica holds for a mixed one."""
         return self.prefill if role is Role.PREFILL else self.decode
 
 

@@ -11,8 +11,9 @@ draining until its pool has shrunk, whichever worker came or went.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pdserve.autoscaler.actuator import ActuatorError, Held, State
-from pdserve.autoscaler.process import ordering
+from pdserve.autoscaler.actuator import ordering
+from pdserve.autoscaler.decisions import ActuatorError
+from pdserve.autoscaler.observation import Held, State
 from pdserve.launch.admin import CALL_TIMEOUT_S, AdminClient
 from pdserve.roles import Role
 from pdserve.wire import ROLES

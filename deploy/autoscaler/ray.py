@@ -26,8 +26,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental import internal_kv
 
 import pdserve
-from pdserve.autoscaler.actuator import ActuatorError, Held, State
-from pdserve.autoscaler.process import give_role, ordering
+from pdserve.autoscaler.actuator import give_role, ordering
+from pdserve.autoscaler.decisions import ActuatorError
+from pdserve.autoscaler.observation import Held, State
 from pdserve.autoscaler.schema import RayActuator as Settings
 from pdserve.errors import ConfigError, first_of
 from pdserve.launch.admin import AdminClient
@@ -210,11 +211,8 @@ class ActorActuator:
 
     async def _call(self, what: str, call: Callable[[], T]) -> T:
         """Call Ray, which blocks, in a thread."""
-        try:
-            async with ordering(what, self._settings.timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except (RayError, OSError, RuntimeError, ValueError) as error:
-            raise ActuatorError(f"{what}: {error}") from error
+        async with ordering(what, self._settings.timeout_s, RayError, OSError, RuntimeError, ValueError):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _held(self, name: str, role: Role) -> Held:
         worker = self._seen.get(name)
@@ -251,7 +249,7 @@ class ActorActuator:
         if actor is not None:
             with suppress(GetTimeoutError):  # it starts, or its node is busy: in any case it is there
                 if ray.get(actor.worker.remote(), timeout=self._state_timeout_s).leaving:
-                    raise ActuatorError(f"add {name}: it is still draining")
+                    raise ActuatorError("it is still draining")
             return
         self._ledger(name).role = role
         self._request_nodes({**self._roles, name: role})

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from pdserve.autoscaler.actuator import Actuator, ActuatorError, State
+from pdserve.autoscaler.actuator import Actuator, LocalActuator
 from pdserve.autoscaler.config import AutoscalerConfig
+from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile, WarmUp
-from pdserve.autoscaler.process import LocalActuator
+from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.schema import Actuator as Settings
 from pdserve.autoscaler.schema import KubernetesActuator, Policy, ProcessActuator, RayActuator, load
@@ -169,8 +170,7 @@ async def _on_ray(
         raise ConfigError("actuator.kind: ray: this cluster was not started by `pdserve up --on ray`")
     from pdserve.autoscaler.ray import ActorActuator  # noqa: PLC0415 - Ray is an extra
 
-    pools = {Role.PREFILL: policy.pools.prefill, Role.DECODE: policy.pools.decode, Role.MIXED: policy.pools.decode}
-    devices = {role: pool.devices_per_replica for role, pool in pools.items()}
+    devices = {role: policy.pools.of(role).devices_per_replica for role in Role}
     async with ActorActuator.connected(target.elsewhere, router, settings, devices) as actuator:
         yield actuator
 

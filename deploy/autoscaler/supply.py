@@ -1,23 +1,24 @@
 """Counts replicas of each pool and the devices that they hold, and learns how long they take to start. Pure."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add
-from pdserve.autoscaler.observation import Observation, Replica
-from pdserve.autoscaler.schema import Policy
+from pdserve.autoscaler.observation import Observation, Replica, State
+from pdserve.autoscaler.pools import Pools, bounds
 from pdserve.roles import POOLS, Role
 
 _NEWER = 0.3  # weight of the latest start
 
 
 class Supply:
-    """The replicas of one observation, and those that were ordered and are not seen yet."""
+    """The replicas of one observation, those that were ordered and are not seen yet, and the limits of the moment."""
 
-    def __init__(self, policy: Policy, seen: Observation, unseen: Callable[[Mapping[str, Replica]], list[Add]]) -> None:
-        self._policy, self._at_s = policy, seen.at_s
+    def __init__(self, pools: Pools, seen: Observation, coming: list[Add]) -> None:
+        """`coming`: replicas that were ordered, or may have been, and are not seen yet."""
+        self._pools, self._coming = pools, coming
+        self.at_s = seen.at_s
         self.listed = {replica.name: replica for replica in seen.replicas}
-        self._coming = unseen(self.listed)
+        self.limits = {pool: bounds(pools.of(pool), seen.unix_s) for pool in POOLS}
 
     @property
     def sizes(self) -> Mapping[Role, int]:
@@ -33,8 +34,8 @@ class Supply:
 
     def devices(self, besides: Action | None = None) -> int:
         """Return how many devices are held, or may be, without those of an order that is to be given again."""
-        held = sum(self._devices(replica.role) for replica in self.listed.values())
-        return held + sum(self._devices(add.role) for add in self._coming if add != besides)
+        roles = [each.role for each in (*self.listed.values(), *(add for add in self._coming if add != besides))]
+        return sum(self._pools.of(role).devices_per_replica for role in roles)
 
     def expect(self, add: Add) -> None:
         """Count a replica that is ordered."""
@@ -50,13 +51,10 @@ class Supply:
         """Return which replicas take long to start or to drain."""
         limits = {State.STARTING: startup_s, State.DRAINING: drain_s, State.READY: float("inf")}
         return [
-            f"{replica.name} has been {replica.state.value} for {self._at_s - replica.since_s:.0f} s"
+            f"{replica.name} has been {replica.state.value} for {self.at_s - replica.since_s:.0f} s"
             for replica in self.listed.values()
-            if replica.role.is_in(pool) and self._at_s - replica.since_s > limits[replica.state]
+            if replica.role.is_in(pool) and self.at_s - replica.since_s > limits[replica.state]
         ]
-
-    def _devices(self, role: Role) -> int:
-        return self._policy.pools.of(Role.DECODE if role is Role.MIXED else role).devices_per_replica
 
 
 class Lives:

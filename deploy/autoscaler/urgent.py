@@ -9,8 +9,7 @@ odds corrects what is predicted from then on.
 from collections.abc import Mapping, Sequence
 from math import ceil, exp, sqrt
 
-from pdserve.autoscaler.actuator import State
-from pdserve.autoscaler.observation import Capacity, Observation, Replica
+from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
 from pdserve.autoscaler.pools import Signal
 from pdserve.autoscaler.traffic import SURE
 from pdserve.reports import Demand

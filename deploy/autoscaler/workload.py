@@ -9,7 +9,8 @@ that is new since the order. Until there is one, the replica starts without a po
 
 from collections.abc import Iterator, Sequence
 
-from pdserve.autoscaler.actuator import ActuatorError, Held, State
+from pdserve.autoscaler.decisions import ActuatorError
+from pdserve.autoscaler.observation import Held, State
 from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
 from pdserve.roles import Role
 

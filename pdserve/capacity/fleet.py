@@ -6,9 +6,8 @@ A replica serves after its start-up time. It is paid for from the order to start
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pdserve.autoscaler.actuator import ActuatorError, State
-from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
-from pdserve.autoscaler.observation import Replica, sequences_of
+from pdserve.autoscaler.decisions import Action, ActuatorError, Add, Drain, Flip
+from pdserve.autoscaler.observation import Replica, State, sequences_of
 from pdserve.capacity.cluster import SimCluster
 from pdserve.capacity.worker import Shape, SimWorker
 from pdserve.ids import WorkerId

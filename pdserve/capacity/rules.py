@@ -31,9 +31,8 @@ from itertools import count
 from math import ceil
 from statistics import fmean
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain
-from pdserve.autoscaler.observation import Capacity, Observation, Replica
+from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
 from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.urgent import num_refused
 from pdserve.measure.outcomes import Objective

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pdserve.autoscaler.actuator import ActuatorError, State
-from pdserve.autoscaler.decisions import Action, Decision
-from pdserve.autoscaler.observation import Capacity, Observation
+from pdserve.autoscaler.decisions import Action, ActuatorError, Decision
+from pdserve.autoscaler.observation import Capacity, Observation, State
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
 from pdserve.capacity.fleet import Fleet, Sizes

@@ -17,7 +17,7 @@ from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import RouterConfig
 
 if TYPE_CHECKING:
-    from pdserve.autoscaler.process import PoolSizes
+    from pdserve.autoscaler.actuator import PoolSizes
     from pdserve.launch.plan import ClusterSpec
 
 
@@ -202,7 +202,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, address: str | None) -> "ClusterSpec":
     """Return the cluster that settings, of a file and of flags for all processes, ask for."""
-    from pdserve.autoscaler.process import PoolSizes, sizes_at_start
+    from pdserve.autoscaler.actuator import PoolSizes, sizes_at_start
     from pdserve.cli.models import fetched, model_name
     from pdserve.launch.plan import ClusterSpec
 

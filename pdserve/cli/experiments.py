@@ -280,7 +280,7 @@ def scale(
 
     The requests have the policy's objectives. Each answer is checked against one engine alone.
     """
-    from pdserve.autoscaler.process import sizes_at_start
+    from pdserve.autoscaler.actuator import sizes_at_start
     from pdserve.autoscaler.schema import load
     from pdserve.measure import scale as scaling
     from pdserve.measure.outcomes import Objective

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scaled_world import BOTH, World, policy
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
+from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import ForecasterKind

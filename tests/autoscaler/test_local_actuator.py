@@ -13,7 +13,7 @@ from fault_proxy import FaultProxy, Faults, fault_proxies
 from sleeping_cluster import SLEEPER, SleepingCluster, deaf_workers, let_workers_run, sleeping_cluster
 
 from pdserve import rpc
-from pdserve.autoscaler.process import LocalActuator
+from pdserve.autoscaler.actuator import LocalActuator
 from pdserve.launch.admin import AdminClient, LauncherClient
 from pdserve.roles import Role
 

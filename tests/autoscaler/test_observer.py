@@ -1,7 +1,6 @@
 """Counters become differences, a router that is silent makes all of it stale, and a state keeps its beginning."""
 
-from pdserve.autoscaler.actuator import Held, State
-from pdserve.autoscaler.observation import Capacity, Observation, Observer
+from pdserve.autoscaler.observation import Capacity, Held, Observation, Observer, State
 from pdserve.perfmodel.curve import Curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link

@@ -7,9 +7,8 @@ from random import Random
 import pytest
 from scaled_world import ANSWER, PROMPT, World, policy
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Add, Binds, Drain, Flip
-from pdserve.autoscaler.observation import Observation, Replica
+from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.perfmodel.curve import Curve, StepCosts

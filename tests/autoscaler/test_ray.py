@@ -18,7 +18,7 @@ from probing import health_flags, until_served
 from ray.exceptions import RayError
 from ray_nodes import RayNodes, end_node, ray_head
 
-from pdserve.autoscaler.actuator import State
+from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.ray import ActorActuator, Ledger, connect
 from pdserve.autoscaler.schema import RayActuator as Settings
 from pdserve.launch import plan as plan_module

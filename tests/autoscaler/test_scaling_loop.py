@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from pdserve.autoscaler import server
-from pdserve.autoscaler.actuator import ActuatorError, Held, State
+from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
+from pdserve.autoscaler.observation import Held, State
 from pdserve.autoscaler.server import end_replicas
 from pdserve.errors import CommandError
 from pdserve.measure.read_workload import warm_up

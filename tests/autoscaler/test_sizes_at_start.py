@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.autoscaler.process import PoolSizes, sizes_at_start
+from pdserve.autoscaler.actuator import PoolSizes, sizes_at_start
 from pdserve.errors import ConfigError
 
 POLICY = """

@@ -3,8 +3,7 @@
 import pytest
 from scaled_world import CAPACITY
 
-from pdserve.autoscaler.actuator import State
-from pdserve.autoscaler.observation import Observation, Replica
+from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.pools import Signal
 from pdserve.autoscaler.urgent import for_backlog, for_batches, for_losses, for_signals
 from pdserve.roles import Role

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip
-from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.observation import Observation, State
 from pdserve.autoscaler.pools import Bounds
 from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
 from pdserve.capacity.scaling import Scaling, Scene, Slowdown

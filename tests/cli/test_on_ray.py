@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.autoscaler.process import PoolSizes, sizes_at_start
+from pdserve.autoscaler.actuator import PoolSizes, sizes_at_start
 from pdserve.autoscaler.schema import RayActuator, load
 from pdserve.cli.cluster import Platform, check_platform, policy_on_ray
 from pdserve.errors import ConfigError

@@ -9,8 +9,8 @@ from chart_cluster import PROMPTS, Cluster, chart_cluster
 from helm_chart import NAMESPACE, of_kind
 from transformers import PreTrainedModel
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.kubernetes import PodActuator
+from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import KubernetesActuator, ScaleTarget
 from pdserve.kubernetes.client import Client
 from pdserve.roles import Role

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.autoscaler.actuator import ActuatorError, State
+from pdserve.autoscaler.decisions import ActuatorError
+from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.workload import MARK, STALE_S, Workload
 from pdserve.kubernetes.objects import (
     DELETION_COST,

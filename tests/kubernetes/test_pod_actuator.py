@@ -11,9 +11,9 @@ from kube_api import Fault, KubeApi
 from kube_cluster import REAL, KubeCluster
 from kube_stage import KubeStage, kube_stage
 
-from pdserve.autoscaler.actuator import ActuatorError, State
-from pdserve.kubernetes.objects import ROLE_LABEL
-from pdserve.kubernetes.rights import ACTUATOR
+from pdserve.autoscaler.decisions import ActuatorError
+from pdserve.autoscaler.observation import State
+from pdserve.kubernetes.objects import ACTUATOR, ROLE_LABEL
 from pdserve.roles import Role
 
 TEMPLATE = "pod-template-hash"

@@ -5,7 +5,9 @@ from typing import Protocol
 
 import pytest
 
-from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held, State
+from pdserve.autoscaler.actuator import Actuator
+from pdserve.autoscaler.decisions import ActuatorError
+from pdserve.autoscaler.observation import Held, State
 from pdserve.roles import Role
 
 

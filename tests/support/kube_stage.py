@@ -10,8 +10,8 @@ from typing import Any
 from admin_stub import Router, serving
 from kube_cluster import KubeCluster
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.kubernetes import PodActuator
+from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import KubernetesActuator as Settings
 from pdserve.autoscaler.schema import ScaleTarget
 from pdserve.kubernetes.client import Client

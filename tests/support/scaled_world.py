@@ -4,9 +4,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from pdserve.autoscaler.actuator import State
 from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
-from pdserve.autoscaler.observation import Capacity, Observation, Replica
+from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
