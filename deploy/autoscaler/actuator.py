@@ -52,6 +52,7 @@ async def ordering(
 
     `also_done`: the answer if nothing is left to do.
     """
+    refusals: tuple[type[Exception], ...] = (ActuatorError, *errors)
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -60,7 +61,7 @@ async def ordering(
     except grpc.aio.AioRpcError as error:
         if error.code() is not also_done:
             raise ActuatorError(f"{what}: {error.code().name}: {error.details()}") from error
-    except (ActuatorError, *errors) as error:
+    except refusals as error:
         raise ActuatorError(f"{what}: {error}") from error
 
 

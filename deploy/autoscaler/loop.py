@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import grpc
@@ -20,7 +21,11 @@ from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy, load
 from pdserve.clock import Clock
-from pdserve.errors import ConfigError, ProtocolError
+from pdserve.errors import CommandError, ConfigError, ProtocolError
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import read_state
+from pdserve.launch.plan import WorkerTemplate
+from pdserve.names import addresses_of
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 
@@ -29,17 +34,45 @@ logger = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 5.0  # of a router; one that needs longer counts as silent
 
 WarmUp = Callable[[Policy], Sequence[tuple[float, float]]]  # earlier demand, as `Autoscaler` takes it
+Announce = Callable[[Role, str, str], None]  # pool, verb, and the decision in words
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What is scaled."""
+@dataclass(frozen=True)
+class Target:
+    """Where a cluster is reached."""
 
-    actuator: Actuator
-    statuses: Callable[[], Awaitable[list[admin.ClusterStatus]]]  # what all routers report
-    check: Callable[[], None] = lambda: None  # raises where all of it has ended
-    announce: Callable[[Role, str, str], None] = lambda _pool, _verb, _text: None  # an order, or that one failed
-    report: Callable[[Sequence[str]], Awaitable[None]] | None = None  # what was decided and why, to all routers
+    routers: tuple[str, ...]  # internal ports, host:port; each address that a host's name leads to is a router
+    secret_file: Path
+    identity_dir: Path | None = None  # an operator's, where the cluster asks for certificates
+    launcher: str = ""  # host:port of its launcher, where it has one
+    record_file: Path | None = None  # where decisions are written for other commands
+    name: str = ""  # of a cluster of this machine
+    elsewhere: WorkerTemplate | None = None  # what starts its workers, where that happens on other machines
+
+    @cached_property
+    def router(self) -> AdminClient:
+        """A connection to the first router. The others share the credentials that it has read."""
+        return AdminClient(self.routers[0], self.secret_file, self.identity_dir)
+
+    async def clients(self) -> list[AdminClient]:
+        """Return connections to all routers; OSError where their names lead nowhere now."""
+        return [self.router.at(address) for address in await addresses_of(self.routers)]
+
+    async def statuses(self) -> list[admin.ClusterStatus]:
+        """Return what all routers report."""
+        return [await router.status() for router in await self.clients()]
+
+    async def report(self, decisions: Sequence[str]) -> None:
+        """Report to all routers what was decided. One that cannot be reached misses it."""
+        routers = await self.clients()
+        async with asyncio.TaskGroup() as tasks:
+            for router in routers:
+                tasks.create_task(_reported(router, decisions), name="report")
+
+    def check(self) -> None:
+        """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
+        if self.name and read_state(self.name).launcher != self.launcher:
+            raise CommandError(f"the cluster named {self.name!r} has been started again")
 
 
 class PolicyFile:
@@ -87,11 +120,22 @@ def _text_of(path: Path) -> bytes | None:
 class Loop:
     """One autoscaler."""
 
-    def __init__(self, file: PolicyFile, cluster: Cluster, journal: Journal, clock: Clock) -> None:
+    def __init__(
+        self,
+        file: PolicyFile,
+        target: Target,
+        actuator: Actuator,
+        journal: Journal,
+        clock: Clock,
+        announce: Announce = lambda _pool, _verb, _text: None,
+    ) -> None:
+        """`announce` shows an order, or that one has failed."""
         self.file = file
-        self._cluster = cluster
+        self._target = target
+        self._actuator = actuator
         self._journal = journal
         self._clock = clock
+        self._announce = announce
         self._observer = Observer()
         self._core = Autoscaler(file.policy, file.earlier)
         self._warning = ""
@@ -104,7 +148,7 @@ class Loop:
     async def run(self, stop: asyncio.Event) -> None:
         """Begin anew, and go on until asked to stop, at the end of a step.
 
-        Raises what the cluster's `check` does once it has ended.
+        Raises what the target's `check` does once the cluster has ended.
         """
         self._observer, self._core = Observer(), Autoscaler(self.file.policy, self.file.earlier)
         self.decisions, self.last_orders, self.observation = (), "", None
@@ -119,9 +163,9 @@ class Loop:
         """Observe, decide and act once. Nothing is decided without an answer of the actuator."""
         self._follow_policy()
         try:
-            held = await self._cluster.actuator.observe()
+            held = await self._actuator.observe()
         except ActuatorError as error:
-            self._cluster.check()
+            self._target.check()
             self._warn(f"nothing is decided: {error}")
         else:
             await self._decide(held)
@@ -131,10 +175,10 @@ class Loop:
     async def _report(self) -> None:
         """Report this step's notes, for whoever watches. Without an answer they are in the journal alone."""
         noted, self._noted = self._noted, []
-        if noted and self._cluster.report is not None:
+        if noted:
             with suppress(OSError, grpc.aio.AioRpcError):
                 async with asyncio.timeout(STATUS_TIMEOUT_S):
-                    await self._cluster.report(noted)
+                    await self._target.report(noted)
 
     async def _decide(self, held: Sequence[Held]) -> None:
         self.observation = self._observe(held, await self._statuses())
@@ -146,14 +190,14 @@ class Loop:
         async with asyncio.TaskGroup() as tasks:
             for decision in self.decisions:
                 if decision.action is not None and not decision.advisory:
-                    self._cluster.announce(decision.pool, decision.verb, decision.text)
+                    self._announce(decision.pool, decision.verb, decision.text)
                     tasks.create_task(self._order(decision.action))
         for outcome in self._core.take_outcomes():
             if outcome.result is not Result.DONE:
                 text = f"{outcome.action}: {outcome.result}{': ' if outcome.reason else ''}{outcome.reason}"
                 self._note(text, logging.WARNING)
                 for pool in outcome.effects:
-                    self._cluster.announce(pool, outcome.result, text)
+                    self._announce(pool, outcome.result, text)
 
     def _follow_policy(self) -> None:
         """Follow what the policy file holds, if that is another policy and a valid one."""
@@ -170,7 +214,7 @@ class Loop:
         """Return what all routers report; None where one of them does not answer in time."""
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                return await self._cluster.statuses()
+                return await self._target.statuses()
         except (OSError, grpc.aio.AioRpcError) as error:
             self._warn(f"a router does not report: {_in_words(error)}")
             return None
@@ -187,15 +231,14 @@ class Loop:
         return found
 
     async def _order(self, action: Action) -> None:
-        actuator = self._cluster.actuator
         try:
             match action:
                 case Add(name, role):
-                    await actuator.add(name, role)
+                    await self._actuator.add(name, role)
                 case Drain(name):
-                    await actuator.drain(name)
+                    await self._actuator.drain(name)
                 case Flip(name, role):
-                    await actuator.flip(name, role)
+                    await self._actuator.flip(name, role)
         except ActuatorError as error:
             self._core.failed(action, str(error), self._clock.now_s())
         else:
@@ -219,3 +262,8 @@ def _in_words(error: OSError | grpc.aio.AioRpcError) -> str:
     if isinstance(error, OSError):
         return str(error)
     return f"{error.code().name}: {error.details()}"
+
+
+async def _reported(router: AdminClient, decisions: Sequence[str]) -> None:
+    with suppress(OSError, grpc.aio.AioRpcError):
+        await router.report_decisions(decisions)

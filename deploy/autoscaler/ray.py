@@ -167,7 +167,6 @@ class ActorActuator:
         self._prefix = f"pdserve/{template.spec.name}/"
         self._seen: dict[str, OwnedWorker] = {}  # as their actors last reported them
         self._roles: dict[str, Role] = {}  # of all that are here, as they were added
-        self._refusals: dict[str, str] = {}  # that were logged
         self._serving: set[tuple[str, int]] = set()  # worker ids and incarnations that the router reports as ready
 
     @classmethod
@@ -231,18 +230,15 @@ class ActorActuator:
         seen = {name: self._seen[name] for name in answers if name in self._seen}
         for name, answer in answers.items():
             with suppress(RayError):  # no answer yet, or it is being started again
-                seen[name] = worker = ray.get(answer, timeout=0)
-                if worker.refusal and worker.refusal != self._refusals.get(name):
+                worker, before = ray.get(answer, timeout=0), seen.get(name)
+                if worker.refusal and (before is None or before.refusal != worker.refusal):
                     logger.warning("%s", worker.refusal)
-                self._refusals[name] = worker.refusal
+                seen[name] = worker
                 if worker.router != self._template.wiring.router and not worker.leaving:
                     actors[name].drain.remote()  # it serves an earlier cluster of this name
         self._seen = seen
-        self._refusals = {name: text for name, text in self._refusals.items() if name in answers}
-        self._roles = {name: role for name in answers if (role := self._role(name)) is not None}
-
-    def _role(self, name: str) -> Role | None:
-        return self._roles.get(name) or self._ledger(name).role
+        roles = {name: self._roles.get(name) or self._ledger(name).role for name in answers}
+        self._roles = {name: role for name, role in roles.items() if role is not None}
 
     def _add(self, name: str, role: Role) -> None:
         actor = _actor(self._prefix + name)

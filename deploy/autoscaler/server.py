@@ -3,35 +3,27 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import grpc
 
 from pdserve.autoscaler.actuator import Actuator, LocalActuator
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal
-from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile, WarmUp
+from pdserve.autoscaler.loop import Loop, PolicyFile, Target, WarmUp
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.schema import Actuator as Settings
 from pdserve.autoscaler.schema import KubernetesActuator, Policy, ProcessActuator, RayActuator, load
 from pdserve.autoscaler.schema import PublishActuator as PublishSettings
 from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError, ConfigError, not_installed
+from pdserve.errors import ConfigError, not_installed
 from pdserve.health import answering
 from pdserve.launch.admin import AdminClient, LauncherClient
-from pdserve.launch.folder import read_state
-from pdserve.launch.plan import WorkerTemplate
 from pdserve.metrics import DECISIONS, DESIRED, LEADS, REPLICAS, Sample
 from pdserve.metrics_server import showing
-from pdserve.names import addresses_of
-from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 from pdserve.signals import drain_on_signals
 
@@ -43,49 +35,6 @@ logger = logging.getLogger(__name__)
 
 END_CHECK_S = 0.5  # between two looks at replicas that end
 MOST_UNSEEN = 20  # looks in turn without an answer
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a cluster is reached."""
-
-    routers: tuple[str, ...]  # internal ports, host:port; each address that a host's name leads to is a router
-    secret_file: Path
-    identity_dir: Path | None = None  # an operator's, where the cluster asks for certificates
-    launcher: str = ""  # host:port of its launcher, where it has one
-    record_file: Path | None = None  # where decisions are written for other commands
-    name: str = ""  # of a cluster of this machine
-    elsewhere: WorkerTemplate | None = None  # of its workers, where they are started on other machines
-
-    @cached_property
-    def router(self) -> AdminClient:
-        """A connection to the first router. The others share the credentials that it has read."""
-        return AdminClient(self.routers[0], self.secret_file, self.identity_dir)
-
-    async def clients(self) -> list[AdminClient]:
-        """Return connections to all routers; OSError where their names lead nowhere now."""
-        return [self.router.at(address) for address in await addresses_of(self.routers)]
-
-    async def statuses(self) -> list[admin.ClusterStatus]:
-        """Return what all routers report."""
-        return [await router.status() for router in await self.clients()]
-
-    async def report(self, decisions: Sequence[str]) -> None:
-        """Report to all routers what was decided. One that cannot be reached misses it."""
-        routers = await self.clients()
-        async with asyncio.TaskGroup() as tasks:
-            for router in routers:
-                tasks.create_task(_report(router, decisions), name="report")
-
-    def check(self) -> None:
-        """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
-        if self.name and read_state(self.name).launcher != self.launcher:
-            raise CommandError(f"the cluster named {self.name!r} has been started again")
-
-
-async def _report(router: AdminClient, decisions: Sequence[str]) -> None:
-    with suppress(OSError, grpc.aio.AioRpcError):
-        await router.report_decisions(decisions)
 
 
 async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> None:
@@ -107,8 +56,7 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
         journal = Journal(target.record_file, path)
         beside = await stack.enter_async_context(_beside(file.policy.actuator, actuator, target))
         announce = (lambda *_: None) if beside is None else beside.announce
-        cluster = Cluster(actuator, target.statuses, target.check, announce, target.report)
-        loop = Loop(file, cluster, journal, MonotonicClock())
+        loop = Loop(file, target, actuator, journal, MonotonicClock(), announce)
         health = await stack.enter_async_context(answering(config))
         journal.metrics_address = await stack.enter_async_context(
             showing(config, lambda: samples(loop, actuator, beside), target.router.credentials.identity)

@@ -34,7 +34,8 @@ class Supply:
 
     def devices(self, besides: Action | None = None) -> int:
         """Return how many devices are held, or may be, without those of an order that is to be given again."""
-        roles = [each.role for each in (*self.listed.values(), *(add for add in self._coming if add != besides))]
+        roles = [replica.role for replica in self.listed.values()]
+        roles += [add.role for add in self._coming if add != besides]
         return sum(self._pools.of(role).devices_per_replica for role in roles)
 
     def expect(self, add: Add) -> None:

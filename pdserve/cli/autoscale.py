@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
-    from pdserve.autoscaler.server import Target
+    from pdserve.autoscaler.loop import Target
     from pdserve.capacity.scaling import Slowdown
 
 PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.")]
@@ -215,7 +215,7 @@ def _clock(unix_s: float) -> str:
 
 
 def _target(name: str, routers: tuple[str, ...], secret_file: Path | None, identity_dir: Path | None) -> "Target":
-    from pdserve.autoscaler.server import Target
+    from pdserve.autoscaler.loop import Target
     from pdserve.launch.folder import RECORD_FILE, read_state
     from pdserve.names import check_names
 

@@ -1,5 +1,6 @@
 """The actuator that publishes sizes, and a platform that follows them in its own way."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,7 @@ from shown_metrics import SHOWN
 
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal
-from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
+from pdserve.autoscaler.loop import Loop, PolicyFile
 from pdserve.autoscaler.observation import Held, State
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.server import samples
@@ -40,6 +41,12 @@ class Platform:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
         demand = demand_to_proto(Demand())
         return admin.ClusterStatus(router_id="router", workers=self.workers.values(), demand=demand)
+
+    async def statuses(self) -> list[admin.ClusterStatus]:
+        return [await self.status()]
+
+    async def report(self, decisions: Sequence[str]) -> None:
+        """Nobody watches."""
 
     def attach(self, name: str, role: Role) -> None:
         registration = link.Register(worker_id=name, role=ROLE_NUMBERS[role], ready=True)
@@ -165,11 +172,7 @@ async def test_who_follows_the_metric_gives_a_pool_its_least_size_and_no_more(tm
     file, platform, clock = tmp_path / "policy.yaml", Platform(), VirtualClock()
     file.write_text(POLICY)
 
-    async def statuses() -> list[admin.ClusterStatus]:
-        return [await platform.status()]
-
-    cluster = Cluster(platform.actuator, statuses)
-    loop = Loop(PolicyFile(file, lambda _: ()), cluster, Journal(None, file), clock)
+    loop = Loop(PolicyFile(file, lambda _: ()), platform, platform.actuator, Journal(None, file), clock)
     seen = []
     for _ in range(30):
         await loop.step()

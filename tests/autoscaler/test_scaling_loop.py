@@ -11,7 +11,7 @@ import pytest
 from pdserve.autoscaler import server
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal, read_record
-from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
+from pdserve.autoscaler.loop import Loop, PolicyFile
 from pdserve.autoscaler.observation import Held, State
 from pdserve.autoscaler.server import end_replicas
 from pdserve.errors import CommandError
@@ -103,9 +103,8 @@ class Scene:
 
     def start(self) -> None:
         """Begin with an autoscaler that remembers nothing."""
-        cluster = Cluster(self.platform, self.report, self.check, report=self.take)
         journal = Journal(self.record_file, self.file)
-        self.loop = Loop(PolicyFile(self.file, warm_up), cluster, journal, self.clock)
+        self.loop = Loop(PolicyFile(self.file, warm_up), self, self.platform, journal, self.clock)
 
     def check(self) -> None:
         if self.has_ended:
@@ -114,12 +113,12 @@ class Scene:
     def write(self, num_decodes: int | str) -> None:
         self.file.write_text(POLICY.replace("DECODES", str(num_decodes)))
 
-    async def report(self) -> list[admin.ClusterStatus]:
+    async def statuses(self) -> list[admin.ClusterStatus]:
         if self.is_router_silent:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
         return [admin.ClusterStatus(router_id="router", demand=demand_to_proto(Demand()))]
 
-    async def take(self, decisions: Sequence[str]) -> None:
+    async def report(self, decisions: Sequence[str]) -> None:
         if self.is_router_silent:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
         self.reported.extend(decisions)

@@ -13,7 +13,8 @@ from kube_cluster import REAL, KubeCluster
 from kube_stage import NAMES
 
 from pdserve.autoscaler.config import AutoscalerConfig
-from pdserve.autoscaler.server import Target, serve
+from pdserve.autoscaler.loop import Target
+from pdserve.autoscaler.server import serve
 from pdserve.launch.folder import write_secret
 
 POLICY = """

@@ -16,8 +16,9 @@ from kube_definition import Definition
 
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.definition import definition
+from pdserve.autoscaler.loop import Target
 from pdserve.autoscaler.resource import PolicyResource
-from pdserve.autoscaler.server import Target, serve
+from pdserve.autoscaler.server import serve
 from pdserve.errors import ConfigError
 from pdserve.kubernetes.objects import RESOURCE
 from pdserve.launch.folder import write_secret
