@@ -24,7 +24,7 @@ from pdserve.clock import Clock
 from pdserve.errors import CommandError, ConfigError, ProtocolError
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import read_state
-from pdserve.launch.plan import WorkerTemplate
+from pdserve.launch.plan import Wiring
 from pdserve.names import addresses_of
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
@@ -47,7 +47,7 @@ class Target:
     launcher: str = ""  # host:port of its launcher, where it has one
     record_file: Path | None = None  # where decisions are written for other commands
     name: str = ""  # of a cluster of this machine
-    elsewhere: WorkerTemplate | None = None  # what starts its workers, where that happens on other machines
+    elsewhere: Wiring | None = None  # of its workers, where they are started on other machines
 
     @cached_property
     def router(self) -> AdminClient:

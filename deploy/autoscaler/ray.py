@@ -34,7 +34,7 @@ from pdserve.errors import ConfigError, first_of
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import runtime_dir
 from pdserve.launch.owner import OWNER, Order, OwnedWorker, Owner, end_former, machine
-from pdserve.launch.plan import WorkerTemplate
+from pdserve.launch.plan import Wiring
 from pdserve.launch.service import WORKERS_END_S
 from pdserve.roles import Role
 
@@ -156,15 +156,15 @@ class ActorActuator:
     """Replicas are actors of Ray."""
 
     def __init__(
-        self, template: WorkerTemplate, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
+        self, wiring: Wiring, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
     ) -> None:
         """Ray is connected already. `num_devices`: of a replica of each role."""
-        self._template = template
+        self._wiring = wiring
         self._router = router
         self._settings = settings
         self._num_devices = num_devices
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="ray")
-        self._prefix = f"pdserve/{template.spec.name}/"
+        self._prefix = f"pdserve/{wiring.spec.name}/"
         self._seen: dict[str, OwnedWorker] = {}  # as their actors last reported them
         self._roles: dict[str, Role] = {}  # of all that are here, as they were added
         self._serving: set[tuple[str, int]] = set()  # worker ids and incarnations that the router reports as ready
@@ -172,7 +172,7 @@ class ActorActuator:
     @classmethod
     @asynccontextmanager
     async def connected(
-        cls, template: WorkerTemplate, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
+        cls, wiring: Wiring, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
     ) -> AsyncIterator[Self]:
         """Be connected with Ray for the length of the block; ActuatorError where Ray is not reached."""
         try:
@@ -181,7 +181,7 @@ class ActorActuator:
             raise ActuatorError(f"Ray at {settings.address or 'its usual address'}: {error}") from error
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # Ray's native handler writes a stack trace
         try:
-            yield cls(template, router, settings, num_devices)
+            yield cls(wiring, router, settings, num_devices)
         finally:
             await asyncio.to_thread(ray.shutdown)
 
@@ -234,7 +234,7 @@ class ActorActuator:
                 if worker.refusal and (before is None or before.refusal != worker.refusal):
                     logger.warning("%s", worker.refusal)
                 seen[name] = worker
-                if worker.router != self._template.wiring.router and not worker.leaving:
+                if worker.router != self._wiring.router and not worker.leaving:
                     actors[name].drain.remote()  # it serves an earlier cluster of this name
         self._seen = seen
         roles = {name: self._roles.get(name) or self._ledger(name).role for name in answers}
@@ -249,12 +249,12 @@ class ActorActuator:
             return
         self._ledger(name).role = role
         self._request_nodes({**self._roles, name: role})
-        spec = self._template.spec
+        spec = self._wiring.spec
         order = Order(
-            spec=self._template.worker(name, role),
+            spec=self._wiring.worker(name, role),
             cluster=spec.name,
-            router=self._template.wiring.router,
-            secret_file=self._template.wiring.secret_file,
+            router=self._wiring.router,
+            secret_file=self._wiring.secret_file,
             end_within_s=spec.drain_timeout_s + WORKERS_END_S,
         )
         takes = dict(self._resources(role))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from pdserve.errors import ConfigError
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.plan import ProcessRole, WorkerTemplate
+from pdserve.launch.plan import ProcessRole, Wiring
 from pdserve.rpc import read_secret
 
 CERTIFICATES = "certificates"
@@ -51,7 +51,7 @@ class ClusterState(BaseModel, frozen=True, extra="forbid"):
     model: str
     ready: bool
     processes: tuple[ProcessState, ...]
-    elsewhere: WorkerTemplate | None = None  # of the workers, where they are started on other machines
+    elsewhere: Wiring | None = None  # of the workers, where they are started on other machines
     launcher: str = ""  # host:port at which workers are started and stopped; empty: nowhere
     http: str = ""  # URL of OpenAI's API; empty: it is not served
 

@@ -33,16 +33,7 @@ from pdserve.launch.folder import (
     free_port,
     write_secret,
 )
-from pdserve.launch.plan import (
-    PDSERVE,
-    PUBLISHED,
-    WORKER_ROLES,
-    ClusterSpec,
-    Wiring,
-    WorkerTemplate,
-    plan,
-    threads_each,
-)
+from pdserve.launch.plan import PDSERVE, PUBLISHED, WORKER_ROLES, ClusterSpec, Wiring, threads_each
 from pdserve.launch.service import ROUTERS_END_S, WORKERS_END_S, LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor, report_end
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -106,15 +97,15 @@ class LocalCluster:
 
     async def end_elsewhere(self) -> None:
         """Let the workers on other machines drain and end, while the router is there to take note of it."""
-        template = self._state.elsewhere
-        if template is None or self._supervisor.is_stopping:
+        if self._state.elsewhere is None or self._supervisor.is_stopping:
             return
+        spec = self._state.elsewhere.spec
         self._supervisor.retire("autoscaler", 0.0)  # it would start others
-        command = (*PDSERVE, "autoscale", "end", str(template.spec.autoscaling), "--name", template.spec.name)
+        command = (*PDSERVE, "autoscale", "end", str(spec.autoscaling), "--name", spec.name)
         with self._supervisor.log_file("end").open("ab") as log:
             process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=log, stderr=STDOUT)
         try:
-            async with asyncio.timeout(template.spec.drain_timeout_s + END_ELSEWHERE_S):
+            async with asyncio.timeout(spec.drain_timeout_s + END_ELSEWHERE_S):
                 status = await process.wait()
         except TimeoutError:
             process.kill()
@@ -238,6 +229,7 @@ async def running(
     ):
         num_cores = len(os.sched_getaffinity(0))
         wiring = Wiring(
+            spec,
             public_port=port,
             http_port=http_port,
             internal_host=spec.internal_host,
@@ -247,11 +239,9 @@ async def running(
             certificates=_certificates(spec, folder),
             shared_weights_dir=default_cache_dir() / "weights",
         )
-        template = WorkerTemplate(spec, wiring)
-        children, environment = plan(template), dict(os.environ)
-        supervisor = Supervisor(children, folder / "logs", MonotonicClock(), environment=environment, backoff=backoff)
-        cluster = LocalCluster(_state(spec, wiring), supervisor, listener)
-        endpoint = LauncherEndpoint(supervisor, template, cluster.serves)
+        supervisor = Supervisor(wiring.children(), folder / "logs", MonotonicClock(), backoff=backoff)
+        cluster = LocalCluster(_state(wiring), supervisor, listener)
+        endpoint = LauncherEndpoint(supervisor, wiring, cluster.serves)
         try:
             identity_dir = wiring.identity_dir(Part.OPERATOR)
             async with (
@@ -277,12 +267,13 @@ def _certificates(spec: ClusterSpec, folder: Path) -> Path | None:
     return folder / CERTIFICATES
 
 
-def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
+def _state(wiring: Wiring) -> ClusterState:
+    spec = wiring.spec
     return ClusterState(
         name=spec.name,
         supervisor_pid=os.getpid(),
         endpoint=join_address(spec.host, wiring.public_port),
-        http=_url(spec, wiring),
+        http=_url(wiring),
         admin=wiring.router,
         secret_file=wiring.secret_file,
         identity_dir=wiring.identity_dir(Part.OPERATOR),
@@ -290,18 +281,19 @@ def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
         model=spec.served_model_name,
         ready=False,
         processes=(),
-        elsewhere=WorkerTemplate(spec, _seen_elsewhere(spec, wiring)) if spec.elsewhere else None,
+        elsewhere=_seen_elsewhere(wiring) if spec.elsewhere else None,
     )
 
 
-def _url(spec: ClusterSpec, wiring: Wiring) -> str:
+def _url(wiring: Wiring) -> str:
+    spec = wiring.spec
     if wiring.http_port is None:
         return ""
     scheme = "https" if spec.tls or "ssl_certfile" in spec.router_flags else "http"
     return f"{scheme}://{join_address(spec.host, wiring.http_port)}"
 
 
-def _seen_elsewhere(spec: ClusterSpec, wiring: Wiring) -> Wiring:
-    return replace(
-        wiring, secret_file=spec.workers_secret_file or wiring.secret_file, num_threads=None, shared_weights_dir=None
-    )
+def _seen_elsewhere(wiring: Wiring) -> Wiring:
+    """Return what workers on other machines are started by."""
+    secret_file = wiring.spec.workers_secret_file or wiring.secret_file
+    return replace(wiring, secret_file=secret_file, num_threads=None, shared_weights_dir=None)

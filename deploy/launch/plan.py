@@ -95,29 +95,6 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
-    """What the processes of one cluster must agree on."""
-
-    public_port: int
-    internal_port: int
-    secret_file: Path
-    internal_host: str = "127.0.0.1"
-    certificates: Path | None = None  # folder that `write_certificates` wrote
-    num_threads: int | None = None  # of each worker's engine, unless a flag sets it; None: one for each core
-    http_port: int | None = None  # None: HTTP is off
-    shared_weights_dir: Path | None = None  # of all workers on this machine
-
-    def identity_dir(self, part: Part) -> Path | None:
-        """Return where the certificate of a process is, if it has one."""
-        return None if self.certificates is None else self.certificates / part
-
-    @property
-    def router(self) -> str:
-        """The router's internal port, host:port."""
-        return f"{self.internal_host}:{self.internal_port}"
-
-
-@dataclass(frozen=True, slots=True)
 class ChildSpec:
     """One process to keep running."""
 
@@ -137,67 +114,76 @@ class ChildSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTemplate:
-    """What the workers of a cluster have in common, for whoever starts them."""
+class Wiring:
+    """A cluster as it was asked for, and what its processes must agree on beside that."""
 
     spec: ClusterSpec
-    wiring: Wiring
+    public_port: int
+    internal_port: int
+    secret_file: Path
+    internal_host: str = "127.0.0.1"
+    certificates: Path | None = None  # folder that `write_certificates` wrote
+    num_threads: int | None = None  # of each worker's engine, unless a flag sets it; None: one for each core
+    http_port: int | None = None  # None: HTTP is off
+    shared_weights_dir: Path | None = None  # of all workers on this machine
+
+    def identity_dir(self, part: Part) -> Path | None:
+        """Return where the certificate of a process is, if it has one."""
+        return None if self.certificates is None else self.certificates / part
+
+    @property
+    def router(self) -> str:
+        """The router's internal port, host:port."""
+        return f"{self.internal_host}:{self.internal_port}"
 
     def worker(self, name: str, role: Role) -> ChildSpec:
         """Return a worker to start. A path at which it publishes KV events gets its name."""
-        spec, wiring = self.spec, self.wiring
         flags: dict[str, object] = {
-            **_shared(spec, wiring, Part.WORKER),
-            "routers": (wiring.router,),
-            "num_threads": wiring.num_threads,
-            "shared_weights_dir": wiring.shared_weights_dir,
-            **spec.flags_of(role),
+            **self._common(Part.WORKER),
+            "routers": (self.router,),
+            "num_threads": self.num_threads,
+            "shared_weights_dir": self.shared_weights_dir,
+            **self.spec.flags_of(role),
         }
         for key in PUBLISHED:
             if (endpoint := str(flags.get(key, ""))).startswith("ipc://"):
                 flags[key] = f"{endpoint}.{name}"
-        return _child(name, role, "worker", {**flags, "worker_id": name, "role": role})
+        return _child(name, role, {**flags, "worker_id": name, "role": role}, "worker")
 
+    def children(self) -> tuple[ChildSpec, ...]:
+        """Return the processes with which the cluster begins, the router first."""
+        spec = self.spec
+        counts = dict(zip(WORKER_ROLES, (spec.num_prefill, spec.num_decode, spec.num_mixed), strict=True))
+        names = [(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
+        children = [] if spec.elsewhere else [self.worker(name, role) for name, role in names]
+        if spec.autoscaling is not None:
+            flags = {"policy": spec.autoscaling, "name": spec.name, **spec.autoscaler_flags}
+            children.append(_child("autoscaler", "autoscaler", flags, "autoscale", "run"))
+        return (self._router(), *children)
 
-def plan(template: WorkerTemplate) -> tuple[ChildSpec, ...]:
-    """Return the processes with which a cluster begins, the router first."""
-    spec, wiring = template.spec, template.wiring
-    router = {
-        **_shared(spec, wiring, Part.ROUTER),
-        **_shown_to_clients(wiring),
-        "host": spec.host,
-        "port": wiring.public_port,
-        "http_host": spec.host,
-        "http_port": wiring.http_port,
-        "internal_host": wiring.internal_host,
-        "internal_port": wiring.internal_port,
-        "drain_timeout_s": spec.drain_timeout_s,
-        **spec.router_flags,
-    }
-    counts = dict(zip(WORKER_ROLES, (spec.num_prefill, spec.num_decode, spec.num_mixed), strict=True))
-    names = [(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
-    children = [] if spec.elsewhere else [template.worker(name, role) for name, role in names]
-    if spec.autoscaling is not None:
-        flags = {"policy": spec.autoscaling, "name": spec.name, **spec.autoscaler_flags}
-        command = (*PDSERVE, "autoscale", "run", *flag_arguments(flags))
-        children.append(ChildSpec("autoscaler", "autoscaler", command))
-    return (_child("router", "router", "router", router), *children)
+    def _router(self) -> ChildSpec:
+        spec = self.spec
+        flags: dict[str, object] = {
+            **self._common(Part.ROUTER),
+            "host": spec.host,
+            "port": self.public_port,
+            "http_host": spec.host,
+            "http_port": self.http_port,
+            "internal_host": self.internal_host,
+            "internal_port": self.internal_port,
+            "drain_timeout_s": spec.drain_timeout_s,
+        }
+        if self.certificates is not None:
+            flags["ssl_certfile"], flags["ssl_keyfile"] = public_files(self.certificates)
+        return _child("router", "router", {**flags, **spec.router_flags}, "router")
 
-
-def _shared(spec: ClusterSpec, wiring: Wiring, part: Part) -> Flags:
-    return {
-        "model": spec.model,
-        "served_model_name": spec.served_model_name,
-        "secret_file": wiring.secret_file,
-        "identity_dir": wiring.identity_dir(part),
-    }
-
-
-def _shown_to_clients(wiring: Wiring) -> Flags:
-    if wiring.certificates is None:
-        return {}
-    certificate, key = public_files(wiring.certificates)
-    return {"ssl_certfile": certificate, "ssl_keyfile": key}
+    def _common(self, part: Part) -> Flags:
+        return {
+            "model": self.spec.model,
+            "served_model_name": self.spec.served_model_name,
+            "secret_file": self.secret_file,
+            "identity_dir": self.identity_dir(part),
+        }
 
 
 def threads_each(num_workers: int, num_cores: int) -> int | None:
@@ -209,8 +195,8 @@ def threads_each(num_workers: int, num_cores: int) -> int | None:
     return None if num_workers <= 2 else max(1, 2 * num_cores // num_workers)
 
 
-def _child(name: str, role: ProcessRole, command: str, flags: Flags) -> ChildSpec:
-    return ChildSpec(name, role, (*PDSERVE, command, *flag_arguments(flags)))
+def _child(name: str, role: ProcessRole, flags: Flags, *command: str) -> ChildSpec:
+    return ChildSpec(name, role, (*PDSERVE, *command, *flag_arguments(flags)))
 
 
 def flag_arguments(flags: Flags) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pdserve.certificates import Part
 from pdserve.credentials import Credentials
 from pdserve.errors import echo
 from pdserve.launch.folder import ProcessState
-from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, WorkerTemplate
+from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, Wiring
 from pdserve.launch.supervisor import Supervisor
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
@@ -32,14 +32,12 @@ StopContext: TypeAlias = "grpc.aio.ServicerContext[launcher.StopWorkerRequest, l
 class LauncherEndpoint(LauncherServiceServicer):
     """Starts and stops workers among the children of a supervisor."""
 
-    def __init__(
-        self, supervisor: Supervisor, template: WorkerTemplate, is_ready: Callable[[ProcessState], bool]
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, wiring: Wiring, is_ready: Callable[[ProcessState], bool]) -> None:
         """`is_ready`: whether a worker's process serves, as far as routers have reported it."""
         self._supervisor = supervisor
-        self._template = template
-        self._max_workers = template.spec.most_workers
-        self._end_within_s = template.spec.drain_timeout_s + WORKERS_END_S
+        self._wiring = wiring
+        self._max_workers = wiring.spec.most_workers
+        self._end_within_s = wiring.spec.drain_timeout_s + WORKERS_END_S
         self._is_ready = is_ready
 
     async def ListWorkers(  # noqa: N802
@@ -66,7 +64,7 @@ class LauncherEndpoint(LauncherServiceServicer):
                 leaving = sum(process.leaving for process in workers.values())
                 text = f"--max-workers: {len(workers)} are there, of which {leaving} drain; {self._max_workers} may be"
                 await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-            self._supervisor.add(self._template.worker(name, role))
+            self._supervisor.add(self._wiring.worker(name, role))
         elif workers[name].leaving:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker_id: {name} is still draining")
         return launcher.StartWorkerResponse()

@@ -25,7 +25,7 @@ from pdserve.launch import plan as plan_module
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ClusterState, write_secret
 from pdserve.launch.owner import OwnedWorker
-from pdserve.launch.plan import PDSERVE, ClusterSpec, Wiring, WorkerTemplate, flag_arguments
+from pdserve.launch.plan import PDSERVE, ClusterSpec, Wiring, flag_arguments
 from pdserve.roles import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # Ray takes long to start
@@ -57,11 +57,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 class RayStage:
-    def __init__(self, nodes: RayNodes, router: Router, template: WorkerTemplate) -> None:
+    def __init__(self, nodes: RayNodes, router: Router, wiring: Wiring) -> None:
         self._nodes = nodes
         self.router = router
-        self._operator = AdminClient(template.wiring.router, template.wiring.secret_file)
-        self._template = template
+        self._operator = AdminClient(wiring.router, wiring.secret_file)
+        self._wiring = wiring
         self._monkeypatch = pytest.MonkeyPatch()
         self.let_workers_run(SLEEPER)
         self._are_deaf = False
@@ -70,14 +70,14 @@ class RayStage:
 
     def another(self, timeout_s: float, resources: dict[str, float] | None = None) -> ActorActuator:
         settings = Settings(resources_per_device=resources or {"CPU": 0.1}, timeout_s=timeout_s)
-        return ActorActuator(self._template, self._operator, settings, DEVICES)
+        return ActorActuator(self._wiring, self._operator, settings, DEVICES)
 
     @property
     def roles(self) -> dict[str, Role]:
         return self.router.roles
 
     async def worker(self, name: str) -> OwnedWorker:
-        actor = ray.get_actor(f"pdserve/{self._template.spec.name}/{name}")
+        actor = ray.get_actor(f"pdserve/{self._wiring.spec.name}/{name}")
         return await asyncio.to_thread(ray.get, actor.worker.remote(), timeout=20)
 
     async def latest(self, name: str) -> OwnedWorker | None:
@@ -123,7 +123,7 @@ class RayStage:
         for process in self._frozen:
             process.resume()
         self._monkeypatch.undo()
-        prefix = f"pdserve/{self._template.spec.name}/"
+        prefix = f"pdserve/{self._wiring.spec.name}/"
         for name in await asyncio.to_thread(ray.util.list_named_actors):
             if name.startswith(prefix):
                 await asyncio.to_thread(ray.kill, ray.get_actor(name))
@@ -145,8 +145,8 @@ async def stage(nodes: RayNodes, tmp_path: Path, request: pytest.FixtureRequest)
     async with serving(router, secret) as address:
         spec = ClusterSpec("m", "m", name=request.node.name[:40], worker_flags={"drain_timeout_s": 20.0})
         port = int(address.rpartition(":")[2])
-        template = WorkerTemplate(spec, Wiring(public_port=1, internal_port=port, secret_file=secret))
-        stage = RayStage(nodes, router, template)
+        wiring = Wiring(spec, public_port=1, internal_port=port, secret_file=secret)
+        stage = RayStage(nodes, router, wiring)
         try:
             for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
                 await stage.actuator.add(name, role)
@@ -232,7 +232,8 @@ async def test_a_worker_that_refuses_its_flags_is_not_started_again_and_leaves_w
 def test_a_signal_ends_an_autoscaler_on_ray_without_a_stack_trace(nodes: RayNodes, tmp_path: Path) -> None:
     folder = tmp_path / "pdserve" / "c"
     folder.mkdir(parents=True)
-    wiring = Wiring(public_port=1, internal_port=1, secret_file=write_secret(folder))  # where no router answers
+    spec, secret = ClusterSpec("m", "m", name="c"), write_secret(folder)
+    wiring = Wiring(spec, public_port=1, internal_port=1, secret_file=secret)  # where no router answers
     state = ClusterState(
         name="c",
         supervisor_pid=os.getpid(),
@@ -242,7 +243,7 @@ def test_a_signal_ends_an_autoscaler_on_ray_without_a_stack_trace(nodes: RayNode
         model="m",
         ready=True,
         processes=(),
-        elsewhere=WorkerTemplate(ClusterSpec("m", "m", name="c"), wiring),
+        elsewhere=wiring,
     )
     (folder / "state.json").write_text(state.model_dump_json())
     policy = tmp_path / "policy.yaml"

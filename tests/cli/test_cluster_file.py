@@ -10,9 +10,8 @@ import pytest
 from pdserve.cli import running
 from pdserve.cli.cluster_file import read_cluster
 from pdserve.errors import ConfigError
-from pdserve.launch.plan import ClusterSpec, Wiring, WorkerTemplate, plan
+from pdserve.launch.plan import ClusterSpec, Wiring
 
-WIRING = Wiring(public_port=50051, internal_port=50052, secret_file=Path("/run/secret"))
 WHOLE = """
 model: some-model
 name: mine
@@ -65,7 +64,8 @@ def test_each_process_gets_what_its_section_sets_and_flags_override_it(file: Pat
     assert spec.drain_timeout_s == 25, "of the workers that have no other"
     assert replace(spec, router_flags={"drain_timeout_s": 60.0}).drain_timeout_s == 60
     assert replace(spec, worker_flags={"drain_timeout_s": 5.0}).drain_timeout_s == 5
-    children = {child.name: arguments(child.command) for child in plan(WorkerTemplate(spec, WIRING))}
+    wiring = Wiring(spec, public_port=50051, internal_port=50052, secret_file=Path("/run/secret"))
+    children = {child.name: arguments(child.command) for child in wiring.children()}
     assert (children["router"]["--placement"], children["router"]["--health-port"]) == ("round_robin", "7001")
     pages = {name: each["--num-pages"] for name, each in children.items() if "--num-pages" in each}
     assert pages == {"prefill-0": "100", "prefill-1": "100", "decode-0": "200", "mixed-0": "300"}

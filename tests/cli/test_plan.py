@@ -1,5 +1,6 @@
 """What the launcher writes on a command line is what the process reads from it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ from pdserve.cli.processes import CONFIGS
 from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
-from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, WorkerTemplate, flag_arguments, plan, threads_each
+from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, threads_each
 from pdserve.router.config import RouterConfig
 
-WIRING = Wiring(public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
+WIRING = Wiring(ClusterSpec("m", "m"), public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
 MODEL = '/models/it\'s; a "model" $(x)'
 
 
 def children_of(spec: ClusterSpec) -> tuple[ChildSpec, ...]:
-    return plan(WorkerTemplate(spec, WIRING))
+    return replace(WIRING, spec=spec).children()
 
 
 def read_back(child: ChildSpec) -> ProcessConfig:

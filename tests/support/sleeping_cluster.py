@@ -14,7 +14,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.launch import plan as plan_module
 from pdserve.launch.admin import LauncherClient
 from pdserve.launch.folder import ProcessState, write_secret
-from pdserve.launch.plan import ClusterSpec, Wiring, WorkerTemplate, plan
+from pdserve.launch.plan import ClusterSpec, Wiring
 from pdserve.launch.service import LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, Supervisor
 
@@ -60,15 +60,15 @@ class SleepingCluster:
 async def sleeping_cluster(folder: Path, max_workers: int) -> AsyncIterator[SleepingCluster]:
     """Run a router, prefill-0 and decode-0 for the length of the block."""
     spec = ClusterSpec("m", "m", max_workers=max_workers)
-    wiring = Wiring(public_port=1, internal_port=2, secret_file=write_secret(folder))
-    template, ready, record = WorkerTemplate(spec, wiring), set[str](), Record()
+    wiring = Wiring(spec, public_port=1, internal_port=2, secret_file=write_secret(folder))
+    ready, record = set[str](), Record()
     backoff = Backoff(first_s=0.05)
-    supervisor = Supervisor(plan(template), folder, MonotonicClock(), backoff=backoff)
+    supervisor = Supervisor(wiring.children(), folder, MonotonicClock(), backoff=backoff)
 
     def is_ready(process: ProcessState) -> bool:
         return process.name in ready
 
-    endpoint = LauncherEndpoint(supervisor, template, is_ready)
+    endpoint = LauncherEndpoint(supervisor, wiring, is_ready)
     async with (
         serving(endpoint, wiring.secret_file) as address,
         supervised(supervisor, record),
