@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from pdserve.errors import ConfigError
 from pdserve.prefix_hash import BLOCK_TOKENS
 from pdserve.roles import Role
 from pdserve.yaml_models import FieldError, read_model
@@ -271,6 +272,35 @@ class WorkerConfig(ServingConfig):
         if isinstance(given, Mapping) and given.get("device") == "cuda":
             return {"page_size": GPU_PAGE_SIZE, **given}
         return given
+
+
+class AutoscalerConfig(ProcessConfig):
+    """Settings of an autoscaler. They never change after its start; its policy is read again whenever it changes."""
+
+    kind = "autoscaler"
+
+    policy: Path | None = Field(None, description="The policy that is followed, YAML or JSON.")
+    policy_resource: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$",
+        description="The policy that is followed, as an AutoscalingPolicy of Kubernetes: namespace/name.",
+    )
+    name: str = Field("default", description="Which of this machine's clusters is scaled, unless routers are named.")
+    routers: tuple[str, ...] = Field(
+        (),
+        description="Internal addresses of all routers of a cluster, host:port. Each address that a host's name "
+        "leads to is a router, with a router_id of its own.",
+    )
+    secret_file: Path | None = Field(
+        None,
+        description="Shared secret of a cluster whose routers are named; its owner and group alone may read it.",
+    )
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> Self:
+        if (self.policy is None) == (self.policy_resource is None):
+            raise ConfigError("policy: either it or policy_resource is required, and not both")
+        return self
 
 
 class WatcherConfig(ProcessConfig):

@@ -17,9 +17,9 @@ from pdserve.autoscaler.decisions import Action, ActuatorError, Add, Decision, D
 from pdserve.autoscaler.explain import changes
 from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.observation import Held, Observation, Observer
-from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy, load
+from pdserve.autoscaler.supply import Result
 from pdserve.clock import Clock
 from pdserve.errors import CommandError, ConfigError, ProtocolError
 from pdserve.launch.admin import AdminClient

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip, other
 from pdserve.autoscaler.observation import Observation, Replica, State
-from pdserve.autoscaler.orders import Orders, Outcome, Result
 from pdserve.autoscaler.pacing import Pacing
 from pdserve.autoscaler.planning import Plan, Planner
 from pdserve.autoscaler.schema import Policy
-from pdserve.autoscaler.supply import Lives, Supply
+from pdserve.autoscaler.supply import Orders, Outcome, ReplicaHistory, Result, Supply
 from pdserve.roles import POOLS, Role
 
 _LATE = 2.0  # times its start-up: when what was ordered counts as late
@@ -51,7 +50,7 @@ class Autoscaler:
         self._policy = policy
         self._planner = Planner(policy, warm_up)
         self._orders = Orders()
-        self._lives = Lives()
+        self._history = ReplicaHistory()
         self._pacing: dict[Role, Pacing] = {}
         self._outcomes: list[Outcome] = []
         self._num_stale = 0  # reactions in a row without fresh figures
@@ -70,7 +69,7 @@ class Autoscaler:
         at_s, replicas = observation.at_s, {replica.name: replica for replica in observation.replicas}
         if not self._pacing:
             self._pacing = {pool: Pacing(self._policy.pools.of(pool).behavior, at_s) for pool in POOLS}
-        self._lives.observe(observation.replicas, at_s)
+        self._history.observe(observation.replicas, at_s)
         late_s = {pool: self._late_s(pool) for pool in POOLS}
         self._note(self._orders.settle(replicas, late_s, at_s))
         supply = Supply(self._policy.pools, observation, self._orders.unseen(replicas))
@@ -102,7 +101,7 @@ class Autoscaler:
 
     def startup_s(self, pool: Role) -> float:
         """Return how long a replica of a pool takes from the order until it serves; a guess until one was seen."""
-        return self._lives.startup_s.get(pool, self._policy.pools.of(pool).startup_s)
+        return self._history.startup_s.get(pool, self._policy.pools.of(pool).startup_s)
 
     # ---- what is there
 
@@ -115,7 +114,7 @@ class Autoscaler:
             if outcome.result is Result.DONE:
                 continue
             if isinstance(outcome.action, Add):
-                self._lives.forget(outcome.action.name)
+                self._history.forget(outcome.action.name)
             for pool, by in outcome.effects.items():
                 self._pacing[pool].unchanged(by)
 
@@ -206,7 +205,7 @@ class Autoscaler:
         if why or not (owed is None or isinstance(owed, Flip)):
             goal.refused.append(f"no flip from {giver}: {why or 'an earlier order may still be carried out'}")
             return None
-        able = [r for r in serving if r.role is giver and self._lives.in_role_s(r.name, at_s) >= switch.min_dwell_s]
+        able = [r for r in serving if r.role is giver and self._history.in_role_s(r.name, at_s) >= switch.min_dwell_s]
         if not able:
             goal.refused.append(f"no flip from {giver}: none has kept its role for {switch.min_dwell_s:.0f} s")
             return None
@@ -252,7 +251,7 @@ class Autoscaler:
         self._orders.begin(action, changes, at_s)
         held_s = self._policy.role_switch.min_dwell_s
         if isinstance(action, Add):
-            self._lives.asked(action.name, at_s)
+            self._history.asked(action.name, at_s)
             held_s += self.startup_s(pool)
         for each, by in changes.items():
             self._pacing[each].changed(by, goals[each].size + by, held_s, at_s)

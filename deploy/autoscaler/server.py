@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.autoscaler.actuator import Actuator, LocalActuator
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loop import Loop, PolicyFile, Target, WarmUp
@@ -19,6 +18,7 @@ from pdserve.autoscaler.schema import Actuator as Settings
 from pdserve.autoscaler.schema import KubernetesActuator, Policy, ProcessActuator, RayActuator, load
 from pdserve.autoscaler.schema import PublishActuator as PublishSettings
 from pdserve.clock import MonotonicClock
+from pdserve.config import AutoscalerConfig
 from pdserve.errors import ConfigError, not_installed
 from pdserve.health import answering
 from pdserve.launch.admin import AdminClient, LauncherClient

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, WorkloadFlags, one_of
 from pdserve.cli.processes import run_process, settings_of
 from pdserve.cli.results import HtmlFile, JsonFile, draw, report, show, writable
+from pdserve.config import AutoscalerConfig
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.cluster import PER_PROCESS
-from pdserve.config import ProcessConfig, WorkerConfig
+from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
 from pdserve.router.config import RouterConfig
 from pdserve.yaml_models import read_model
 

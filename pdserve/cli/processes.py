@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
-from pdserve.config import ProcessConfig, WatcherConfig, WorkerConfig, load_config
+from pdserve.config import AutoscalerConfig, ProcessConfig, WatcherConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
 from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
 from pdserve.signals import end_on_signals, end_served

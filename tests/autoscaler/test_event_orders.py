@@ -9,9 +9,9 @@ from scaled_world import BOTH, World, policy
 
 from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
 from pdserve.autoscaler.observation import State
-from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import ForecasterKind
+from pdserve.autoscaler.supply import Result
 from pdserve.roles import Role
 
 MAX_DEVICES, LEAST, MOST = 7, {Role.PREFILL: 1, Role.DECODE: 2}, {Role.PREFILL: 4, Role.DECODE: 6}

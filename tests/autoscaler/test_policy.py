@@ -9,8 +9,8 @@ from scaled_world import ANSWER, PROMPT, World, policy
 
 from pdserve.autoscaler.decisions import Add, Binds, Drain, Flip
 from pdserve.autoscaler.observation import Observation, Replica, State
-from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
+from pdserve.autoscaler.supply import Result
 from pdserve.perfmodel.curve import Curve, StepCosts
 from pdserve.roles import Role
 

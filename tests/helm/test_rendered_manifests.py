@@ -11,10 +11,9 @@ from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered
 from kubernetes_schemas import check
 from kubernetes_validate.utils import all_versions
 
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import KubernetesActuator, Policy
-from pdserve.config import WatcherConfig, WorkerConfig, load_config
+from pdserve.config import AutoscalerConfig, WatcherConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
 

@@ -12,9 +12,9 @@ from kube_api import Fault
 from kube_cluster import REAL, KubeCluster
 from kube_stage import NAMES
 
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.loop import Target
 from pdserve.autoscaler.server import serve
+from pdserve.config import AutoscalerConfig
 from pdserve.launch.folder import write_secret
 
 POLICY = """

@@ -14,11 +14,11 @@ from admin_stub import Router, serving
 from kube_cluster import KubeCluster
 from kube_definition import Definition
 
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.definition import definition
 from pdserve.autoscaler.loop import Target
 from pdserve.autoscaler.resource import PolicyResource
 from pdserve.autoscaler.server import serve
+from pdserve.config import AutoscalerConfig
 from pdserve.errors import ConfigError
 from pdserve.kubernetes.objects import RESOURCE
 from pdserve.launch.folder import write_secret

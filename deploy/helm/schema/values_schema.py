@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
-from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.schema import Policy, Untitled
 from pdserve.autoscaler.section import Section
-from pdserve.config import ProcessConfig, WorkerConfig
+from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
 from pdserve.router.config import RouterConfig
 
 Schema = dict[str, Any]
