@@ -63,8 +63,8 @@ class Binds(StrEnum):
     MIN = "minReplicas"
     MAX = "maxReplicas"
     BUDGET = "budget"
-    STALE = "stale figures"  # nothing is known, so nothing changes
-    FALLBACK = "fallback"  # nothing is known, for long
+    STALE = "stale figures"  # routers do not report, so nothing changes
+    FALLBACK = "fallback"  # routers have not reported for long
     NOTHING = "nothing"  # the pool could be smaller
 
 

@@ -55,7 +55,7 @@ class Journal:
         self._before: dict[Role, tuple[object, ...]] = {}
 
     def news(self, decisions: Sequence[Decision]) -> list[str]:
-        """Return those decisions, in words, that are more than what was decided last time with other figures."""
+        """Return the decisions, in words, that differ from the last ones by more than the figures seen."""
         found = []
         for decision in decisions:
             short = (decision.action, decision.num_replicas, decision.desired, decision.binds, bool(decision.refused))
@@ -72,18 +72,14 @@ class Journal:
         """Write what was decided now and lately."""
         if self._path is None:
             return
-        pools = tuple(
-            PoolNow(pool=d.pool, num_replicas=d.num_replicas, desired=d.desired, binds=d.binds, text=d.text)
-            for d in decisions
-        )
         record = Record(
             policy=self._policy,
             metrics_address=self.metrics_address,
             unix_s=time.time(),
-            pools=pools,
+            pools=tuple(PoolNow.model_validate(each, from_attributes=True) for each in decisions),
             entries=tuple(self._entries),
         )
-        with suppress(OSError):  # where it cannot be written, decisions go on, and others see an earlier one
+        with suppress(OSError):  # without it decisions go on, and other commands read an earlier one
             write_atomically(self._path, record.model_dump_json(indent=2) + "\n")
 
 

@@ -84,13 +84,13 @@ class PolicyFile:
         self._warm_up = warm_up
         self.policy = load(path)
         self.earlier = warm_up(self.policy)  # demand, as `Autoscaler` takes it
-        self.problem = ""  # with what it holds now, where that is not followed
+        self.problem = ""  # why what the file holds now is not followed
         self._text = _text_of(path)
 
     def changed(self) -> tuple[str, ...]:
-        """Take over what the file holds as a whole, and return what that changes; empty where it is as it was.
+        """Read the file if it has changed, and follow its policy as a whole; return what that changes, if anything.
 
-        ConfigError, once for each content, where it is not valid, or names another actuator: the policy stays.
+        ConfigError, once for each content, where the policy is not valid or has another actuator: the old one stays.
         """
         text = _text_of(self.path)
         if text == self._text:
@@ -173,7 +173,7 @@ class Loop:
         await self._report()
 
     async def _report(self) -> None:
-        """Report this step's notes, for whoever watches. Without an answer they are in the journal alone."""
+        """Report this step's notes to the routers. Where these do not answer, the journal alone has them."""
         noted, self._noted = self._noted, []
         if noted:
             with suppress(OSError, grpc.aio.AioRpcError):
@@ -245,7 +245,7 @@ class Loop:
             self._core.ordered(action, self._clock.now_s())
 
     def _warn(self, text: str) -> None:
-        """Note a lasting trouble once."""
+        """Note an error once, however long it lasts."""
         if text != self._warning:
             self._warning = text
             self._note(text, logging.WARNING)

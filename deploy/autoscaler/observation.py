@@ -46,16 +46,16 @@ class Replica:
 
 
 def sequences_of(role: Role, num_running: int, num_waiting: int) -> int:
-    """Return how many sequences of a replica count as its own, so that all replicas count each one once.
+    """Return how many sequences count for a replica, so that each one counts once in the cluster.
 
-    What waits for pages in decode is also in the load of the worker that computes its prompt, or that moves it.
+    A sequence that waits for pages of a decode worker is also in the load of the worker that computes or moves it.
     """
     return num_running + (0 if role is Role.DECODE else num_waiting)
 
 
 @value
 class Capacity:
-    """What one replica of a role holds at most."""
+    """What the smallest replica of a role can hold."""
 
     kv_tokens: int
     max_num_seqs: int
@@ -79,9 +79,9 @@ class Observation:
 
 
 class Observer:
-    """Sees one cluster again and again. Counters become differences, and each replica's state gets its beginning.
+    """Makes observations of what one cluster reports: of counters the differences, of states when they began.
 
-    Keeps what replicas of a pool hold: a pool that has lost its last one is still sized.
+    The capacity of a pool's replicas is remembered, so that a pool which has lost its last one can still be sized.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Observer:
     ) -> Observation:
         """Return what is seen at a moment. `statuses`: of all routers; None where one of them did not answer.
 
-        ProtocolError where a router counts as no router of this version does.
+        ProtocolError where a router's counts do not have the shape of this version's.
         """
         workers = _workers(statuses or ())
         replicas = self._replicas(at_s, held, workers)
@@ -167,7 +167,7 @@ def _workers(statuses: Iterable[admin.ClusterStatus]) -> dict[str, admin.WorkerS
 def _costs(learnt: Sequence[admin.LearntCosts]) -> dict[Role, StepCosts]:
     """Return what steps cost in each role, as far as a router has learnt it.
 
-    A pool that hardly ever does what the other one does is taken to do it as the other one.
+    A pool that has hardly run prefill steps, or decode steps, is given the other pool's costs of them.
     """
     prefill, decode = most_seen(learnt, link.ROLE_PREFILL), most_seen(learnt, link.ROLE_DECODE)
     known = {costs.role for costs in learnt}

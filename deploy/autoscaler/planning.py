@@ -16,7 +16,7 @@ from pdserve.autoscaler.pacing import Wanted
 from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import Sized, Sizer, devices_of
-from pdserve.autoscaler.traffic import Fading, Traffic, mean
+from pdserve.autoscaler.traffic import DecayingCounts, Traffic, mean
 from pdserve.autoscaler.urgent import Misses
 from pdserve.reports import Demand
 from pdserve.roles import POOLS, Role
@@ -41,13 +41,13 @@ class Plan:
 
 
 class Planner:
-    """Both loops."""
+    """The slow loop and the fast loop."""
 
     def __init__(self, policy: Policy, warm_up: Sequence[tuple[float, float]]) -> None:
         """`warm_up`: earlier intervals, each with its prompt tokens to compute and its answer tokens a second."""
         self.policy, self._interval_s = policy, policy.interval.forecast_s
-        self._mixture = Fading(max(_LEAST_MIXTURE_S, 2 * policy.interval.forecast_s))
-        self._present = Fading(_LEAST_PRESENT_S)
+        self._mixture = DecayingCounts(max(_LEAST_MIXTURE_S, 2 * policy.interval.forecast_s))
+        self._present = DecayingCounts(_LEAST_PRESENT_S)
         season = round((policy.forecaster.season_s or 0.0) / self._interval_s)
         self._forecasters = {
             pool: new_forecaster(policy.forecaster.kind, policy.forecaster.quantile, season) for pool in POOLS
@@ -55,7 +55,7 @@ class Planner:
         for tokens in warm_up:
             self._take_in(*tokens)
         self._is_warm = bool(warm_up)
-        self._interval = Fading(1e9)  # counts alone
+        self._interval = DecayingCounts(1e9)  # counts alone
         self._refused = dict.fromkeys(POOLS, 0.0)  # of late, by the pool that lacked something
         self._serving = dict.fromkeys(POOLS, 0.0)  # replicas, for each request of late
         self._misses = Misses()
@@ -82,11 +82,11 @@ class Planner:
             return
         answer = 0.0 if mixture is None else mean(mixture.answers)
         self._take_in(self._interval.computed_tokens / self._interval.seconds, self._interval.rate * answer)
-        self._is_warm, self._interval = True, Fading(1e9)
+        self._is_warm, self._interval = True, DecayingCounts(1e9)
         self._tokens = self._forecast(startup_s)
 
     def _forecast(self, startup_s: Mapping[Role, float]) -> Mapping[Role, float]:
-        """Return the greatest rate up to each horizon: what is ordered at its end has to be there before."""
+        """Return the tokens a second that each pool is to be ready for, up to its horizon."""
         ahead_s = {pool: self.policy.forecaster.horizon_s or startup_s[pool] + self._interval_s for pool in POOLS}
         return {
             pool: max(known.forecast(steps).upper for steps in (1.0, max(1.0, ahead_s[pool] / self._interval_s)))
@@ -150,13 +150,13 @@ class Planner:
         return self._mixture.num_requests < _NONE and not seen.num_held and not any(map(_has_work, seen.replicas))
 
     def _idle(self, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Plan:
-        """Return the least pools, but no smaller ones than there are before a first interval is over."""
+        """Return the smallest pools that are allowed; before a first interval is over, none smaller than it is."""
         least = {pool: bounds[pool].least if self._is_warm else max(bounds[pool].least, sizes[pool]) for pool in POOLS}
         wanted = {pool: Wanted(least[pool], least[pool], least[pool]) for pool in POOLS}
         return Plan(wanted, dict.fromkeys(POOLS, Binds.MIN), dict.fromkeys(POOLS, 1.0), "no request", "none comes")
 
     def _sizer(self, mixture: Traffic, seen: Observation, margins: Mapping[Role, float]) -> Sizer:
-        """Return a sizer for what is forecast, times a margin, or for what surely comes now if that is more."""
+        """Return a sizer for the forecast times a margin, or for what certainly comes now if that is more."""
         prompts, answers = self._present.sure_rates(mixture)
         forecast = {
             Role.PREFILL: self._tokens[Role.PREFILL] / max(1.0, mean(mixture.prompts)),
@@ -170,7 +170,7 @@ class Planner:
         return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities, self._misses.odds)
 
     def _pressing(self, pool: Role, seen: Observation, sizer: Sizer, startup_s: float, margin: float) -> int:
-        """Return the size that what waits, runs, was lost and is signalled asks for at this moment."""
+        """Return the size that is needed now: for what waits and runs, for what was lost of late, for signals."""
         objectives = self.policy.objectives
         replicas = urgent.ready(seen.replicas, pool)
         waits = lost = 0
@@ -203,7 +203,7 @@ class Planner:
 
 
 def settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Sized:
-    """Return the split of a spent budget that there is, unless another one serves clearly more."""
+    """Return the present sizes where they spend the whole budget and no other split of it serves clearly more."""
     if Binds.BUDGET not in best.binds.values():
         return best
     is_allowed = all(bounds[pool].least <= sizes[pool] <= bounds[pool].most for pool in POOLS)

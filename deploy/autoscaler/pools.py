@@ -254,7 +254,7 @@ def bounds(pool: Pool, unix_s: float) -> Bounds:
 
 
 def holds(schedule: Schedule, unix_s: float) -> bool:
-    """Whether a schedule holds at a moment. It goes by the clock on the wall, also when that is put forward or back."""
+    """Return whether a schedule holds at a moment. It goes by its time zone's clock, put forward or back."""
     local = datetime.fromtimestamp(unix_s, ZoneInfo(schedule.time_zone))
     now, start, end = f"{local:%H:%M}", schedule.start, schedule.end
     today = DAYS[local.weekday()] in schedule.days_of_week
@@ -265,9 +265,9 @@ def holds(schedule: Schedule, unix_s: float) -> bool:
 
 
 def changes_of(schedules: Sequence[Schedule]) -> list[float]:
-    """Return moments, Unix seconds, that show each combination of schedules which ever holds together; never none.
+    """Return moments, Unix seconds, among which each combination of schedules holds that ever holds; never none.
 
-    These are starts and ends in one week for each combination of UTC offsets that the time zones have in a year.
+    These are the starts and ends in one week for each combination of UTC offsets that the time zones have in a year.
     """
     zones = sorted({each.time_zone for each in schedules})
     weeks = {_offsets(zones, week): week for week in (_FIRST_MONDAY + count * _WEEK for count in range(53))}

@@ -1,11 +1,11 @@
 """The actuator that starts and ends nothing: HPA or KEDA follow the sizes that it publishes.
 
-Invariant: a published size changes by one for each order, however often that is repeated. A pool that was ordered
-nothing yet has the size of the most workers that were seen at once: a router that starts again sees few at first.
+Invariant: an order changes a published size by one, however often the order is repeated. Before its first order a
+pool's size is the most of its workers that were attached at once: a router that starts again sees few at first.
 
-Whoever follows the sizes chooses names, and which workers end. So replicas are compared with orders by number: a
-replica that was ordered is starting under the order's name until its pool has grown, and one that was to leave is
-draining until its pool has shrunk, whichever worker came or went.
+HPA or KEDA chooses which workers start, under which names, and which ones end. So orders are matched with workers by
+number alone. A replica that was ordered counts as starting, under the order's name, until its pool has grown. One that
+was to leave counts as draining until its pool has shrunk, whichever worker came or went.
 """
 
 from collections import Counter
@@ -94,7 +94,7 @@ class PublishActuator:
         self._ordered.add(role)
 
     def _compare(self, found: Mapping[str, Held]) -> None:
-        """Take in who is attached; forget orders that have been followed, and expect back who left without one."""
+        """Note who is attached. Forget orders that were followed; expect back workers that left without an order."""
         staying = Counter(held.role for held in found.values() if held.state is not State.DRAINING)
         gone = [held for name, held in self._present.items() if name not in found and name not in self._leaving]
         self._present = dict(found)
@@ -111,7 +111,7 @@ class PublishActuator:
             self._coming |= dict.fromkeys(lost[: max(0, missing)], role)
 
     def _trim(self, orders: dict[str, Role], role: Role, num_open: int) -> None:
-        """Forget orders of a pool beyond those that are open, but none that nobody has observed yet."""
+        """Forget a pool's oldest orders beyond `num_open`, but none that `observe` has not returned yet."""
         of_pool = [name for name, each in orders.items() if each is role]
         for name in of_pool[: max(0, len(of_pool) - max(0, num_open))]:
             if name in self._shown:

@@ -35,8 +35,8 @@ def mean(lengths: Lengths) -> float:
     return sum(tokens * share for tokens, share in lengths)
 
 
-class Fading:
-    """Counts that fade: what came `fades_s` seconds ago weighs a third."""
+class DecayingCounts:
+    """Counts of requests that decay: what came `fades_s` seconds ago weighs a third."""
 
     def __init__(self, fades_s: float) -> None:
         self.fades_s = fades_s

@@ -5,7 +5,7 @@ import pytest
 from pdserve.autoscaler.observation import Capacity
 from pdserve.autoscaler.schema import Objectives
 from pdserve.autoscaler.sizing import Sizer
-from pdserve.autoscaler.traffic import Fading
+from pdserve.autoscaler.traffic import DecayingCounts
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
@@ -39,7 +39,7 @@ def test_predicted_attainment_is_near_the_simulated_one(
     warm = run.outcomes[NUM_REQUESTS // 5 :]
     attained = sum(outcome.meets(OBJECTIVE) for outcome in warm) / len(warm)
 
-    counts, one = Fading(1e9), profile.configuration(1)
+    counts, one = DecayingCounts(1e9), profile.configuration(1)
     counts.add(counted(workload), NUM_REQUESTS / rate)
     traffic = counts.traffic()
     assert traffic is not None

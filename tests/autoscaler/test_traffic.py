@@ -2,8 +2,7 @@
 
 import pytest
 
-from pdserve.autoscaler.traffic import Fading, mean
-from pdserve.reports import NUM_BANDS, Demand, band_of
+from pdserve.autoscaler.traffic import DecayingCounts, mean
 
 
 def demand(count: int, prompt: int = 1000, answer: int = 100, cached: int = 0) -> Demand:
@@ -13,7 +12,7 @@ def demand(count: int, prompt: int = 1000, answer: int = 100, cached: int = 0) -
 
 
 def test_a_stream_has_its_rate_its_lengths_and_what_nobody_computes() -> None:
-    counts = Fading(60.0)
+    counts = DecayingCounts(60.0)
     assert counts.traffic() is None
     for _ in range(30):
         counts.add(demand(20, cached=500), 5.0)
@@ -26,7 +25,7 @@ def test_a_stream_has_its_rate_its_lengths_and_what_nobody_computes() -> None:
 
 
 def test_what_came_long_ago_is_forgotten() -> None:
-    counts = Fading(20.0)
+    counts = DecayingCounts(20.0)
     counts.add(demand(1000, prompt=8000), 5.0)
     for _ in range(40):
         counts.add(demand(5, prompt=100), 5.0)
@@ -37,7 +36,7 @@ def test_what_came_long_ago_is_forgotten() -> None:
 
 
 def test_lengths_are_remembered_while_nothing_comes() -> None:
-    counts = Fading(20.0)
+    counts = DecayingCounts(20.0)
     counts.add(demand(100), 5.0)
     before = counts.traffic()
     for _ in range(100):
@@ -51,9 +50,9 @@ def test_lengths_are_remembered_while_nothing_comes() -> None:
 
 @pytest.mark.parametrize(("count", "least"), [(0, 0.0), (1, 0.0), (4, 0.17), (100, 0.83), (10_000, 0.98)])
 def test_few_requests_are_weak_evidence_of_their_rate(count: int, least: float) -> None:
-    counts = Fading(60.0)
+    counts = DecayingCounts(60.0)
     counts.add(demand(count), 10.0)
-    mixture = Fading(60.0)
+    mixture = DecayingCounts(60.0)
     mixture.add(demand(1), 1.0)
     traffic = mixture.traffic()
     assert traffic is not None
@@ -63,7 +62,7 @@ def test_few_requests_are_weak_evidence_of_their_rate(count: int, least: float) 
 
 
 def test_a_few_long_prompts_are_weaker_evidence_than_many_short_ones() -> None:
-    short, long, mixture = Fading(60.0), Fading(60.0), Fading(60.0)
+    short, long, mixture = DecayingCounts(60.0), DecayingCounts(60.0), DecayingCounts(60.0)
     short.add(demand(160, prompt=1000), 10.0)
     long.add(demand(10, prompt=16_000), 10.0)
     mixture.add(demand(1, prompt=1000), 1.0)
