@@ -22,7 +22,7 @@ from pdserve.autoscaler.workload import MARK, Workload
 from pdserve.clock import Clock
 from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError
 from pdserve.kubernetes.election import Leadership
-from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Anything, Pod, Scale
+from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Anything, Pod, Scale, ScaleSpec
 from pdserve.kubernetes.watcher import PodWatcher, Routers
 from pdserve.launch.admin import AdminClient
 from pdserve.roles import Role
@@ -127,9 +127,8 @@ class PodActuator:
             size = workload.target(scale.spec.replicas, change)
             if size is None:
                 return
-            meta = {"name": workload.name, "namespace": self._settings.namespace}
-            meta["resourceVersion"] = scale.metadata.resource_version
-            body = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": meta, "spec": {"replicas": size}}
+            body = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": scale.metadata}
+            body["spec"] = ScaleSpec(replicas=size)
             try:
                 await self._client.replace(self._scale_path(workload), body, Scale)
                 return

@@ -16,10 +16,11 @@ from typing import Any
 
 from pdserve.clock import Clock
 from pdserve.kubernetes.client import ApiError, Client, RefusedError
-from pdserve.kubernetes.objects import Lease
+from pdserve.kubernetes.objects import Lease, LeaseSpec
 
 logger = logging.getLogger(__name__)
 
+API = "coordination.k8s.io/v1"
 DURATION_S = 15
 RENEW_WITHIN_S = 10.0
 RETRY_S = 2.0
@@ -64,8 +65,7 @@ class Leadership:
     def __init__(self, client: Client, namespace: str, name: str, me: str, clock: Clock) -> None:
         self._client = client
         self._name = name
-        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._namespace = namespace
+        self._path = f"/apis/{API}/namespaces/{namespace}/leases"
         self._me = me
         self._clock = clock
         self._election = Election(me)
@@ -139,29 +139,20 @@ class Leadership:
         except RefusedError as error:
             if error.status != 404:
                 raise
-        body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": self._name}, "spec": {}}
+        body = {"apiVersion": API, "kind": "Lease", "metadata": {"name": self._name}, "spec": {}}
         return await self._client.create(self._path, body, Lease)
 
     async def _write(self, lease: Lease, holder: str) -> Lease:
-        spec = lease.spec
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # for people; nobody here compares it
-        changes = spec.holder_identity != holder
-        body = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {
-                "name": self._name,
-                "namespace": self._namespace,
-                "resourceVersion": lease.metadata.resource_version,
-            },
-            "spec": {
-                "holderIdentity": holder,
-                "leaseDurationSeconds": DURATION_S if holder else 1,
-                "acquireTime": now if changes else spec.acquire_time,
-                "renewTime": now,
-                "leaseTransitions": (spec.lease_transitions or 0) + (changes and bool(holder)),
-            },
-        }
+        changes = lease.spec.holder_identity != holder
+        spec = LeaseSpec(
+            holder_identity=holder,
+            lease_duration_seconds=DURATION_S if holder else 1,
+            acquire_time=now if changes else lease.spec.acquire_time,
+            renew_time=now,
+            lease_transitions=(lease.spec.lease_transitions or 0) + (changes and bool(holder)),
+        )
+        body = {"apiVersion": API, "kind": "Lease", "metadata": lease.metadata, "spec": spec}
         return await self._client.replace(f"{self._path}/{self._name}", body, Lease)
 
     async def _release(self) -> None:
