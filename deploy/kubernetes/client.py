@@ -19,7 +19,7 @@ from pdserve.errors import CommandError, ConfigError
 from pdserve.kubernetes.objects import Object, Pod, PodList, Status
 
 TIMEOUT_S = 10.0  # of a request, without the waits that the API asks for
-QUIET_S = 90.0  # of a watch, after which its connection counts as lost; the API sends a bookmark each minute
+QUIET_S = 90.0  # without a line of a watch, after which its connection counts as lost: a bookmark comes each minute
 WATCH_S = 300  # after which the API ends a watch
 PAGE = 250  # objects in a page of a list
 MAX_LINE_BYTES = 8 << 20  # of a watch; etcd keeps no object above 1.5 MiB
@@ -35,7 +35,7 @@ class ApiError(CommandError):
 
 
 class UnreachableError(ApiError):
-    """No answer came: what was asked for may have been done."""
+    """No answer came, or none that can be read. What was asked for may have been done."""
 
 
 class RefusedError(ApiError):
@@ -136,7 +136,7 @@ class Client:
         params: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> bytes:
-        """Make a request, again where the API was too busy to take it, or failed to read."""
+        """Make a request. It is repeated while the API is too busy (429), and a GET also while the API fails (5xx)."""
         content = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": content_type}
         backoff = Backoff()

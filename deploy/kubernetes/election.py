@@ -1,9 +1,9 @@
 """Who of several autoscalers acts: the one that holds a Lease.
 
-Invariant: of two processes whose clocks run at about the same rate, one acts only after the other has stopped. Who
-leads stops `RENEW_WITHIN_S` after it began its last renewal that went well. Another takes the Lease once it has seen no
-change of it for the longer time that the Lease names. Only durations on one's own clock count, and never what a clock
-shows. client-go's leader election has the same rules and times.
+Invariant: of two processes whose clocks run at about the same rate, one acts only after the other has stopped. The
+leader stops acting `RENEW_WITHIN_S` after the beginning of its last successful renewal. Another process takes the Lease
+once the Lease has not changed for the duration that it names, which is longer. Each process measures durations on its
+own clock; times of different clocks are never compared. client-go's leader election has the same rules and durations.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Election:
         self._version: str | None = None  # of the Lease; None: it was not seen
         self._seen_s = 0.0  # when it was first seen at this version
         self._duration_s = 0.0
-        self._until_s = -math.inf  # this one leads
+        self._until_s = -math.inf  # until when this process leads
         self.holder = ""  # empty: nobody
 
     def see(self, lease: Lease, now_s: float) -> None:
@@ -82,7 +82,7 @@ class Leadership:
         stopping = asyncio.create_task(stop.wait())
         try:
             while not stop.is_set():
-                task = await self._kept(task)  # the lead may have run out while this waited
+                task = await self._kept(task)  # the lead may have ended during the wait
                 await self._try()
                 task = await self._kept(task)
                 if self.leads and task is None:

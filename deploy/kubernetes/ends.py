@@ -38,11 +38,11 @@ class _Known:
 
 @dataclass(slots=True)
 class _Answering:
-    """A node, while it is asked for."""
+    """A node whose Lease is watched."""
 
     renewed: str  # as its Lease shows
-    last_s: float = 0.0  # when that changed
-    since_s: float | None = None  # that it answers without a gap; None: it does not
+    last_s: float = 0.0  # when the renewal changed
+    since_s: float | None = None  # since when it has answered without a gap; None: it does not
 
 
 class Ends:
@@ -134,7 +134,7 @@ class Ends:
 
 
 def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
-    """Yield the process that has ended, and all before it in the same pod, which ended earlier."""
+    """Yield the process that has ended, and before it the earlier ones of the same pod, which have ended too."""
     if number <= pod.last_ended:
         return
     pod.last_ended = number

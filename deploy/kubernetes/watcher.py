@@ -49,20 +49,20 @@ LOOK_S = 2.0  # between two looks at what is attached to routers
 NODE_S = 5.0  # between two looks at nodes of which an answer is awaited
 CALL_S = 5.0  # of each call of a router, and of what is asked about a node
 MAX_WARNED = 1024
-MAX_REPORTS = 64  # that a router which is found later gets too
+MAX_REPORTS = 64  # that are kept, for routers that are found later
 
 Routers = Callable[[], Awaitable[Sequence[AdminClient]]]  # all there are at the moment
 
 
 class Troubles:
-    """Logs errors that last once each."""
+    """Logs an error when it begins or changes, and not each time that it recurs."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}  # what was logged last, by what failed
 
     @contextmanager
     def logged(self, what: str) -> Iterator[None]:
-        """Log an error of the block, unless it is the same as the last time, and go on."""
+        """Swallow an error of the block, and log it unless it is the same as the last time."""
         try:
             yield
         except (OSError, ApiError, grpc.aio.AioRpcError) as error:
@@ -150,7 +150,7 @@ class PodWatcher:
             self._news.set()
 
     async def _look(self) -> None:
-        """Read each router's status every LOOK_S, and deliver reports; at once where there are new ones."""
+        """Read each router's status and deliver reports: every LOOK_S, and at once where there are new ones."""
         while True:
             self._news.clear()
             with self._troubles.logged("routers' names"):

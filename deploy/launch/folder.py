@@ -79,7 +79,7 @@ def state_file(name: str) -> Path:
 
 
 def drained_file(name: str) -> Path:
-    """Return the file that is there once all of the cluster `name` has drained, until its next start."""
+    """Return the file that exists from the moment the cluster `name` has drained until its next start."""
     return runtime_dir(name) / "drained"
 
 
@@ -98,7 +98,7 @@ def read_state(name: str) -> ClusterState:
 
 
 def _is_owned(folder: Path) -> bool:
-    """Return whether a launcher owns the folder: the process id of one that was killed may be another process's now."""
+    """Return whether a launcher owns the folder. Its process id may be another process's by now."""
     try:
         with (folder / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -172,7 +172,7 @@ def claimed_port(host: str, wanted: int | None, preferred: int, flag: str = "--r
 def free_port(host: str, flag: str = "--host") -> int:
     """Return a port that is free now. ConfigError names the flag of a host where none is.
 
-    It is none of those that the system gives to connections and to whoever asks for any, for nobody listens there yet.
+    It is outside the range from which the system gives ports to connections: until somebody listens, they could get it.
     """
     port = next((port for port in random.sample(_QUIET_PORTS, 16) if _bindable(host, port)), None)
     if port is None:
@@ -181,7 +181,7 @@ def free_port(host: str, flag: str = "--host") -> int:
 
 
 def _claim(host: str, port: int, claims: ExitStack) -> bool:
-    """Make a port ours until `claims` is closed, 0 everybody's; False if it is another cluster's."""
+    """Reserve a port until `claims` is closed; False if another cluster has it. Port 0 is never reserved."""
     if port == 0 or sys.platform != "linux":
         return True
     claim = claims.enter_context(socket.socket(socket.AF_UNIX))

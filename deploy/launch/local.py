@@ -73,7 +73,7 @@ class LocalCluster:
         self._gone: deque[ChildExit] = deque(maxlen=MAX_GONE)
         self._published: dict[tuple[str, int], dict[str, str]] = {}  # by process and incarnation: its own endpoints
         self._serving: set[tuple[str, int]] = set()  # workers and incarnations that the router reports as ready
-        self._has_drained = True  # all that has ended since the cluster is to stop
+        self._has_drained = True  # whether all processes that have ended since the stop began had drained
         self.launcher = ""  # host:port at which workers are started and stopped
 
     @property
@@ -100,7 +100,7 @@ class LocalCluster:
         if self._state.elsewhere is None or self._supervisor.is_stopping:
             return
         spec = self._state.elsewhere.spec
-        self._supervisor.retire("autoscaler", 0.0)  # it would start others
+        self._supervisor.retire("autoscaler", 0.0)  # it would start other workers
         command = (*PDSERVE, "autoscale", "end", str(spec.autoscaling), "--name", spec.name)
         with self._supervisor.log_file("end").open("ab") as log:
             process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=log, stderr=STDOUT)
@@ -145,7 +145,7 @@ class LocalCluster:
                 drained_file(self._state.name).touch()
 
     def _publish(self) -> None:
-        """Write the state anew. Where that cannot be done the cluster serves on, and other commands see an old one."""
+        """Write the state anew. If that fails, the cluster serves on, and other commands read an old state."""
         try:
             self._write_state()
         except OSError as error:
@@ -159,7 +159,7 @@ class LocalCluster:
     def _announce(self, exit_: ChildExit) -> None:
         name, log = exit_.spec.name, self._supervisor.log_file(exit_.spec.name)
         if exit_.restart_in_s is None:
-            if not self._supervisor.is_stopping and exit_.spec.role != "autoscaler":  # that one was killed on purpose
+            if not self._supervisor.is_stopping and exit_.spec.role != "autoscaler":  # which is retired on purpose
                 self._listener.on_notice(f"{name} has ended with status {exit_.status} (log: {log})")
             return
         num_restarts = next(p.num_restarts for p in self._supervisor.processes if p.name == name)
@@ -189,7 +189,7 @@ class LocalCluster:
                     elif self._published != before:
                         self._publish()
             except grpc.aio.AioRpcError as error:
-                # Later nothing that a router answers ends what serves: a router that is killed may also leave INTERNAL.
+                # Once the cluster is ready, no error of a router ends it: one that is killed may also leave INTERNAL.
                 if not self.ready.is_set() and error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise LaunchError(f"the router does not report its state: {error.details()}") from error
             await asyncio.sleep(RECONNECT_S)  # the router is gone; its successor needs longer than this to listen

@@ -1,6 +1,6 @@
-"""Own one worker where no launcher is: keep its process running, and report each of its ends to the router.
+"""Own one worker where no launcher runs: keep its process running, and report each of its ends to the router.
 
-Invariant: no two processes of one worker run at once on a machine, whatever became of earlier owners.
+Invariant: two processes of one worker never run at once on a machine, however earlier owners ended.
 """
 
 import asyncio

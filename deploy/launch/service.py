@@ -20,7 +20,7 @@ from pdserve.rpc import abort, running
 from pdserve.signals import CLOSING_S
 from pdserve.wire import ROLE_NUMBERS, ROLES
 
-# Seconds after its drain_timeout_s when a process is killed, which by then has ended by itself; workers end last.
+# A process is killed so many seconds after its drain_timeout_s; it should have ended before. Workers end last.
 ROUTERS_END_S = CLOSING_S + 1.0
 WORKERS_END_S = ROUTERS_END_S + 1.0
 OTHERS = ("router", "autoscaler")  # names of other processes

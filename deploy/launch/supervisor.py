@@ -45,7 +45,7 @@ class Backoff:
     healthy_s: float = 10.0
 
     def next_delay_s(self, previous_s: float | None, ran_s: float) -> float:
-        """Return the delay after a run of `ran_s`, where `previous_s` was the one before that run, if any."""
+        """Return the delay after a run of `ran_s`. `previous_s`: the delay before that run, if there was one."""
         if previous_s is None or ran_s >= self.healthy_s:
             return self.first_s
         return min(2 * previous_s, self.longest_s)
@@ -67,7 +67,7 @@ class ChildExit:
 
 
 async def report_end(router: AdminClient, exit_: ChildExit) -> None:
-    """Report an end to a router, once one is there; after a minute without one leave it at that.
+    """Report an end to a router, once one is there; give up after a minute without one.
 
     The report is the proof that nothing of that process can write into another worker's pages any more.
     """
@@ -233,7 +233,7 @@ class Supervisor:
                 process = await self._start(child)
                 on_change()
                 status = await _until_ended(child, process)
-                previous_s = None if status in FROM_OUTSIDE else delay_s  # what it did itself may happen again
+                previous_s = None if status in FROM_OUTSIDE else delay_s  # a crash of its own may happen again
                 delay_s = self._backoff.next_delay_s(previous_s, self._clock.now_s() - started_s)
                 refused = status == CONFIG_EXIT_STATUS and child.num_restarts == 0 and not child.leaving.is_set()
                 again = not (refused or child.leaving.is_set())
@@ -251,7 +251,7 @@ class Supervisor:
             child.ended.set()
 
     def _opened_log(self, name: str) -> IO[bytes]:
-        """Return the log of a process; nothing is kept where that is not possible any more."""
+        """Return the log of a process, or the null device where the log can be written no more."""
         try:
             return self.log_file(name).open("ab")
         except OSError:  # such as when the user has logged out, and /run/user/ID is gone with all that runs from it
