@@ -1,11 +1,12 @@
-"""What starts and ends workers on the autoscaler's order, and the actuator of one machine.
+"""What starts and ends workers on the autoscaler's order: the protocol, and the actuators that need only pdserve.
 
-There the launcher of `pdserve up` starts and ends workers, and a router gives them roles.
+Ray's and Kubernetes' actuators have modules of their own.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from pdserve.autoscaler.pools import bounds
 from pdserve.autoscaler.schema import load
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
-from pdserve.launch.admin import AdminClient, LauncherClient
+from pdserve.launch.admin import CALL_TIMEOUT_S, AdminClient, LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.roles import POOLS, Role
 from pdserve.wire import ROLES
@@ -79,7 +80,7 @@ _STATES = {
 
 
 class LocalActuator:
-    """Replicas are processes of this machine."""
+    """Replicas are processes of this machine. The launcher of `pdserve up` starts and ends them."""
 
     def __init__(self, launcher_: LauncherClient, router: AdminClient, timeout_s: float) -> None:
         """`timeout_s`: in which an order is to be taken on."""
@@ -106,6 +107,113 @@ class LocalActuator:
     async def flip(self, name: str, role: Role) -> None:
         """Give a worker another role while it serves."""
         await give_role(self._router, name, role, self._timeout_s)
+
+
+class PublishActuator:
+    """Starts and ends nothing: replicas are what is attached to a router, and HPA or KEDA follow the published sizes.
+
+    Invariant: an order changes a published size by one, however often the order is repeated. Before its first order a
+    pool's size is the most of its workers that were attached at once: a router that starts again sees few at first.
+
+    HPA or KEDA chooses which workers start, under which names, and which ones end. So orders are matched with workers
+    by number alone. A replica that was ordered counts as starting, under the order's name, until its pool has grown.
+    One that was to leave counts as draining until its pool has shrunk, whichever worker came or went.
+    """
+
+    def __init__(self, router: AdminClient) -> None:
+        self._router = router
+        self.sizes = Counter[Role]()  # replicas that each pool should have; a pool that was never seen is missing
+        self._ordered: set[Role] = set()  # pools whose size is what was ordered
+        self._present: dict[str, Held] = {}  # as last reported
+        self._coming: dict[str, Role] = {}  # replicas that are to attach, the oldest first
+        self._leaving: dict[str, Role] = {}  # replicas ordered to leave, the oldest first; others may leave instead
+        self._shown: set[str] = set()  # names in both that `observe` has returned
+
+    async def observe(self) -> Sequence[Held]:
+        """Return the workers that are attached, and those that are to come."""
+        await self._look()
+        self._shown = {*self._coming, *self._leaving}
+        present = [
+            Held(held.name, held.role, State.DRAINING) if held.name in self._leaving else held
+            for held in self._present.values()
+        ]
+        return [*present, *(Held(name, role, State.STARTING) for name, role in self._coming.items())]
+
+    async def _look(self) -> None:
+        """Compare what is attached with what was ordered."""
+        async with ordering("list the workers", CALL_TIMEOUT_S):
+            status = await self._router.status()
+        found = {}
+        for worker in status.workers:
+            name, role = worker.registration.worker_id, ROLES.get(worker.registration.role)
+            if role is not None:
+                ready = State.READY if worker.registration.ready else State.STARTING
+                found[name] = Held(name, role, State.DRAINING if worker.load.draining else ready)
+        self._compare(found)
+
+    async def add(self, name: str, role: Role) -> None:
+        """Let a pool be one greater, unless this replica is there or to come."""
+        await self._look()
+        if name in self._leaving:
+            raise ActuatorError(f"add {name}: it is to leave")
+        if name not in self._present and name not in self._coming:
+            self._come(name, role)
+
+    async def drain(self, name: str) -> None:
+        """Let a pool be one smaller, unless this replica is to leave already."""
+        await self._look()
+        role = self._coming.pop(name, None)
+        if role is not None:
+            self._resize(role, -1)
+        elif name in self._present:
+            self._leave(self._present[name])
+
+    async def flip(self, name: str, role: Role) -> None:
+        """Let one pool be smaller and the other greater by one. The worker itself keeps its role."""
+        await self._look()
+        held = self._present.get(name)
+        if held is None:
+            raise ActuatorError(f"flip {name}: no such replica is attached")
+        if held.role is not role and name not in self._leaving:
+            self._leave(held)
+            self._come(f"{name}-as-{role}", role)
+
+    def _come(self, name: str, role: Role) -> None:
+        self._coming[name] = role
+        self._resize(role, 1)
+
+    def _leave(self, held: Held) -> None:
+        if held.name not in self._leaving and held.state is not State.DRAINING:
+            self._leaving[held.name] = held.role
+            self._resize(held.role, -1)
+
+    def _resize(self, role: Role, change: int) -> None:
+        self.sizes[role] = max(0, self.sizes[role] + change)
+        self._ordered.add(role)
+
+    def _compare(self, found: Mapping[str, Held]) -> None:
+        """Note who is attached. Forget orders that were followed; expect back workers that left without an order."""
+        staying = Counter(held.role for held in found.values() if held.state is not State.DRAINING)
+        gone = [held for name, held in self._present.items() if name not in found and name not in self._leaving]
+        self._present = dict(found)
+        self._coming = {name: role for name, role in self._coming.items() if name not in found}
+        self._leaving = {name: role for name, role in self._leaving.items() if name in found}
+        for role in Role:
+            if role not in self._ordered and staying[role]:
+                self.sizes[role] = max(self.sizes[role], staying[role])
+            missing = self.sizes[role] - staying[role]
+            self._trim(self._coming, role, missing)
+            self._trim(self._leaving, role, -missing)
+            missing -= Counter(self._coming.values())[role]
+            lost = [held.name for held in gone if held.role is role and held.state is not State.DRAINING]
+            self._coming |= dict.fromkeys(lost[: max(0, missing)], role)
+
+    def _trim(self, orders: dict[str, Role], role: Role, num_open: int) -> None:
+        """Forget a pool's oldest orders beyond `num_open`, but none that `observe` has not returned yet."""
+        of_pool = [name for name, each in orders.items() if each is role]
+        for name in of_pool[: max(0, len(of_pool) - max(0, num_open))]:
+            if name in self._shown:
+                del orders[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.autoscaler.actuator import Actuator, LocalActuator
+from pdserve.autoscaler.actuator import Actuator, LocalActuator, PublishActuator
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loop import Loop, PolicyFile, Target, WarmUp
 from pdserve.autoscaler.observation import State
-from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.schema import Actuator as Settings
 from pdserve.autoscaler.schema import KubernetesActuator, Policy, ProcessActuator, RayActuator, load
 from pdserve.autoscaler.schema import PublishActuator as PublishSettings

@@ -9,11 +9,11 @@ import pytest
 from actuator_suite import ActuatorSuite, Stage, held, state_of
 from shown_metrics import SHOWN
 
+from pdserve.autoscaler.actuator import PublishActuator
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loop import Loop, PolicyFile
 from pdserve.autoscaler.observation import Held, State
-from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.server import samples
 from pdserve.clock import VirtualClock
 from pdserve.launch.admin import AdminClient
