@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from pdserve.autoscaler.decisions import ActuatorError
-from pdserve.autoscaler.observation import Held, State
+from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.pools import bounds
 from pdserve.autoscaler.schema import load
 from pdserve.errors import ConfigError
@@ -32,7 +32,7 @@ class Actuator(Protocol):
     An order returns once it is taken on, not once it is done: `observe` shows that. All raise ActuatorError.
     """
 
-    async def observe(self) -> Sequence[Held]:
+    async def observe(self) -> Sequence[Listed]:
         """Return all replicas that run, or that will."""
 
     async def add(self, name: str, role: Role) -> None:
@@ -88,11 +88,11 @@ class LocalActuator:
         self._router = router
         self._timeout_s = timeout_s
 
-    async def observe(self) -> Sequence[Held]:
+    async def observe(self) -> Sequence[Listed]:
         """Return all workers of the launcher, with the roles that they were started with."""
         async with ordering("list the workers", self._timeout_s):
             workers = await self._launcher.list_workers()
-        return [Held(each.worker_id, ROLES[each.role], _STATES[each.state]) for each in workers]
+        return [Listed(each.worker_id, ROLES[each.role], _STATES[each.state]) for each in workers]
 
     async def add(self, name: str, role: Role) -> None:
         """Start a worker, unless there is one of this name."""
@@ -124,20 +124,20 @@ class PublishActuator:
         self._router = router
         self.sizes = Counter[Role]()  # replicas that each pool should have; a pool that was never seen is missing
         self._ordered: set[Role] = set()  # pools whose size is what was ordered
-        self._present: dict[str, Held] = {}  # as last reported
+        self._present: dict[str, Listed] = {}  # as last reported
         self._coming: dict[str, Role] = {}  # replicas that are to attach, the oldest first
         self._leaving: dict[str, Role] = {}  # replicas ordered to leave, the oldest first; others may leave instead
         self._shown: set[str] = set()  # names in both that `observe` has returned
 
-    async def observe(self) -> Sequence[Held]:
+    async def observe(self) -> Sequence[Listed]:
         """Return the workers that are attached, and those that are to come."""
         await self._look()
         self._shown = {*self._coming, *self._leaving}
         present = [
-            Held(held.name, held.role, State.DRAINING) if held.name in self._leaving else held
-            for held in self._present.values()
+            Listed(listed.name, listed.role, State.DRAINING) if listed.name in self._leaving else listed
+            for listed in self._present.values()
         ]
-        return [*present, *(Held(name, role, State.STARTING) for name, role in self._coming.items())]
+        return [*present, *(Listed(name, role, State.STARTING) for name, role in self._coming.items())]
 
     async def _look(self) -> None:
         """Compare what is attached with what was ordered."""
@@ -148,7 +148,7 @@ class PublishActuator:
             name, role = worker.registration.worker_id, ROLES.get(worker.registration.role)
             if role is not None:
                 ready = State.READY if worker.registration.ready else State.STARTING
-                found[name] = Held(name, role, State.DRAINING if worker.load.draining else ready)
+                found[name] = Listed(name, role, State.DRAINING if worker.load.draining else ready)
         self._compare(found)
 
     async def add(self, name: str, role: Role) -> None:
@@ -171,30 +171,30 @@ class PublishActuator:
     async def flip(self, name: str, role: Role) -> None:
         """Let one pool be smaller and the other greater by one. The worker itself keeps its role."""
         await self._look()
-        held = self._present.get(name)
-        if held is None:
+        listed = self._present.get(name)
+        if listed is None:
             raise ActuatorError(f"flip {name}: no such replica is attached")
-        if held.role is not role and name not in self._leaving:
-            self._leave(held)
+        if listed.role is not role and name not in self._leaving:
+            self._leave(listed)
             self._come(f"{name}-as-{role}", role)
 
     def _come(self, name: str, role: Role) -> None:
         self._coming[name] = role
         self._resize(role, 1)
 
-    def _leave(self, held: Held) -> None:
-        if held.name not in self._leaving and held.state is not State.DRAINING:
-            self._leaving[held.name] = held.role
-            self._resize(held.role, -1)
+    def _leave(self, listed: Listed) -> None:
+        if listed.name not in self._leaving and listed.state is not State.DRAINING:
+            self._leaving[listed.name] = listed.role
+            self._resize(listed.role, -1)
 
     def _resize(self, role: Role, change: int) -> None:
         self.sizes[role] = max(0, self.sizes[role] + change)
         self._ordered.add(role)
 
-    def _compare(self, found: Mapping[str, Held]) -> None:
+    def _compare(self, found: Mapping[str, Listed]) -> None:
         """Note who is attached. Forget orders that were followed; expect back workers that left without an order."""
-        staying = Counter(held.role for held in found.values() if held.state is not State.DRAINING)
-        gone = [held for name, held in self._present.items() if name not in found and name not in self._leaving]
+        staying = Counter(listed.role for listed in found.values() if listed.state is not State.DRAINING)
+        gone = [listed for name, listed in self._present.items() if name not in found and name not in self._leaving]
         self._present = dict(found)
         self._coming = {name: role for name, role in self._coming.items() if name not in found}
         self._leaving = {name: role for name, role in self._leaving.items() if name in found}
@@ -205,7 +205,7 @@ class PublishActuator:
             self._trim(self._coming, role, missing)
             self._trim(self._leaving, role, -missing)
             missing -= Counter(self._coming.values())[role]
-            lost = [held.name for held in gone if held.role is role and held.state is not State.DRAINING]
+            lost = [listed.name for listed in gone if listed.role is role and listed.state is not State.DRAINING]
             self._coming |= dict.fromkeys(lost[: max(0, missing)], role)
 
     def _trim(self, orders: dict[str, Role], role: Role, num_open: int) -> None:

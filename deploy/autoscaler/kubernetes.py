@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from pdserve.autoscaler.actuator import Actuator, give_role, ordering
 from pdserve.autoscaler.decisions import ActuatorError
-from pdserve.autoscaler.observation import Held
+from pdserve.autoscaler.observation import Listed
 from pdserve.autoscaler.schema import KubernetesActuator as Settings
 from pdserve.autoscaler.workload import MARK, Workload
 from pdserve.clock import Clock
@@ -49,7 +49,7 @@ class PodActuator:
         """Return the workload whose pods start with a role."""
         return self._workloads[Role.DECODE if role is Role.MIXED else role]
 
-    async def observe(self) -> Sequence[Held]:
+    async def observe(self) -> Sequence[Listed]:
         """Return all pods, and those that deployments have yet to make."""
         async with self._asking("list the pods"):
             for workload in self._workloads.values():
@@ -60,7 +60,7 @@ class PodActuator:
         with suppress(ActuatorError):  # labels follow later
             async with self._asking("label the pods"):
                 await self._label()
-        return [held for workload in self._workloads.values() for held in workload.held()]
+        return [listed for workload in self._workloads.values() for listed in workload.listed()]
 
     async def add(self, name: str, role: Role) -> None:
         """Make a deployment greater by one, unless there is a replica of this name."""

@@ -16,7 +16,7 @@ from pdserve.autoscaler.actuator import Actuator
 from pdserve.autoscaler.decisions import Action, ActuatorError, Add, Decision, Drain, Flip
 from pdserve.autoscaler.explain import changes
 from pdserve.autoscaler.journal import Journal
-from pdserve.autoscaler.observation import Held, Observation, Observer
+from pdserve.autoscaler.observation import Listed, Observation, Observer
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy, load
 from pdserve.autoscaler.supply import Result
@@ -163,12 +163,12 @@ class Loop:
         """Observe, decide and act once. Nothing is decided without an answer of the actuator."""
         self._follow_policy()
         try:
-            held = await self._actuator.observe()
+            listed = await self._actuator.observe()
         except ActuatorError as error:
             self._target.check()
             self._warn(f"nothing is decided: {error}")
         else:
-            await self._decide(held)
+            await self._decide(listed)
         self._journal.write(self.decisions)
         await self._report()
 
@@ -180,8 +180,8 @@ class Loop:
                 async with asyncio.timeout(STATUS_TIMEOUT_S):
                     await self._target.report(noted)
 
-    async def _decide(self, held: Sequence[Held]) -> None:
-        self.observation = self._observe(held, await self._statuses())
+    async def _decide(self, listed: Sequence[Listed]) -> None:
+        self.observation = self._observe(listed, await self._statuses())
         self.decisions = self._core.decide(self.observation)
         self.num_decided.update((each.pool, each.verb, each.binds) for each in self.decisions)
         self.last_orders = "\n".join(each.text for each in self.decisions if each.action) or self.last_orders
@@ -219,13 +219,13 @@ class Loop:
             self._warn(f"a router does not report: {_in_words(error)}")
             return None
 
-    def _observe(self, held: Sequence[Held], statuses: Sequence[admin.ClusterStatus] | None) -> Observation:
+    def _observe(self, listed: Sequence[Listed], statuses: Sequence[admin.ClusterStatus] | None) -> Observation:
         at_s, unix_s = self._clock.now_s(), time.time()
         try:
-            found = self._observer.observe(at_s, unix_s, held, statuses)
+            found = self._observer.observe(at_s, unix_s, listed, statuses)
         except ProtocolError as error:
             self._warn(f"a router counts otherwise: {error}")
-            return self._observer.observe(at_s, unix_s, held, None)
+            return self._observer.observe(at_s, unix_s, listed, None)
         if statuses is not None:
             self._warning = ""
         return found

@@ -23,7 +23,7 @@ class State(Enum):
 
 
 @value
-class Held:
+class Listed:
     """A replica, as its actuator lists it."""
 
     name: str
@@ -91,14 +91,14 @@ class Observer:
         self._capacities: dict[Role, Capacity] = {}  # as last seen
 
     def observe(
-        self, at_s: float, unix_s: float, held: Sequence[Held], statuses: Sequence[admin.ClusterStatus] | None
+        self, at_s: float, unix_s: float, listed: Sequence[Listed], statuses: Sequence[admin.ClusterStatus] | None
     ) -> Observation:
         """Return what is seen at a moment. `statuses`: of all routers; None where one of them did not answer.
 
         ProtocolError where a router's counts do not have the shape of this version's.
         """
         workers = _workers(statuses or ())
-        replicas = self._replicas(at_s, held, workers)
+        replicas = self._replicas(at_s, listed, workers)
         if statuses is None:
             return Observation(at_s, unix_s, replicas, demand=None)
         demand, refused = self._new_counts(statuses)
@@ -117,14 +117,14 @@ class Observer:
         )
 
     def _replicas(
-        self, at_s: float, held: Sequence[Held], workers: dict[str, admin.WorkerStatus]
+        self, at_s: float, listed: Sequence[Listed], workers: dict[str, admin.WorkerStatus]
     ) -> tuple[Replica, ...]:
-        replicas = tuple(self._replica(at_s, each, workers.get(each.worker_id or each.name)) for each in held)
+        replicas = tuple(self._replica(at_s, each, workers.get(each.worker_id or each.name)) for each in listed)
         self._since_s = {(replica.name, replica.state): replica.since_s for replica in replicas}
         return replicas
 
-    def _replica(self, at_s: float, held: Held, worker: admin.WorkerStatus | None) -> Replica:
-        state, role, load = held.state, held.role, link.Heartbeat()
+    def _replica(self, at_s: float, listed: Listed, worker: admin.WorkerStatus | None) -> Replica:
+        state, role, load = listed.state, listed.role, link.Heartbeat()
         if worker is not None:
             role, load = ROLES.get(worker.registration.role, role), worker.load
             if load.draining:
@@ -132,10 +132,10 @@ class Observer:
             elif state is State.STARTING and worker.registration.ready:
                 state = State.READY
         return Replica(
-            name=held.name,
+            name=listed.name,
             role=role,
             state=state,
-            since_s=self._since_s.get((held.name, state), at_s),
+            since_s=self._since_s.get((listed.name, state), at_s),
             num_sequences=sequences_of(role, load.num_running, load.num_waiting),
             waiting_tokens=load.waiting_tokens,
             kv_tokens=load.kv_tokens,

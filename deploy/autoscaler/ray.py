@@ -28,7 +28,7 @@ from ray.experimental import internal_kv
 import pdserve
 from pdserve.autoscaler.actuator import give_role, ordering
 from pdserve.autoscaler.decisions import ActuatorError
-from pdserve.autoscaler.observation import Held, State
+from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.schema import RayActuator as Settings
 from pdserve.errors import ConfigError, first_of
 from pdserve.launch.admin import AdminClient
@@ -185,7 +185,7 @@ class ActorActuator:
         finally:
             await asyncio.to_thread(ray.shutdown)
 
-    async def observe(self) -> Sequence[Held]:
+    async def observe(self) -> Sequence[Listed]:
         """Return all workers that have an actor. One whose actor does not answer is taken to be as it was."""
         await self._call("list the workers", self._look)
         with suppress(TimeoutError, grpc.aio.AioRpcError):  # then they are taken to serve as they did
@@ -193,7 +193,7 @@ class ActorActuator:
                 status = await self._router.status()
             ready = [worker.registration for worker in status.workers if worker.registration.ready]
             self._serving = {(worker.worker_id, worker.incarnation) for worker in ready}
-        return [self._held(name, role) for name, role in self._roles.items()]
+        return [self._listed(name, role) for name, role in self._roles.items()]
 
     async def add(self, name: str, role: Role) -> None:
         """Have an actor start a worker, unless there is one of this name."""
@@ -213,13 +213,13 @@ class ActorActuator:
         async with ordering(what, self._settings.timeout_s, RayError, OSError, RuntimeError, ValueError):
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def _held(self, name: str, role: Role) -> Held:
+    def _listed(self, name: str, role: Role) -> Listed:
         worker = self._seen.get(name)
         if worker is None:
-            return Held(name, role, State.STARTING)
+            return Listed(name, role, State.STARTING)
         serves = (worker.worker_id, worker.incarnation) in self._serving and worker.pid is not None
         state = State.DRAINING if worker.leaving else State.READY if serves else State.STARTING
-        return Held(name, role, state, "" if worker.worker_id == name else worker.worker_id)
+        return Listed(name, role, state, "" if worker.worker_id == name else worker.worker_id)
 
     def _look(self) -> None:
         listed = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]

@@ -159,17 +159,17 @@ async def end_replicas(all_: Actuator) -> None:
     unseen = 0
     while True:
         try:
-            held = await all_.observe()
+            listed = await all_.observe()
         except ActuatorError as error:
             unseen += 1
             if unseen == MOST_UNSEEN:
                 raise
             logger.warning("%s", error)
         else:
-            if not held:
+            if not listed:
                 return
             unseen = 0
-            for replica in held:
+            for replica in listed:
                 if replica.state is not State.DRAINING:
                     try:
                         await all_.drain(replica.name)

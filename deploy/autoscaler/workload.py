@@ -10,7 +10,7 @@ that is new since the order. Until there is one, the replica starts without a po
 from collections.abc import Iterator, Sequence
 
 from pdserve.autoscaler.decisions import ActuatorError
-from pdserve.autoscaler.observation import Held, State
+from pdserve.autoscaler.observation import Listed, State
 from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
 from pdserve.roles import Role
 
@@ -73,7 +73,7 @@ class Workload:
         """Pods that are to be removed, and are not yet."""
         return self._marked & self._live.keys() if len(self._live) > self._size else set()
 
-    def held(self) -> Iterator[Held]:
+    def listed(self) -> Iterator[Listed]:
         """Yield all replicas."""
         leaving = self._leaving
         for uid, pod in self._pods.items():
@@ -81,11 +81,11 @@ class Workload:
                 state = State.DRAINING
             else:
                 state = State.READY if pod.is_ready else State.STARTING
-            yield Held(self._name(uid), self.role_of(pod), state, pod.metadata.name)
+            yield Listed(self._name(uid), self.role_of(pod), state, pod.metadata.name)
         ordered = [name for name, is_known in self._coming.items() if is_known]
         missing = self._size - len(self._live) - len(ordered)
         for name in (*ordered, *(f"{self.name}/{index}" for index in range(missing))):
-            yield Held(name, self.role, State.STARTING)
+            yield Listed(name, self.role, State.STARTING)
 
     def role_of(self, pod: Pod) -> Role:
         """Return the role that a pod's label names, or else its first one."""
@@ -107,7 +107,7 @@ class Workload:
 
     def is_coming(self, name: str) -> bool:
         """Return whether a replica without a pod has this name."""
-        return name in {each.name for each in self.held() if not each.worker_id}
+        return name in {each.name for each in self.listed() if not each.worker_id}
 
     def begin_add(self, name: str) -> bool:
         """Return whether a replica of this name is to be asked for; ActuatorError where it cannot be now."""

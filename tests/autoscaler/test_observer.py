@@ -1,6 +1,6 @@
 """Counters become differences, a router that is silent makes all of it stale, and a state keeps its beginning."""
 
-from pdserve.autoscaler.observation import Capacity, Held, Observation, Observer, State
+from pdserve.autoscaler.observation import Capacity, Listed, Observation, Observer, State
 from pdserve.perfmodel.curve import Curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -9,7 +9,7 @@ from pdserve.roles import Role
 from pdserve.wire import demand_to_proto
 
 PREFILL, DECODE = link.ROLE_PREFILL, link.ROLE_DECODE
-HELD = (Held("p", Role.PREFILL, State.READY), Held("d", Role.DECODE, State.STARTING))
+HELD = (Listed("p", Role.PREFILL, State.READY), Listed("d", Role.DECODE, State.STARTING))
 
 
 def router(name: str, num_requests: int, refused: int = 0, **fields: object) -> admin.ClusterStatus:

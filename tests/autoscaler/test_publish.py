@@ -13,7 +13,7 @@ from pdserve.autoscaler.actuator import PublishActuator
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loop import Loop, PolicyFile
-from pdserve.autoscaler.observation import Held, State
+from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.server import samples
 from pdserve.clock import VirtualClock
 from pdserve.launch.admin import AdminClient
@@ -117,9 +117,9 @@ async def test_another_replica_that_left_in_place_of_the_one_that_was_drained_wi
     assert await state_of(platform, "decode-1") is State.DRAINING
     await platform.until_gone("decode-2")
     assert await held(platform) == {
-        "prefill-0": Held("prefill-0", Role.PREFILL, State.READY),
-        "decode-0": Held("decode-0", Role.DECODE, State.READY),
-        "decode-1": Held("decode-1", Role.DECODE, State.READY),
+        "prefill-0": Listed("prefill-0", Role.PREFILL, State.READY),
+        "decode-0": Listed("decode-0", Role.DECODE, State.READY),
+        "decode-1": Listed("decode-1", Role.DECODE, State.READY),
     }
     assert platform.actuator.sizes[Role.DECODE] == 2
 

@@ -12,7 +12,7 @@ from pdserve.autoscaler import server
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Loop, PolicyFile
-from pdserve.autoscaler.observation import Held, State
+from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.server import end_replicas
 from pdserve.errors import CommandError
 from pdserve.measure.read_workload import warm_up
@@ -37,10 +37,10 @@ pools:
 class Platform:
     """Starts and ends replicas at once, if it does what it is asked to."""
 
-    replicas: dict[str, Held] = field(
+    replicas: dict[str, Listed] = field(
         default_factory=lambda: {
-            "prefill-0": Held("prefill-0", Role.PREFILL, State.READY),
-            "decode-0": Held("decode-0", Role.DECODE, State.READY),
+            "prefill-0": Listed("prefill-0", Role.PREFILL, State.READY),
+            "decode-0": Listed("decode-0", Role.DECODE, State.READY),
         }
     )
     orders: list[str] = field(default_factory=list)
@@ -49,14 +49,14 @@ class Platform:
     is_silent: bool = False
     hides: str = ""  # a replica that is not listed yet
 
-    async def observe(self) -> Sequence[Held]:
+    async def observe(self) -> Sequence[Listed]:
         if self.is_silent:
             raise ActuatorError("nobody answers")
         return [held for held in self.replicas.values() if held.name != self.hides]
 
     async def add(self, name: str, role: Role) -> None:
         self._take(f"add {name}")
-        self.replicas.setdefault(name, Held(name, role, State.STARTING))
+        self.replicas.setdefault(name, Listed(name, role, State.STARTING))
         self._answer()
 
     async def drain(self, name: str) -> None:
@@ -221,7 +221,7 @@ async def test_a_second_term_begins_without_orders(tmp_path: Path) -> None:
 async def test_nothing_is_drained_while_a_router_is_silent(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     for number in (1, 2):
-        scene.platform.replicas[f"decode-{number}"] = Held(f"decode-{number}", Role.DECODE, State.READY)
+        scene.platform.replicas[f"decode-{number}"] = Listed(f"decode-{number}", Role.DECODE, State.READY)
     scene.is_router_silent = True
     await scene.go_on(700)
     assert scene.platform.orders == []

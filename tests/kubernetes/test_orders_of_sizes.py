@@ -65,7 +65,7 @@ class Ordering:
     def observe(self) -> None:
         self._workload = getattr(self, "_workload", None) or Workload("chat", Role.DECODE)
         self._workload.see(self._server.scale(), self._server.listed(), "1", 0.0)
-        self._held = [each for each in self._workload.held() if each.state is not State.DRAINING]
+        self._held = [each for each in self._workload.listed() if each.state is not State.DRAINING]
 
     def order(self, fate: str) -> None:
         """Give the order that the last observation asks for, the same one each time."""

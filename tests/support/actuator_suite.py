@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.autoscaler.actuator import Actuator
 from pdserve.autoscaler.decisions import ActuatorError
-from pdserve.autoscaler.observation import Held, State
+from pdserve.autoscaler.observation import Listed, State
 from pdserve.roles import Role
 
 
@@ -38,7 +38,7 @@ class Stage(Protocol):
         """Answer no call from now on."""
 
 
-async def held(stage: Stage) -> dict[str, Held]:
+async def held(stage: Stage) -> dict[str, Listed]:
     replicas = await stage.actuator.observe()
     assert len({replica.name for replica in replicas}) == len(replicas), "a replica is listed twice"
     return {replica.name: replace(replica, worker_id="") for replica in replicas}
@@ -54,13 +54,13 @@ class ActuatorSuite:
 
     async def test_what_is_there_from_the_start_is_held(self, stage: Stage) -> None:
         assert await held(stage) == {
-            "prefill-0": Held("prefill-0", Role.PREFILL, State.READY),
-            "decode-0": Held("decode-0", Role.DECODE, State.READY),
+            "prefill-0": Listed("prefill-0", Role.PREFILL, State.READY),
+            "decode-0": Listed("decode-0", Role.DECODE, State.READY),
         }
 
     async def test_an_added_replica_starts_and_then_serves(self, stage: Stage) -> None:
         await stage.actuator.add("decode-1", Role.DECODE)
-        assert (await held(stage))["decode-1"] == Held("decode-1", Role.DECODE, State.STARTING)
+        assert (await held(stage))["decode-1"] == Listed("decode-1", Role.DECODE, State.STARTING)
         await stage.make_ready("decode-1")
         assert await state_of(stage, "decode-1") is State.READY
 

@@ -55,7 +55,7 @@ class KubeStage:
 
     @property
     def names(self) -> list[str]:
-        return [held.name for role in NAMES for held in self.actuator.workload(role).held()]
+        return [held.name for role in NAMES for held in self.actuator.workload(role).listed()]
 
     def found(self, name: str) -> Any:  # noqa: ANN401
         return next((pod for role in NAMES if (pod := self.actuator.workload(role).pod(name))), None)
