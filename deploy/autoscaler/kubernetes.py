@@ -197,19 +197,15 @@ class Events:
 
     async def run(self) -> None:
         """Go on until cancelled."""
-        allowed, loop = float(BURST), asyncio.get_running_loop()
-        counted_s = loop.time()
+        loop = asyncio.get_running_loop()
+        paid_s = loop.time()  # each event costs EVERY_S; up to BURST of them are sent before they are paid for
         while True:
             self._news.clear()
-            now_s = loop.time()
-            allowed, counted_s = min(float(BURST), allowed + (now_s - counted_s) / EVERY_S), now_s
-            while self._waiting and allowed >= 1:
-                allowed -= 1
+            while self._waiting:
+                paid_s = max(paid_s, loop.time()) + EVERY_S
+                await asyncio.sleep(paid_s - BURST * EVERY_S - loop.time())
                 await self._send(self._waiting.popleft())
-            if self._waiting:
-                await asyncio.sleep((1 - allowed) * EVERY_S)
-            else:
-                await self._news.wait()
+            await self._news.wait()
 
     async def _send(self, body: dict[str, Any]) -> None:
         try:
