@@ -216,10 +216,10 @@ class Events:
 
 
 class InCluster:
-    """The autoscaler's part beside its loop.
+    """What an autoscaler does on Kubernetes beside its loop.
 
-    It decides only while it leads, shows its orders as events of the workloads, and reports processes that have ended,
-    whether it leads or not.
+    It lets the loop run only while it leads, and shows orders as events of the workloads. It reports processes that
+    have ended, whether it leads or not.
     """
 
     def __init__(

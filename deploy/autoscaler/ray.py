@@ -40,8 +40,8 @@ from pdserve.roles import Role
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLS = 4  # of Ray at once, those included whose answer nobody waits for any more
-STATE_TIMEOUT_S = 1.0  # of an actor; one that needs longer is taken to be as it was
+MAX_CALLS = 4  # of Ray at once, with those that still block after their time limit
+STATE_TIMEOUT_S = 1.0  # for an actor to report its worker; then its last report counts
 PRIORITY = {"RAY_worker_niceness": "0"}  # actors, and so their workers, are as nice as the node; Ray's default adds 15
 CLEARED = ("RAY_", "OMP_NUM_THREADS")  # what Ray sets in an actor's environment is not for the worker
 

@@ -88,7 +88,7 @@ def opened_resource(reference: str) -> "AbstractAsyncContextManager[PolicyResour
 
 @asynccontextmanager
 async def connected(policy: Policy, target: Target) -> AsyncIterator[Actuator]:
-    """Be connected with what a policy's actuator orders from, for the length of the block."""
+    """Yield a policy's actuator, which is connected for the length of the block."""
     router = target.router  # any of those that the name leads to
     match policy.actuator:
         case ProcessActuator(timeout_s=timeout_s):
@@ -124,7 +124,7 @@ async def _on_ray(
 
 @asynccontextmanager
 async def _beside(settings: Settings, actuator: Actuator, target: Target) -> "AsyncIterator[InCluster | None]":
-    """Do what is to be done beside scaling where a cluster runs on Kubernetes, for the length of the block."""
+    """Yield what an autoscaler does on Kubernetes beside its loop; None where it does not run there."""
     of_pods = settings if isinstance(settings, KubernetesActuator) else None
     publishes_there = settings.kind == "publish" and "KUBERNETES_SERVICE_HOST" in os.environ
     if of_pods is None and not publishes_there:
@@ -152,7 +152,7 @@ async def end_all(policy_file: Path, target: Target) -> None:
 
 
 async def end_replicas(all_: Actuator) -> None:
-    """Ask all replicas to drain until none is left. Where no answer comes in time, others are asked, and it again.
+    """Ask all replicas to drain until none is left. A replica for which the order failed is asked again.
 
     ActuatorError: nobody says what there is, MOST_UNSEEN times in turn.
     """

@@ -116,7 +116,7 @@ def _kv_of_a_sequence(traffic: Traffic) -> float:
     return mean(traffic.prompts) + traffic.cached_tokens + squares / (2 * tokens) if tokens else 0.0
 
 
-_PROMPTS_BEFORE = 6.0  # prompts computed until one is done, itself included, where they come in bursts
+_PROMPTS_BEFORE = 6.0  # prompts that are computed until one of a burst is done, itself included
 _MAX_SPLITS = 64  # of a budget that are compared
 
 

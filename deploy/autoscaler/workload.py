@@ -15,7 +15,7 @@ from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
 from pdserve.roles import Role
 
 MARK = str(-(2**31))  # the least deletion cost
-STALE_S = 60.0  # of lists that are older than one before, after which the API counts as set back
+STALE_S = 60.0  # in which lists older than an earlier one are refused; then the API counts as restored from a backup
 _PHASES = ("Pending", "Unknown", "Running")
 _TEMPLATE = "pod-template-hash"
 
@@ -34,12 +34,12 @@ class Workload:
         self._names: dict[str, str] = {}  # that orders gave pods, by uid
         self._coming: dict[str, bool] = {}  # names of replicas without a pod, and whether they are known to be ordered
         self._version = 0
-        self._stale_since_s: float | None = None  # that lists are older than one before
+        self._stale_since_s: float | None = None  # since when lists are older than an earlier one
 
     # ---- what is there
 
     def see(self, scale: Scale, pods: Sequence[Pod], version: str, now_s: float) -> None:
-        """Take in scale and pods, listed at a version. ActuatorError where this cannot be how it is now."""
+        """Take in the scale, and the pods of a list. ActuatorError where these cannot be the present state."""
         if not pods and scale.status.replicas:
             raise ActuatorError(f"{self.name}: no pod is listed, of {scale.status.replicas} that there are")
         if version.isdecimal():  # as all API servers have it, though not all promise it
@@ -56,7 +56,7 @@ class Workload:
         self._coming = dict.fromkeys(rest[: max(0, self._size - len(self._live))], True)
 
     def _check_age(self, version: int, now_s: float) -> None:
-        """Take in the version of a list; ActuatorError where there was a later one, until that lasts too long."""
+        """Note a list's version. ActuatorError if an earlier list had a later one, unless that has lasted for STALE_S."""
         if version < self._version:
             self._stale_since_s = now_s if self._stale_since_s is None else self._stale_since_s
             if now_s - self._stale_since_s < STALE_S:
@@ -88,7 +88,7 @@ class Workload:
             yield Listed(name, self.role, State.STARTING)
 
     def role_of(self, pod: Pod) -> Role:
-        """Return the role that a pod's label names, or else its first one."""
+        """Return the role that a pod's label names, or else the one that pods start with."""
         label = pod.metadata.labels.get(ROLE_LABEL, "")
         return Role(label) if label in list(Role) else self.role
 
