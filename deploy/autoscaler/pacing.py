@@ -26,6 +26,16 @@ class Wanted:
     shrink_above: int  # the pool shrinks if it is larger than this, to it
 
 
+@value
+class _Change:
+    """An order that a pool was given."""
+
+    at_s: float
+    by: int  # replicas added, or taken away
+    size: int  # of the pool with it
+    until_s: float  # it is not undone before
+
+
 class Pacing:
     """One pool's past."""
 
@@ -33,9 +43,7 @@ class Pacing:
         self.behavior = behavior
         self._begun_s = begun_s  # nothing is known of what was wanted before
         self._wanted: deque[tuple[float, Wanted]] = deque()
-        self._changes: deque[tuple[float, int]] = deque(maxlen=_MOST_CHANGES)  # replicas added, or taken away
-        self._floors: list[tuple[float, int]] = []  # until when the pool is not to be smaller
-        self._ceilings: list[tuple[float, int]] = []  # until when not larger
+        self._changes: deque[_Change] = deque(maxlen=_MOST_CHANGES)
         self._drained_s: float | None = None  # when the last replica was taken away, if none was added since
         self._patience = 1
 
@@ -59,20 +67,13 @@ class Pacing:
     def changed(self, by: int, size: int, held_s: float, at_s: float) -> None:
         """Take note that a pool was given an order that makes it `size`, which is not undone for some seconds."""
         self._learn_patience(by, held_s, at_s)
-        self._changes.append((at_s, by))
-        limits = self._floors if by > 0 else self._ceilings
-        limits[:] = [(until_s, limit) for until_s, limit in limits if until_s > at_s]
-        limits.append((at_s + held_s, size))
+        self._changes.append(_Change(at_s, by, size, at_s + held_s))
 
     def unchanged(self, by: int) -> None:
         """Take note that the last order of this direction did not come to pass."""
-        limits = self._floors if by > 0 else self._ceilings
-        if limits:
-            limits.pop()
-        for place in range(len(self._changes) - 1, -1, -1):
-            if self._changes[place][1] == by:
-                del self._changes[place]
-                break
+        last = next((change for change in reversed(self._changes) if change.by == by), None)
+        if last is not None:
+            self._changes.remove(last)
 
     def grown(self, size: int, at_s: float) -> tuple[int, str]:
         """Return the size that a pool may grow to, its own if none is wanted, and what keeps it from more."""
@@ -80,7 +81,7 @@ class Pacing:
         if not wanted or size >= min(each.grow_below for each in wanted):
             return size, ""
         target = min(each.size for each in wanted)
-        ceiling = min((limit for until_s, limit in self._ceilings if until_s > at_s), default=target)
+        ceiling = min((each.size for each in self._changes if each.by < 0 and each.until_s > at_s), default=target)
         allowed = self._allowed(self._up, size, 1, at_s)
         most = max(size, min(target, ceiling, allowed))
         if most >= target:
@@ -91,8 +92,7 @@ class Pacing:
 
     def needed(self, at_s: float) -> int:
         """Return how many replicas a pool needs at this moment, with its margin, and those that it has to keep."""
-        floor = max((limit for until_s, limit in self._floors if until_s > at_s), default=0)
-        return max(floor, self._wanted[-1][1].shrink_above) if self._wanted else MAX_REPLICAS
+        return max(self._floor(at_s), self._wanted[-1][1].shrink_above) if self._wanted else MAX_REPLICAS
 
     def shrunk(self, size: int, at_s: float) -> tuple[int, str]:
         """Return the size that a pool may shrink to, its own if it is not to, and what keeps it from less."""
@@ -105,7 +105,7 @@ class Pacing:
             return size, f"demand has been watched for {at_s - self._begun_s:.0f} s of {window_s:.0f}"
         if target >= size:
             return size, f"{target} were wanted within the last {window_s:.0f} s"
-        floor = max((limit for until_s, limit in self._floors if until_s > at_s), default=target)
+        floor = self._floor(at_s)
         allowed = self._allowed(self._down, size, -1, at_s)
         least = min(size, max(target, floor, allowed))
         if least < size:
@@ -122,6 +122,10 @@ class Pacing:
     def _down(self) -> ScalingRules:
         return self.behavior.scale_down
 
+    def _floor(self, at_s: float) -> int:
+        """Return the size that keeps what was added lately."""
+        return max((each.size for each in self._changes if each.by > 0 and each.until_s > at_s), default=0)
+
     def _within(self, window_s: float, at_s: float) -> list[Wanted]:
         latest = [wanted for then_s, wanted in self._wanted if then_s > at_s - window_s]
         return latest or [wanted for _, wanted in list(self._wanted)[-1:]]
@@ -132,7 +136,8 @@ class Pacing:
             return size
         reaches = []
         for limit in rules.policies:
-            done = sum(by for then_s, by in self._changes if then_s > at_s - limit.period_seconds and by * sign > 0)
+            begun_s = at_s - limit.period_seconds
+            done = sum(each.by for each in self._changes if each.at_s > begun_s and each.by * sign > 0)
             start = size - done
             step = limit.value if limit.type == "Pods" else ceil(start * limit.value / 100)
             reaches.append(start + sign * step)

@@ -56,7 +56,7 @@ class Workload:
         self._coming = dict.fromkeys(rest[: max(0, self._size - len(self._live))], True)
 
     def _check_age(self, version: int, now_s: float) -> None:
-        """Note a list's version. ActuatorError if an earlier list had a later one, unless that has lasted for STALE_S."""
+        """Note a list's version. ActuatorError if an earlier list had a later one, for at most STALE_S."""
         if version < self._version:
             self._stale_since_s = now_s if self._stale_since_s is None else self._stale_since_s
             if now_s - self._stale_since_s < STALE_S:
