@@ -16,7 +16,9 @@ class Object(Struct, rename="camel", frozen=True):
     """A part of an object; keys are in camelCase."""
 
 
-class Metadata(Object, frozen=True):
+class Metadata(Object, frozen=True, omit_defaults=True):
+    """What is written back has only the fields that were read."""
+
     name: str = ""
     namespace: str = ""
     uid: str = ""
