@@ -19,8 +19,7 @@ from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.doctor.machine import Finding, failed, ok, warning
 from pdserve.errors import CommandError, ConfigError
-from pdserve.kubernetes.objects import Object
-from pdserve.kubernetes.objects import ACTUATOR, RESOURCE, WATCHER, Right
+from pdserve.kubernetes.objects import ACTUATOR, RESOURCE, WATCHER, Object, Right
 from pdserve.rpc import read_secret
 from pdserve.yaml_models import did_you_mean
 
