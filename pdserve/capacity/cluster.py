@@ -23,11 +23,10 @@ from pdserve.capacity.wires import (
 )
 from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, Shape, SimWorker, Steps
 from pdserve.clock import VirtualClock, garbage_left
-from pdserve.ids import RequestId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.measure.outcomes import Objective, Outcome
-from pdserve.measure.workload import Arrival, Workload
+from pdserve.measure.workload import Arrival, Workload, request_id_of
 from pdserve.perfmodel.profile import Profile
 from pdserve.reports import Failure
 from pdserve.roles import Role
@@ -161,7 +160,7 @@ class SimCluster:
     def _arrive(self, number: int, arrival: Arrival) -> None:
         if number == self._num_awaited:
             self.clock.stop()
-        request_id = RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
+        request_id = request_id_of(number)
         self._outcomes[request_id] = Outcome(arrival.at_s, arrival.prompt_tokens, arrival.output_tokens, number)
         self._expect_next()
         self._lengths[request_id] = arrival.output_tokens

@@ -92,7 +92,7 @@ async def calibrate(cluster: LiveCluster, trial: Trial, report: Report) -> Findi
 
 async def served(
     cluster: LiveCluster, trial: Trial, goal: Findings, report: Report
-) -> AsyncIterator[tuple[float, list[Arrival], list[Outcome]]]:
+) -> AsyncIterator[tuple[float, Sequence[Arrival], list[Outcome]]]:
     """Serve each load of a trial in turn; yield it, what was sent and what came of it."""
     for seed, load in enumerate(trial.loads, start=trial.seed + 2):
         rate = load * goal.capacity_per_s

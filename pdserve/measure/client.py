@@ -161,13 +161,16 @@ def request_of(
     arrival: Arrival, token_ids: Sequence[int], tenant: str, objective: Objective, sampling: Sampling = GREEDY
 ) -> inference.GenerateRequest:
     """Return a request whose answer has exactly the arrival's length."""
-    slo = inference.Slo(
+    params = inference.SamplingParams(**asdict(sampling), max_tokens=arrival.output_tokens, ignore_eos=True)
+    ids = inference.TokenIds(ids=token_ids)
+    return inference.GenerateRequest(token_ids=ids, sampling=params, slo=slo_of(objective), tenant=tenant)
+
+
+def slo_of(objective: Objective) -> inference.Slo:
+    return inference.Slo(
         ttft_ms=1e3 * objective.ttft_s if isfinite(objective.ttft_s) else None,
         tpot_ms=1e3 * objective.tpot_s if isfinite(objective.tpot_s) else None,
     )
-    params = inference.SamplingParams(**asdict(sampling), max_tokens=arrival.output_tokens, ignore_eos=True)
-    ids = inference.TokenIds(ids=token_ids)
-    return inference.GenerateRequest(token_ids=ids, sampling=params, slo=slo, tenant=tenant)
 
 
 def requests_of(

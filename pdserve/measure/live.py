@@ -28,10 +28,6 @@ _PAUSE_S = 0.1  # after a failure, unless the router names another time
 _MOST_PAUSE_S = 1.0
 
 
-class NothingServedError(CommandError):
-    """Not one request was answered right; names what came instead."""
-
-
 class Ramp:
     """How many requests to keep in flight: doubled while that brings a tenth more answers."""
 
@@ -90,7 +86,7 @@ async def saturate(
     """Return how many right answers a second the cluster gives at most, measured for `seconds`.
 
     Before, each number of requests in flight is tried for half as long. Few requests would measure badly: lengths
-    differ, and so does what each costs. NothingServedError if no answer is right.
+    differ, and so does what each costs. CommandError if no answer is right: it names what came instead.
     """
     clients, ramp = Clients(client, _endless(arrivals, prompts)), Ramp()
     async with asyncio.TaskGroup() as tasks:
@@ -102,7 +98,7 @@ async def saturate(
         clients.end()
     if not found:
         came = ", ".join(f"{count} x {status}" for status, count in clients.others.most_common()) or "nothing"
-        raise NothingServedError(f"no request was answered in full while the cluster was kept full; what came: {came}")
+        raise CommandError(f"no request was answered in full while the cluster was kept full; what came: {came}")
     return found
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import process_time
 
-from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.measure.workload import request_id_of
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2
 from pdserve.proto.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
@@ -63,9 +64,8 @@ def _measure(core: RouterCore, num_requests: int, prompt_tokens: int) -> tuple[f
 
 
 def _arrival(number: int, prompt_tokens: int, now_s: float, output_tokens: int = _OUTPUT_TOKENS) -> RequestArrived:
-    bits = number * 0x9E3779B97F4A7C15 % 2**64
     return RequestArrived(
-        request_id=RequestId(bits.to_bytes(8, "little") + number.to_bytes(8, "big")),
+        request_id=request_id_of(number),
         token_ids=[number] * prompt_tokens,
         params=SamplingParams(max_tokens=output_tokens),
         received_s=now_s,

@@ -13,13 +13,12 @@ from pdserve.clock import MonotonicClock
 from pdserve.launch.folder import RECORD_FILE
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.chaos import REQUEST_DEADLINE_S
-from pdserve.measure.client import Timed, new_tenant
+from pdserve.measure.client import Timed, new_tenant, slo_of
 from pdserve.measure.html_report import Line, Plot, plot
 from pdserve.measure.known_answers import KnownRequest, Lengths, check_answer, known_requests
 from pdserve.measure.live import Report, started
 from pdserve.measure.moves import roles_of
 from pdserve.measure.outcomes import Objective, Outcome, summarize
-from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.roles import POOLS, Role
 
 LOOK_EVERY_S = 1.0
@@ -124,8 +123,7 @@ async def measure_scale(
 
 def _timed(at_s: float, request: KnownRequest, plan: ScalePlan) -> Timed:
     message = request.message(REQUEST_DEADLINE_S, new_tenant())  # nothing of it is cached
-    wanted = plan.objective
-    message.slo.CopyFrom(inference.Slo(ttft_ms=1e3 * wanted.ttft_s, tpot_ms=1e3 * wanted.tpot_s))
+    message.slo.CopyFrom(slo_of(plan.objective))
     return at_s, message
 
 

@@ -1,12 +1,13 @@
 """Requests to send or to simulate: when they come, how long they are, and which prefixes they share."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count, cycle, islice
+from itertools import accumulate, chain, count, cycle, islice, takewhile
 from math import inf, isfinite
 
 from pdserve.errors import ConfigError
+from pdserve.ids import RequestId
 
 SPREAD = 0.8  # of random lengths
 _AGAIN_WITHIN_S = 10.0  # a repeated request comes within so many seconds, far less than a trace takes to rise or fall
@@ -50,8 +51,7 @@ class Workload:
         if rate is not None:
             return self.at_rate(rate) if self.is_timed else self.poisson(seed, rate)
         times_s = (each.at_s - start_s if self.is_timed else 0.0 for each in self.arrivals)
-        arrivals = tuple(replace(each, at_s=at_s) for each, at_s in zip(self.arrivals, times_s, strict=True))
-        return replace(self, arrivals=arrivals)
+        return replace(self, arrivals=_at(times_s, self.arrivals))
 
     def first(self, count: int) -> "Workload":
         return replace(self, arrivals=self.arrivals[:count])
@@ -88,27 +88,19 @@ class Workload:
         if not isfinite(self.rate):
             raise ConfigError(f"{self.name}: all of its requests come at once, so it cannot be stretched to a rate")
         factor, start_s = self.rate / rate, self.arrivals[0].at_s
-        arrivals = tuple(replace(each, at_s=(each.at_s - start_s) * factor) for each in self.arrivals)
-        return replace(self, arrivals=arrivals)
+        times_s = ((each.at_s - start_s) * factor for each in self.arrivals)
+        return replace(self, arrivals=_at(times_s, self.arrivals))
 
     def poisson(self, seed: int, rate: float | None = None) -> "Workload":
         """Return the same requests with Poisson arrivals, by default at the same average rate, or one a second."""
-        rng, at_s, arrivals = random.Random(seed), 0.0, []
-        rate = rate or (self.rate if isfinite(self.rate) else 1.0)
-        for each in self.arrivals:
-            at_s += rng.expovariate(rate)
-            arrivals.append(replace(each, at_s=at_s))
-        return replace(self, arrivals=tuple(arrivals), is_random=True)
+        times_s = _poisson(random.Random(seed), rate or (self.rate if isfinite(self.rate) else 1.0))
+        return replace(self, arrivals=_at(times_s, self.arrivals), is_random=True)
 
-    def during(self, seconds: float, rate: float, seed: int) -> list[Arrival]:
+    def during(self, seconds: float, rate: float, seed: int) -> tuple[Arrival, ...]:
         """Return Poisson arrivals for some seconds; requests are taken in order, from a random place on."""
-        rng, arrivals, at_s = random.Random(seed), list[Arrival](), 0.0
-        for request in islice(cycle(self.arrivals), rng.randrange(len(self.arrivals)), None):
-            at_s += rng.expovariate(rate)
-            if at_s > seconds:
-                break
-            arrivals.append(replace(request, at_s=at_s))
-        return arrivals
+        rng = random.Random(seed)
+        requests = islice(cycle(self.arrivals), rng.randrange(len(self.arrivals)), None)
+        return _at(takewhile(lambda at_s: at_s <= seconds, _poisson(rng, rate)), requests)
 
     def endless(self, rate: float) -> Iterator[Arrival]:
         """Yield the requests at another average rate, over and over.
@@ -129,8 +121,7 @@ class Workload:
     def _again(self, arrivals: tuple[Arrival, ...], rate: float, turn: int) -> tuple[Arrival, ...]:
         rng = random.Random(turn)
         order = arrivals if self.block_tokens else rng.sample(arrivals, len(arrivals))
-        times_s = accumulate((rng.expovariate(rate) for _ in order[1:]), initial=0.0)
-        return tuple(replace(each, at_s=at_s) for each, at_s in zip(order, times_s, strict=True))
+        return _at(chain((0.0,), _poisson(rng, rate)), order)
 
     def max_tokens(self, arrival: Arrival) -> int:
         """Return `max_tokens` of the request: the answer's length if clients know it, otherwise 1,024 at least."""
@@ -158,6 +149,21 @@ class Workload:
         block = max(1, round(self.block_tokens * factor)) if self.block_tokens else 0
         name = self.name if factor == by == 1 else f"{self.name}, lengths x {factor:g}"
         return replace(self, name=name, arrivals=tuple(map(scale, self.arrivals)), block_tokens=block)
+
+
+def _poisson(rng: random.Random, rate: float) -> Iterator[float]:
+    """Yield the moments of Poisson arrivals."""
+    return accumulate(rng.expovariate(rate) for _ in count())
+
+
+def _at(times_s: Iterable[float], requests: Iterable[Arrival]) -> tuple[Arrival, ...]:
+    """Return requests that come at these times, as many as there are of both."""
+    return tuple(replace(each, at_s=at_s) for at_s, each in zip(times_s, requests, strict=False))
+
+
+def request_id_of(number: int) -> RequestId:
+    """Return a request id that ends in the request's number, and begins with bits that differ like random ones."""
+    return RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
 
 
 def random_lengths(
