@@ -19,7 +19,8 @@ class PagePool:
     """A fixed set of pages. The page that has been free for longest is given out first."""
 
     def __init__(self, num_pages: int) -> None:
-        self._free: OrderedDict[PageId, None] = OrderedDict((PageId(i), None) for i in range(num_pages))
+        self._free: OrderedDict[PageId, None] = OrderedDict((PageId(i), None) for i in range(num_pages + 1))
+        self._free.popitem()  # leaves room: a full table would be rehashed when the first page comes back
         self._holders = [0] * num_pages
         self._generation = [0] * num_pages
         self._granted: set[PageId] = set()

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,14 @@ def test_a_refused_take_changes_nothing() -> None:
     assert pool.take(2) is None
     assert pool.num_free == 1
     pool.check()
+
+
+def test_the_first_page_that_comes_back_has_no_table_of_all_pages_rehashed() -> None:
+    pool = PagePool(10_922)  # fills a hash table exactly
+    num_bytes, pages = sys.getsizeof(pool._free), pool.take(1)
+    assert pages is not None
+    pool.release(pages)
+    assert sys.getsizeof(pool._free) == num_bytes
 
 
 def test_a_page_counts_a_generation_each_time_it_is_given_out() -> None:
