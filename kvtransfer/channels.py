@@ -190,7 +190,7 @@ class Channels:
     def write(self, copy: Copy) -> None:
         """Take in a copy; it is posted by `move`, or reported as failed."""
         peer = copy.peer
-        self._mend(peer)
+        self._reopen(peer)
         channel = self._channels.get(peer)
         if channel is None:
             copy.failure = f"{peer.worker_id} is not attached"
@@ -267,7 +267,7 @@ class Channels:
             return False
         return any(channel.post_probe() for channel in channels)
 
-    def _mend(self, peer: Peer) -> None:
+    def _reopen(self, peer: Peer) -> None:
         """Open a broken channel anew, unless copies to the peer are outstanding."""
         channel = self._channels.get(peer)
         if channel is None or not channel.broken or channel.copies:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.kvtransfer.session import Peer
@@ -139,6 +139,7 @@ class PairSpeed:
     bytes_per_s: float
     page_s: float  # for one page by itself
     carrier: str  # "memory", "tcp", "not tcp": as far as it can be known
+    is_slow: bool = False  # slower than an operator expects
 
 
 class Probe:
@@ -206,14 +207,8 @@ class Probe:
         return PairSpeed(self._steps[0] * self._page_bytes / wide_s, single_s, self._carrier)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    speed: PairSpeed
-    is_slow: bool
-
-
 ProbePeer = Callable[[Peer], Future[PairSpeed]]  # `Mover.probe`
-Report = Callable[[str, Measured | None], None]  # of the receiver with this worker id; None: what was reported is over
+Report = Callable[[str, PairSpeed | None], None]  # of the receiver with this worker id; None: what was reported is over
 
 
 class Probes:
@@ -256,7 +251,7 @@ class Probes:
         is_slow = speed.bytes_per_s < self._slow_bytes_per_s
         level = logging.WARNING if is_slow else logging.INFO
         logger.log(level, "%s%s", "SLOW: " if is_slow else "", _describe(peer, speed, self._slow_bytes_per_s))
-        self._report(peer.worker_id, Measured(speed, is_slow))
+        self._report(peer.worker_id, replace(speed, is_slow=is_slow))
 
 
 def _describe(peer: Peer, speed: PairSpeed, floor: int) -> str:

@@ -18,7 +18,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import HandoffKey
-from pdserve.kvtransfer.speed import Measured
+from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.metrics import Distribution, Sample
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
@@ -275,11 +275,11 @@ class Reporter:
     def refuse(self, refusal: Refusal) -> None:
         self.refused[refusal] += 1
 
-    def report_pair(self, worker_id: str, measured: Measured | None) -> None:
+    def report_pair(self, worker_id: str, speed: PairSpeed | None) -> None:
         """Report to all routers, also later ones, how fast pages reach a worker; None: that is not known any more."""
         self._pairs.pop(worker_id, None)
-        if measured is not None:
-            message = self._pairs[worker_id] = wire.pair_measured(worker_id, measured)
+        if speed is not None:
+            message = self._pairs[worker_id] = wire.pair_measured(worker_id, speed)
             self._links.broadcast(message)
 
     def _repeat(self) -> None:

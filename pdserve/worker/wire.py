@@ -13,7 +13,7 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
-from pdserve.kvtransfer.speed import Measured
+from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.kvtransfer.wire import handoff_key
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -122,15 +122,14 @@ def heartbeat(
     return link.AttachRequest(heartbeat=beat)
 
 
-def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:
+def pair_measured(worker_id: str, speed: PairSpeed) -> link.AttachRequest:
     """Return the message that reports to routers how fast pages reach a worker."""
-    speed = measured.speed
     pair = link.PairMeasured(
         decode_worker_id=worker_id,
         bytes_per_s=round(speed.bytes_per_s),
         page_us=max(1, round(1e6 * speed.page_s)),
         carrier=speed.carrier,
-        is_slow=measured.is_slow,
+        is_slow=speed.is_slow,
     )
     return link.AttachRequest(pair=pair)
 
