@@ -151,8 +151,8 @@ def profile(
     from pdserve.perfmodel.profile import write_profile
 
     source = f"pdserve profile --bursts {bursts} --seed {seed}"
-    shapes = profiles.bursts(bursts, max_length, seed)
-    write_profile(output, run(profiles.measure_profile(read_state(name), shapes, source, report)))
+    sent = profiles.bursts(bursts, max_length, seed)
+    write_profile(output, run(profiles.measure_profile(read_state(name), sent, source, report)))
 
 
 WorkloadText = Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)]

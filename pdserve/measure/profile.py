@@ -4,7 +4,6 @@
 """
 
 import random
-from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
 from pdserve.launch.folder import ClusterState
@@ -22,43 +21,36 @@ _BATCH = (1, 24)
 _STEPS = (8, 24)  # that each decodes
 
 
-@dataclass(frozen=True, slots=True)
-class Burst:
-    size: int
-    prompt_tokens: int
-    output_tokens: int
-
-
-def bursts(count: int, max_length: int, seed: int) -> list[Burst]:
-    """Return bursts of random shapes, with lengths and sizes spread evenly over their logarithms."""
+def bursts(count: int, max_length: int, seed: int) -> list[list[Arrival]]:
+    """Return bursts of equal requests, with lengths and sizes spread evenly over their logarithms."""
     rng = random.Random(seed)
 
     def between(low: float, high: float) -> int:
         return round(low * float((high / low) ** rng.random()))
 
-    shapes = []
+    found = []
     for number in range(count):
         size = 1 if number % 3 == 0 else between(*_BATCH)
         outputs = 1 if number % 4 == 0 else between(*_STEPS)
         longest = min(_PROMPT[1], max(_PROMPT[0], max_length - outputs))
-        shapes.append(Burst(size, between(_PROMPT[0], max(_PROMPT[0], longest / size**0.5)), outputs))
-    return shapes
+        prompt = between(_PROMPT[0], max(_PROMPT[0], longest / size**0.5))
+        found.append([Arrival(0.0, prompt, outputs)] * size)
+    return found
 
 
-async def sweep(cluster: LiveCluster, shapes: list[Burst], report: Report) -> None:
-    """Send the bursts, each when the one before has ended; every fourth comes while the one before decodes."""
-    for number, shape in enumerate(shapes):
+async def sweep(cluster: LiveCluster, sent: list[list[Arrival]], report: Report) -> None:
+    """Send the bursts, each when the one before has ended. In every fourth, a prompt comes while the others decode."""
+    for number, burst in enumerate(sent):
         if number % 20 == 0:
-            report(f"burst {number} of {len(shapes)}")
-        arrivals = [Arrival(0.0, shape.prompt_tokens, shape.output_tokens)] * shape.size
-        arrivals += [Arrival(0.1, shapes[number - 1].prompt_tokens, 1)] * (number % 4 == 3)
-        await cluster.run(arrivals, seed=number)
+            report(f"burst {number} of {len(sent)}")
+        late = [Arrival(0.1, sent[number - 1][0].prompt_tokens, 1)] if number % 4 == 3 else []
+        await cluster.run(burst + late, seed=number)
 
 
-async def measure_profile(state: ClusterState, shapes: list[Burst], source: str, report: Report) -> Profile:
+async def measure_profile(state: ClusterState, sent: list[list[Arrival]], source: str, report: Report) -> Profile:
     """Sweep the workers of a cluster that runs; return what their steps cost."""
     async with connected(state) as cluster:
-        await sweep(cluster, shapes, report)
+        await sweep(cluster, sent, report)
         return learnt_profile(await cluster.status(), source)
 
 

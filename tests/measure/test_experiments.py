@@ -116,8 +116,9 @@ def test_the_simulator_is_given_the_live_clusters_shape() -> None:
 
 
 def test_a_sweep_has_single_prompts_and_batches_and_fits_the_model() -> None:
-    shapes = bursts(200, 300, 0)
-    assert {1, 2, 12} < {shape.size for shape in shapes}
+    sent = bursts(200, 300, 0)
+    shapes = [burst[0] for burst in sent]
+    assert {1, 2, 12} < {len(burst) for burst in sent}
     assert max(shape.prompt_tokens + shape.output_tokens for shape in shapes) <= 300
     assert max(shape.prompt_tokens for shape in shapes) > 200
     assert any(shape.output_tokens == 1 for shape in shapes)
