@@ -1,5 +1,7 @@
 """Commands about the autoscaler: its policy, for which no cluster is needed, and its process."""
 
+import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -178,8 +180,6 @@ def run(config: ConfigFile = None, **flags: object) -> None:
 
 def end(policy: PolicyFile, name: ClusterName = "default") -> None:
     """Let all workers of a cluster of this machine drain and end, for good where no autoscaler starts others."""
-    import asyncio
-
     from pdserve.autoscaler.server import end_all
 
     asyncio.run(end_all(policy, _target(name, (), None, None)))
@@ -209,8 +209,6 @@ def _show_now(record: "Record") -> None:
 
 
 def _clock(unix_s: float) -> str:
-    from datetime import UTC, datetime
-
     return f"{datetime.fromtimestamp(unix_s, UTC):%H:%M:%S}"
 
 

@@ -1,5 +1,6 @@
 """Measurements of a running cluster, of a part of one, and of a simulated one."""
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,8 +118,6 @@ def frontend(
     json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
-    from itertools import product
-
     from pdserve.measure.client import Door
     from pdserve.measure.frontend import PROMPT_WORDS, Load, gains, measure_frontend
     from pdserve.measure.router import measure_steps

@@ -1,6 +1,9 @@
 """Commands about a whole cluster on this machine: start it, look at it, show it."""
 
 import asyncio
+import json
+import os
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -59,8 +62,6 @@ def policy_on_ray(
 def _fixed_policy(
     name: str, num_prefill: int, num_decode: int, address: str | None, flags: Mapping[str, object]
 ) -> Path:
-    from json import dumps
-
     from pdserve.files import write_atomically
     from pdserve.launch.folder import runtime_dir
 
@@ -78,7 +79,7 @@ def _fixed_policy(
     }
     path = runtime_dir(name) / "fixed-policy.json"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(path, dumps(policy, indent=2) + "\n")
+    write_atomically(path, json.dumps(policy, indent=2) + "\n")
     return path
 
 
@@ -256,9 +257,6 @@ def down(name: ClusterArgument = "default") -> None:
 
     Fails unless all of it drained in time. Ctrl-C leaves it draining; a second `pdserve down` ends it at once.
     """
-    import os
-    import signal
-
     from pdserve.launch.folder import drained_file, read_state, wait_for_end
 
     with suppress(ProcessLookupError):
@@ -276,8 +274,6 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show what is appended until Ctrl-C.")] = False,
 ) -> None:
     """Show what the processes of a cluster of this machine logged. Logs outlive their cluster until its next start."""
-    import os
-
     from pdserve.launch.folder import runtime_dir
 
     files = sorted((runtime_dir(name) / "logs").glob(f"{process}.log"))
