@@ -196,16 +196,14 @@ async def _served(
     server: str | None, model: str | None, name: str, ca_file: Path | None
 ) -> AsyncIterator[tuple[str, Path | None]]:
     """Yield the URL of the API, and the certificates that its own must lead to."""
-    from pdserve.cli.models import fetched, model_name
+    from pdserve.cli.models import cluster_of
     from pdserve.launch.folder import read_state
-    from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.live import live_cluster
 
     if server is not None:
         yield server, ca_file
     elif model is not None:
-        spec = ClusterSpec(str(fetched(model)), model_name(model), name=f"batch-{os.getpid()}")
-        async with live_cluster(spec, results.report) as cluster:
+        async with live_cluster(cluster_of(model, f"batch-{os.getpid()}"), results.report) as cluster:
             yield cluster.state.http, None
     else:
         state = read_state(name)

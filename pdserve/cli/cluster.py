@@ -290,9 +290,7 @@ def demo(
     expect: Annotated[str, typer.Option(help="Text that the answer must contain.")] = "Paris",
 ) -> None:
     """Start a cluster, ask it one question, stop it. Fails unless the answer contains what is expected."""
-    from pdserve.cli.models import fetched, model_name
+    from pdserve.cli.models import cluster_of
     from pdserve.cli.running import Terminal, run_demo
-    from pdserve.launch.plan import ClusterSpec
 
-    spec = ClusterSpec(model=str(fetched(model)), served_model_name=model_name(model), name="demo")
-    asyncio.run(run_demo(spec, Terminal(), question, expect))
+    asyncio.run(run_demo(cluster_of(model, "demo"), Terminal(), question, expect))

@@ -2,9 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from pdserve.launch.plan import ClusterSpec
 
 ModelName = Annotated[
     str, typer.Argument(help="A name that `pdserve models list` shows, or ORGANIZATION/MODEL[@REVISION] of the hub.")
@@ -38,6 +41,13 @@ def model_name(name_or_path: str) -> str:
         return repository
     name = Path(os.path.abspath(path)).name  # of "." too, and links are not followed: the name is the operator's
     return name if path.is_dir() else name.removesuffix(".gguf")
+
+
+def cluster_of(model: str, name: str) -> "ClusterSpec":
+    """Return a cluster of one prefill and one decode worker that serves a model, which is fetched if need be."""
+    from pdserve.launch.plan import ClusterSpec
+
+    return ClusterSpec(str(fetched(model)), model_name(model), name=name)
 
 
 def fetched(name_or_path: str) -> Path:

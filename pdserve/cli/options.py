@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, get_args
@@ -220,15 +220,12 @@ class OwnClusterFlags:
     dtype: Dtype = "float32"
 
     def spec(self, name: str, router_flags: "Flags | None" = None, **worker_flags: object) -> "ClusterSpec":
-        from pdserve.cli.models import fetched, model_name
-        from pdserve.launch.plan import ClusterSpec
+        from pdserve.cli.models import cluster_of
 
-        return ClusterSpec(
-            model=str(fetched(self.model)),
-            served_model_name=model_name(self.model),
+        return replace(
+            cluster_of(self.model, f"{name}-{os.getpid()}"),
             num_prefill=self.prefill,
             num_decode=self.decode,
-            name=f"{name}-{os.getpid()}",
             worker_flags={"num_threads": self.num_threads, "dtype": self.dtype, **worker_flags},
             router_flags=router_flags or {},
         )
