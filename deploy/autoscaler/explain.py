@@ -15,7 +15,7 @@ from pdserve.autoscaler.schema import (
     RayActuator,
     RoleSwitch,
 )
-from pdserve.autoscaler.section import in_units, key_of
+from pdserve.yaml_models import in_units, key_of
 
 _SIGNALS = {
     "queue_tokens": "{:g} prompt tokens wait at a replica on average",

@@ -10,10 +10,9 @@ from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, field_validator, model_validator
 
-from pdserve.autoscaler.section import DURATION, Section
 from pdserve.roles import Role
 from pdserve.values import value
-from pdserve.yaml_models import FieldError, did_you_mean
+from pdserve.yaml_models import DURATION, FieldError, Section, did_you_mean
 
 MAX_REPLICAS = 4096  # of a pool
 

@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from pdserve.autoscaler.pools import Devices, Pool, Pools, bounds, changes_of, holds
-from pdserve.autoscaler.section import DURATION, Section, key_of
-from pdserve.yaml_models import FieldError, read_model
+from pdserve.yaml_models import DURATION, FieldError, Section, key_of, read_model
 
 Milliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
 

@@ -156,7 +156,7 @@ def stretch(flag: str, text: str) -> tuple[float, float]:
 
 
 def _seconds(flag: str, text: str) -> float:
-    from pdserve.autoscaler.section import seconds
+    from pdserve.yaml_models import seconds
 
     try:
         return float(seconds(text))

@@ -13,9 +13,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
 from pdserve.autoscaler.schema import Policy, Untitled
-from pdserve.autoscaler.section import Section
 from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
 from pdserve.router.config import RouterConfig
+from pdserve.yaml_models import Section
 
 Schema = dict[str, Any]
 
