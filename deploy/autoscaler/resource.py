@@ -24,7 +24,6 @@ from pdserve.kubernetes.watcher import Troubles
 
 LOOK_S = 5.0
 CALL_S = 10.0
-VALID = "Valid"
 TROUBLE = "the policy's resource"  # what a logged error is about
 
 
@@ -101,7 +100,7 @@ class PolicyResource:
         if status not in self._since:
             self._since = {status: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
         condition = {
-            "type": VALID,
+            "type": "Valid",
             "status": status,
             "reason": "Refused" if problem else "Followed",
             "message": problem[:1024],

@@ -26,6 +26,13 @@ logger = logging.getLogger(__name__)
 
 GONE = 410  # the API no longer has the version that a watch is to begin at
 MAX_FAILURES = 5  # in a row, after which all pods are listed again: the version itself may be what fails
+LOOK_S = 2.0  # between two looks at what is attached to routers
+NODE_S = 5.0  # between two looks at nodes of which an answer is awaited
+CALL_S = 5.0  # of each call of a router, and of what is asked about a node
+MAX_WARNED = 1024
+MAX_REPORTS = 64  # that are kept, for routers that are found later
+
+Routers = Callable[[], Awaitable[Sequence[AdminClient]]]  # all there are at the moment
 
 
 class _Line(Object, frozen=True):
@@ -43,15 +50,6 @@ def _read(text: bytes) -> tuple[str, Pod]:
         return line.type, msgspec.json.decode(line.object, type=Pod)
     except msgspec.MsgspecError as error:
         raise RefusedError(GONE, f"a watch sent something else: {error}") from error
-
-
-LOOK_S = 2.0  # between two looks at what is attached to routers
-NODE_S = 5.0  # between two looks at nodes of which an answer is awaited
-CALL_S = 5.0  # of each call of a router, and of what is asked about a node
-MAX_WARNED = 1024
-MAX_REPORTS = 64  # that are kept, for routers that are found later
-
-Routers = Callable[[], Awaitable[Sequence[AdminClient]]]  # all there are at the moment
 
 
 class Troubles:
