@@ -45,7 +45,6 @@ class ContainerState(Object, frozen=True):
 
 
 class ContainerStatus(Object, frozen=True):
-    name: str
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
 
@@ -139,7 +138,6 @@ class Status(Object, frozen=True):
 
     code: int = 0
     message: str = ""
-    reason: str = ""
 
 
 class ListMetadata(Object, frozen=True):
