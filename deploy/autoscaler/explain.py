@@ -86,20 +86,17 @@ def _signal(signal: Signal) -> str:
 def _growing(rules: ScalingRules) -> str:
     if rules.select_policy == "Disabled":
         return "It never grows by itself."
-    waits = (
-        f", and only as far as was wanted for {in_units(window)}"
-        if (window := rules.stabilization_window_seconds)
-        else ""
-    )
-    return (
-        f"It grows if demand is more than {rules.tolerance:.0%} above what it is sized for{waits}, by {_rates(rules)}."
-    )
+    window = in_units(rules.stabilization_window_seconds)
+    waits = f", and only as far as was wanted for {window}" if rules.stabilization_window_seconds else ""
+    over = f"more than {rules.tolerance:.0%} above what it is sized for"
+    return f"It grows if demand is {over}{waits}, by {_rates(rules)}."
 
 
 def _shrinking(rules: ScalingRules) -> str:
     if rules.select_policy == "Disabled":
         return "It never shrinks by itself."
-    waits = f" for all of {in_units(window)}" if (window := rules.stabilization_window_seconds) else ""
+    window = in_units(rules.stabilization_window_seconds)
+    waits = f" for all of {window}" if rules.stabilization_window_seconds else ""
     margin = f"with {rules.tolerance:.0%} more demand"
     return f"It shrinks if fewer replicas would have done{waits}, {margin}, by {_rates(rules)}."
 
