@@ -90,7 +90,7 @@ def test_what_the_operator_reads_next_warns_of_gpus_without_rdma() -> None:
     plain, with_gpus = notes(), notes(**{"decode.devices.count": 1})
     assert "helm test -n llm chat" in plain
     assert "RDMA" not in plain
-    assert "WARNING: decode workers have GPUs and no RDMA resource (decode.rdma.enabled is false)" in with_gpus
+    assert "WARNING: decode workers have GPUs and no RDMA resource (decode.rdma.enabled)" in with_gpus
     assert "WARNING: prefill" not in with_gpus
 
 
