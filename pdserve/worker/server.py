@@ -41,7 +41,7 @@ from pdserve.worker.kv_publisher import KvPublisher, publishing
 from pdserve.worker.launching import step_starter
 from pdserve.worker.link import Links
 from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.memory import take_in_background
+from pdserve.worker.memory import freeze_objects, take_in_background
 from pdserve.worker.messages import DrainAsked
 from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples
@@ -118,6 +118,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 assemble(config, engine, peer, credentials, listener, reporter(publisher)) as worker,
                 showing(config, partial(worker.samples, engine, own.ports), credentials.identity) as metrics_address,
             ):
+                freeze_objects()
                 register.metrics_address = metrics_address
                 register.ready = True
                 register.load_progress = 1.0
