@@ -22,8 +22,7 @@ from pdserve.router.routing import peerless
 from pdserve.router.view import WorkerView
 
 _MAX_ENDED = 64  # processes, for workers that attach later
-_LATE_S = 0.25  # a router that looks at its workers this much later than it meant to has stood still itself
-_CATCH_UP_S = 1.0  # in which it then reads what they have sent, before it looks again
+_READING_S = 0.25  # between two looks at a silent worker: what it has sent is read meanwhile
 
 
 class Membership:
@@ -37,7 +36,7 @@ class Membership:
         self._limits = limits
         self._processes = KnownProcesses(_MAX_ENDED)
         self.silence_due_s = inf  # no worker has been silent too long before that
-        self._has_waited = False  # workers were given time to be heard, and have not been looked at since
+        self._looked_s = -inf  # when workers were last looked at
         self.has_pair = False  # some pair of workers could serve a request now
 
     # ---- who can serve
@@ -91,7 +90,7 @@ class Membership:
         self._note_news(registered, before)
         registered.last_heard_s = now_s
         self._placements.predictor.prefixes.attach(link, registration.layout.page_size, registration.num_pages)
-        self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
+        self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s - _READING_S)
         if worker is None:
             self._welcome(registered, now_s)
         self.note_change(now_s)
@@ -143,20 +142,23 @@ class Membership:
         self.lose(worker, reason, now_s)
 
     def drop_silent(self, now_s: float) -> None:
-        """Drop the workers that have sent nothing for too long, while this process could have read it."""
+        """Drop the workers that have sent nothing for too long.
+
+        If this process stood still, their messages may wait to be read. So a worker is dropped only if it was silent
+        when this process last looked, too: what it had sent was read since.
+        """
         if now_s < self.silence_due_s:
             return
-        self._has_waited = not self._has_waited and now_s - self.silence_due_s >= _LATE_S
-        if self._has_waited:
-            self.silence_due_s = now_s + _CATCH_UP_S
-            return
-        limit_s = self._limits.worker_silence_s
+        limit_s, looked_s = self._limits.worker_silence_s, self._looked_s
+        self._looked_s = now_s
         for worker in tuple(self._workers):
-            if worker.registration.ready and now_s >= worker.last_heard_s + limit_s:
+            due_s = worker.last_heard_s + limit_s
+            if worker.registration.ready and looked_s >= due_s - _READING_S and now_s >= due_s:
                 self.drop(worker, f"silent for {now_s - worker.last_heard_s:.1f} s", now_s)
         # A worker that loads is busy with that; its stream's end is enough to notice its own.
-        heard_s = (worker.last_heard_s for worker in self._workers if worker.registration.ready)
-        self.silence_due_s = min(heard_s, default=inf) + limit_s
+        heard_s = min([worker.last_heard_s for worker in self._workers if worker.registration.ready], default=inf)
+        first_look_s = heard_s + limit_s - _READING_S
+        self.silence_due_s = first_look_s if now_s < first_look_s else now_s + _READING_S
 
     def note_ended(self, event: ProcessEnded, now_s: float) -> None:
         """Take the proof that a process has ended, and report it to all workers, now and later."""
