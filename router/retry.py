@@ -24,8 +24,7 @@ _BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAP
 _OURS = (Failure.DIGEST_MISMATCH, Failure.INVALID, Failure.INTERNAL)  # the rest is a want of workers
 _MAX_UNEXPLAINED = 2  # losses of workers; then a request is suspected of them
 _EXPLANATION_S = 5.0  # for a launcher to report what else ended them
-_FIRST_DELAY_S = 0.05  # before a failed attempt is placed again; doubles with each
-_LONGEST_DELAY_S = 1.0
+_DELAY_S = 0.05  # for each failure so far, before an attempt is placed again
 _IN_DOUBT_S = 2.0  # for the target of a move to report what it has, once the source is lost
 
 
@@ -124,8 +123,8 @@ class Retry:
             num_tries = max(sequence.num_tries for sequence in sequences)
             self._placements.end(request, Refused(why.status, f"{why.message}; placed {num_tries} times"))
             return
-        delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (num_failed + num_interrupted - 1))
-        self._retry_later(request, [sequence.index for sequence in sequences], why.message, now_s + delay_s)
+        again_s = now_s + _DELAY_S * (num_failed + num_interrupted)
+        self._retry_later(request, [sequence.index for sequence in sequences], why.message, again_s)
 
     def _goes_on(self, request: Request, placement: Placement, lost: WorkerView, now_s: float) -> bool:
         """Let a decode worker that has all it needs go on without the worker that it came from, if that was lost.
@@ -233,7 +232,7 @@ class Retry:
                 case Held(_, until_s) as held if held.lacks_workers:
                     self._wait(request, group, cause, until_s)
                 case Held():
-                    self._retry_later(request, group, cause, now_s + _FIRST_DELAY_S)
+                    self._retry_later(request, group, cause, now_s + _DELAY_S)
                 case Refused() as why:
                     self._placements.end(request, Refused(why.status, f"{cause}, and {why.message}"))
                     return
