@@ -23,7 +23,9 @@ from pdserve.router.request import Counter, Request
 from pdserve.router.routing import Held, Placed
 
 MAX_TENANTS = 4096  # with a counter, besides those that wait
-_MAX_PASSED = 4  # requests of one tenant that are passed over before the next tenant is looked at
+# Requests that may be placed before one for which there is no room. As many without room are tried at a time, and half
+# as many of one tenant: then the next tenant's requests are tried.
+MAX_OVERTAKEN = 8
 
 
 class HoldQueue:
@@ -81,9 +83,9 @@ class HoldQueue:
     def in_turn(self, lacks_workers: Callable[[Request], bool] = lambda _: False) -> Iterator[Request]:
         """Yield waiting requests in their order; one that the caller leaves in the queue is passed over.
 
-        At most _MAX_PASSED of one tenant are passed over. Between two yields the caller may remove the request that it
-        was given, and no other. Requests that no pair of workers can serve (`lacks_workers`) are left out: they do not
-        count as passed over.
+        At most half of MAX_OVERTAKEN of one tenant are passed over. Between two yields the caller may remove the
+        request that it was given, and no other. Requests that no pair of workers can serve (`lacks_workers`) are left
+        out: they do not count as passed over.
         """
         for priority in sorted(self._classes, reverse=True):
             tenants = self._classes[priority]
@@ -98,7 +100,7 @@ class HoldQueue:
                 if request.request_id in self._held:
                     place, num_passed = place + 1, num_passed + is_tried
                 requests = tenants.get(tenant, ())
-                if place < len(requests) and num_passed < _MAX_PASSED:
+                if place < len(requests) and num_passed < MAX_OVERTAKEN // 2:
                     heappush(turns, (_turn(requests[place]), tenant, place, num_passed))
 
     # ---- tenants
@@ -138,12 +140,9 @@ def _turn(request: Request) -> tuple[int, float, int]:
     return request.counter.served, *_rank(request)
 
 
-MAX_OVERTAKEN = 8
 SHUTTING_DOWN = Refused(Status.UNAVAILABLE, "this router is shutting down")
-_MAX_TRIED = 8  # requests for which there is no room, each time that waiting ones are looked at
 _LOOK_AGAIN_S = 0.01
 _PLACED = 2  # requests for each sequence that decode workers have room for: as many prompts come meanwhile
-_LEAST_S = 0.001  # time has to move on between two looks
 
 
 class Admission:
@@ -261,7 +260,7 @@ class Admission:
                     unserved.append(request)
                 elif wait.because.cause is not Cause.SLOTS:  # there is no room: others may take that which comes
                     passed.append(request)
-            if num_tried == _MAX_TRIED or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
+            if num_tried == MAX_OVERTAKEN or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
                 break
         self._num_ended = self._placements.num_ended
 
@@ -269,7 +268,9 @@ class Admission:
         """Note why a request waits, and look at it in time to refuse it."""
         request.waits_for = wait.because
         due_s = request.first_token_due_s
-        at_s = max(now_s + _LEAST_S, min(wait.until_s, due_s if due_s > now_s else inf))
+        at_s = min(wait.until_s, due_s if due_s > now_s else inf)
+        if at_s <= now_s:
+            at_s = now_s + _LOOK_AGAIN_S
         if at_s < request.look_at_s:
             request.look_at_s = at_s
             self._placements.set_alarm(at_s, request)
@@ -279,8 +280,7 @@ class Admission:
         match self._placements.decide(request, request.running, now_s):
             case Held(_, until_s) as held:
                 if not held.lacks_workers:
-                    again_s = max(now_s + _LEAST_S, min(until_s, now_s + _LOOK_AGAIN_S))
-                    self._look_again_s = min(self._look_again_s, again_s)
+                    self._look_again_s = min(self._look_again_s, now_s + _LOOK_AGAIN_S)
                 return held
             case Refused() as why:
                 self._placements.report_end(request, why)

@@ -107,7 +107,7 @@ class Delivery:
         if not known and token_ids:
             request.timeline.reach(Stage.FIRST_TOKEN, now_s)
             sequence.first_s = now_s
-            self._learn_ttft(request, sequence.placement, now_s)
+            self._learn_ttft(sequence.placement, now_s)
         known.extend(token_ids)
         request.counter.served += OUTPUT_WEIGHT * len(token_ids)
         sequence.last_s = now_s
@@ -123,22 +123,19 @@ class Delivery:
             self._placements.finish(request, now_s)
         return True
 
-    def _learn_ttft(self, request: Request, placement: Placement | None, now_s: float) -> None:
+    def _learn_ttft(self, placement: Placement | None, now_s: float) -> None:
         """Note how a prediction came out. Prompts of a higher priority that came later could not be foreseen."""
         if placement is None or placement.ttft_s is None or _was_overtaken(placement):
             return
-        objective_s = None if request.slo_s[0] is None else request.first_token_due_s - placement.placed_s
-        observed_s = now_s - placement.placed_s
-        self._placements.predictor.observe_first_token(
-            placement.ttft_s, observed_s, objective_s, median=placement.ttft_median if placement.computes_all else None
-        )
+        median = placement.ttft_median if placement.computes_all else None
+        self._placements.predictor.observe_first_token(placement.ttft_s, now_s - placement.placed_s, median=median)
 
     def _learn_answer(self, request: Request, sequence: Sequence) -> None:
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
         predictor, decoding_s = self._placements.predictor, sequence.last_s - sequence.first_s
         predictor.lengths.observe(num_tokens, request.params.max_tokens)
         if placement is not None and placement.tpot_s is not None:
-            predictor.observe_answer(placement.tpot_s, decoding_s, num_tokens, request.slo_s[1])
+            predictor.observe_answer(placement.tpot_s, decoding_s, num_tokens)
 
     def release_prefill_when_done(self, request: Request, placement: Placement) -> None:
         """Let go of the prefill worker once decode has all it needs and every first token is here."""

@@ -5,20 +5,15 @@ from math import exp
 
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import StepCosts
-from pdserve.perfmodel.model import LearntCosts
+from pdserve.perfmodel.model import LATELY_S, LATEST, MEMORY, LearntCosts
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.view import WorkerView
 
 MAX_KINDS = 64  # remembered without a worker of theirs
-_MEMORY = 50  # answers in running means
 _START_TOKENS = 128.0  # of an answer, before one was seen
 PairName = tuple[str, str]  # of a fetch: holder and receiver
-_START_SHARE = 0.8  # of a pair's fetches that arrive, before one was seen
-_STEP = 0.3  # weight of the latest that was seen: after two fetches that did not arrive, no more are tried
-_LIFE_S = 60.0  # in which what was seen fades to 1/e
-_START_DELAY_S = 0.005  # of messages between router, holder and receiver, beyond the transfer
-_RATE_S = 10.0  # over which, at least, rates of what was sent to a worker are taken
+_LIFE_S = 60.0  # in which what was seen of fetches and moves fades to 1/e
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +65,18 @@ class CostsByKind:
         return list(self._by_kind.items())
 
 
+class Mean:
+    """A mean of the last MEMORY observations or so: an older one weighs less, and the start value no more than one."""
+
+    def __init__(self, start: float) -> None:
+        self.value = start
+        self._num_observed = 1
+
+    def observe(self, seen: float) -> None:
+        self._num_observed = min(MEMORY, self._num_observed + 1)
+        self.value += (seen - self.value) / self._num_observed
+
+
 class AnswerLengths:
     """Learns how long answers get, and guesses how long the next one will be.
 
@@ -79,24 +86,27 @@ class AnswerLengths:
     """
 
     def __init__(self) -> None:
-        self.mean_tokens = _START_TOKENS
-        self._share = 1.0
-        self._errors = [0.0, 0.0]  # means of |guess - tokens|: by the mean, by the share
-        self._overdue_tokens, self._num_reached = _START_TOKENS, 0
+        self.tokens, self._share = Mean(_START_TOKENS), Mean(1.0)
+        self._errors = Mean(0.0), Mean(0.0)  # of |guess - tokens|: by the mean, by the share
+        self._overdue_tokens = Mean(_START_TOKENS)
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.tokens.value
 
     def observe(self, num_tokens: int, max_tokens: int) -> None:
         excess = num_tokens - self.expected(max_tokens)
         if excess >= 0:
-            self._num_reached += 1
-            self._overdue_tokens += (excess - self._overdue_tokens) / min(_MEMORY, self._num_reached)
-        for number, guess in enumerate(self._guesses(max_tokens)):
-            self._errors[number] += (abs(guess - num_tokens) - self._errors[number]) / _MEMORY
-        self.mean_tokens += (num_tokens - self.mean_tokens) / _MEMORY
-        self._share += (num_tokens / max(1, max_tokens) - self._share) / _MEMORY
+            self._overdue_tokens.observe(excess)
+        for error, guess in zip(self._errors, self._guesses(max_tokens), strict=True):
+            error.observe(abs(guess - num_tokens))
+        self.tokens.observe(num_tokens)
+        self._share.observe(num_tokens / max(1, max_tokens))
 
     def expected(self, max_tokens: int) -> float:
         by_mean, by_share = self._guesses(max_tokens)
-        return by_share if self._errors[1] < self._errors[0] else by_mean
+        by_mean_error, by_share_error = self._errors
+        return by_share if by_share_error.value < by_mean_error.value else by_mean
 
     def left(self, num_tokens: int, max_tokens: int) -> float:
         """Return how many tokens an answer that has so many will probably still gain."""
@@ -108,10 +118,10 @@ class AnswerLengths:
 
         At least the token that is being computed.
         """
-        return max(1.0, self._overdue_tokens)
+        return max(1.0, self._overdue_tokens.value)
 
     def _guesses(self, max_tokens: int) -> tuple[float, float]:
-        return min(self.mean_tokens, max_tokens), self._share * max_tokens
+        return min(self.mean_tokens, max_tokens), self._share.value * max_tokens
 
 
 class Rates:
@@ -122,12 +132,12 @@ class Rates:
 
     def add(self, worker: WorkerView, amount: float, now_s: float) -> None:
         before, at_s, since_s = self._sums.get(worker.link, (0.0, now_s, now_s))
-        self._sums[worker.link] = before * exp((at_s - now_s) / _RATE_S) + amount, now_s, since_s
+        self._sums[worker.link] = before * exp((at_s - now_s) / LATELY_S) + amount, now_s, since_s
 
     def rate(self, worker: WorkerView, now_s: float) -> float:
         amount, at_s, since_s = self._sums.get(worker.link, (0.0, now_s, now_s))
-        seen_s = _RATE_S * (1 - exp(min(0.0, (since_s - now_s) / _RATE_S)))
-        return amount * exp((at_s - now_s) / _RATE_S) / max(0.1 * _RATE_S, seen_s)
+        seen_s = LATELY_S * (1 - exp(min(0.0, (since_s - now_s) / LATELY_S)))
+        return amount * exp((at_s - now_s) / LATELY_S) / max(0.1 * LATELY_S, seen_s)
 
     def forget(self, worker: WorkerView) -> None:
         self._sums.pop(worker.link, None)
@@ -145,7 +155,7 @@ class Fading:
 
     def observe(self, seen: float, now_s: float) -> None:
         before = self.value(now_s)
-        self._mean, self._at_s = before + _STEP * (seen - before), now_s
+        self._mean, self._at_s = before + LATEST * (seen - before), now_s
 
 
 class Fetches:
@@ -158,14 +168,13 @@ class Fetches:
         """Return the share that will probably come, and the delay beyond what the link takes, seconds."""
         record = self._records.get(pair)
         if record is None:
-            return _START_SHARE, _START_DELAY_S
+            return 1.0, 0.0
         share, delay = record
         return share.value(now_s), max(0.0, delay.value(now_s))
 
     def observe(self, pair: PairName, share: float, late_s: float, now_s: float) -> None:
         """Take in which share of a fetch came, and how much later than predicted without what is learnt here."""
-        start = Fading(_START_SHARE, now_s), Fading(_START_DELAY_S, now_s)
-        shares, delays = self._records.setdefault(pair, start)
+        shares, delays = self._records.setdefault(pair, (Fading(1.0, now_s), Fading(0.0, now_s)))
         shares.observe(share, now_s)
         delays.observe(late_s, now_s)
 

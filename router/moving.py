@@ -3,8 +3,7 @@
 A worker that drains, or whose role is prefill, hands all that it decodes over; one that is about to preempt hands some
 over; and an operator may ask for more. A continuation that would end before its move is done stays.
 
-Invariant: at most MAX_LEAVING of this router's continuations are on their way from one worker, and at most MAX_COMING
-to one.
+Invariant: at most MAX_MOVES of this router's continuations are on their way from one worker, and as many to one.
 """
 
 from collections.abc import Iterator
@@ -22,10 +21,8 @@ from pdserve.router.request import Request, Sequence
 from pdserve.router.view import WorkerView
 from pdserve.values import value
 
-MAX_LEAVING = 8
-MAX_COMING = 8
+MAX_MOVES = 8
 _AGAIN_S = 1.0  # between two moves of a continuation, or two tries to move it to the same worker
-_LEAST_EXTRA_PAGES = 2
 
 
 class Why(Enum):
@@ -112,7 +109,7 @@ class Moving:
     def _start(self, source: WorkerView, why: Why, now_s: float) -> bool:
         """Start as many moves for one reason as may be; return whether there are any."""
         num_leaving = self._shadows.num_leaving(source)
-        if num_leaving >= MAX_LEAVING or (why is Why.PAGES and num_leaving):  # those on their way may be enough
+        if num_leaving >= MAX_MOVES or (why is Why.PAGES and num_leaving):  # those on their way may be enough
             return False
         order = self._orders.get(source.link) if why is Why.ASKED else None
         targets = self._targets(source, None if order is None else order.target)
@@ -126,7 +123,7 @@ class Moving:
                 began.append(target.name)
                 num_lacking -= _pages(source, candidate) + PAGES_BESIDE
             targets = [each for each in targets if each.refused_tokens > fewest_tokens]
-            if num_leaving + len(began) == MAX_LEAVING or not targets or num_lacking <= 0:
+            if num_leaving + len(began) == MAX_MOVES or not targets or num_lacking <= 0:
                 break
         if began:
             there = ", ".join(sorted(set(began)))
@@ -230,7 +227,7 @@ class Moving:
         move_s = takes_s + copy_s
         if num_left * step_s < move_s:
             return None
-        extra_tokens = max(_LEAST_EXTRA_PAGES * page_size, ceil(2 * move_s / step_s))
+        extra_tokens = ceil(PAGES_BESIDE * page_size + 2 * move_s / step_s)
         self._placements.move(candidate.request, candidate.sequence, target, (extra_tokens, copy_s), now_s)
         return target
 
@@ -239,7 +236,7 @@ class Moving:
         worker, num_tokens, max_tokens = target.worker, candidate.num_tokens, candidate.most_left
         if num_tokens >= target.refused_tokens or num_tokens + max_tokens > worker.max_num_tokens:
             return None
-        if self._shadows.num_coming(worker) >= MAX_COMING:
+        if self._shadows.num_coming(worker) >= MAX_MOVES:
             return None
         prompt = Prompt(num_tokens, 1, {}, candidate.request.priority, max_tokens)
         step_s, lacks = self._predictor.decode_step(worker, prompt)

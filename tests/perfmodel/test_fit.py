@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts, attention_work
-from pdserve.perfmodel.model import ENOUGH_STEPS, STALE_S, Fit, LearntCosts, LearntLinks, nonnegative_minimum
+from pdserve.perfmodel.model import ENOUGH_STEPS, LATELY_S, Fit, LearntCosts, LearntLinks, nonnegative_minimum
 from pdserve.perfmodel.profile import read_profile
 
 TRUTH = Curve(0.02, 1e-4, 7e-9)
@@ -143,7 +143,7 @@ def test_requests_are_not_refused_on_the_word_of_a_new_or_stale_model() -> None:
         assert not learnt.knows_decode(i * 0.1)
         learnt.observe(Step(sequences=1, kv_tokens=10), 0.02 + 0.05 * (i % 2), i * 0.1)
     assert learnt.knows_decode(4.0)
-    assert not learnt.knows_decode(4.0 + STALE_S)
+    assert not learnt.knows_decode(4.0 + LATELY_S)
 
 
 def test_a_profile_that_proves_right_is_believed_sooner() -> None:

@@ -151,7 +151,7 @@ def full_of_large_ones(max_hold_s: float) -> tuple[Driver, RequestId]:
     d.attach("p0")
     d.attach("d0", num_pages=1000, max_num_seqs=64, max_model_len=4096)
     d.teach(prefill_token_s=1e-5, decode_step_s=0.01)
-    d.predictor.lengths.mean_tokens = 4.0
+    d.predictor.lengths.tokens.value = 4.0
     large = [d.arrive(prompt=[number] * 3600, ttft_s=60.0) for number in range(5)]
     assert (d.core.num_active, d.core.num_held) == (4, 1)
     return d, large[-1]

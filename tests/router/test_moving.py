@@ -20,7 +20,7 @@ from pdserve.router.events import (
     RoleAsked,
     StopStringFound,
 )
-from pdserve.router.moving import MAX_LEAVING
+from pdserve.router.moving import MAX_MOVES
 from pdserve.router.predict import Predictor, Prompt
 from pdserve.router.view import WorkerView
 
@@ -84,7 +84,7 @@ def test_a_move_names_what_the_target_is_given_and_asks_the_source() -> None:
     assert (move.source.link, move.target.link) == (d.s, d.t)
     assert (tuple(move.spec.token_ids), move.spec.num_prompt_tokens) == ((*PROMPT, 0, 1), len(PROMPT))
     assert (move.spec.request_id, move.spec.indices) == (request, (0,))
-    assert move.extra_tokens >= 2 * LAYOUT.page_size
+    assert move.extra_tokens > LAYOUT.page_size
     assert len(d.core.workers.known(d.t).shares) == 1
 
 
@@ -376,12 +376,12 @@ def test_what_is_about_to_end_stays() -> None:
 
 def test_all_that_decodes_on_a_draining_worker_moves_a_few_at_a_time_longest_first() -> None:
     d = Moves()
-    requests = [d.run_on_s(max_tokens=20 + 8 * number) for number in range(MAX_LEAVING + 2)]
+    requests = [d.run_on_s(max_tokens=20 + 8 * number) for number in range(MAX_MOVES + 2)]
     d.attach_t(max_num_seqs=16)
     d.post(DrainAsked(d.s))
     first = d.moves()
     assert [move.spec.request_id for move in first] == requests[:1:-1]
-    assert len(first) == MAX_LEAVING
+    assert len(first) == MAX_MOVES
     for request, follower in zip(requests[:-3:-1], requests[1::-1], strict=True):
         d.stage(d.t, request, Stage.COMMITTED, attempt=1)
         assert [move.spec.request_id for move in d.moves()] == [follower]
