@@ -15,7 +15,6 @@ from pdserve.autoscaler.traffic import SURE
 from pdserve.reports import Demand
 from pdserve.roles import Role
 from pdserve.router.because import Cause
-from pdserve.router.predict import USABLE_SHARE
 
 _FEW = 8  # misses, which say little
 CAUSES: Mapping[Role, frozenset[str]] = {
@@ -52,7 +51,7 @@ def for_batches(replicas: Sequence[Replica], coming: Sequence[Replica], most: in
     sequences = sum(replica.num_sequences for replica in (*replicas, *coming))
     kv_tokens = sum(replica.kv_tokens for replica in replicas)
     kv_tokens += sum(replica.kv_tokens + replica.waiting_tokens for replica in coming)  # computed, and missing
-    return max(ceil(sequences / max(1, most)), ceil(kv_tokens / (USABLE_SHARE * capacity.kv_tokens)))
+    return max(ceil(sequences / max(1, most)), ceil(kv_tokens / capacity.kv_tokens))
 
 
 def for_losses(num_lost: float, num_requests: float, num_serving: float, attainment: float) -> int:

@@ -38,10 +38,10 @@ def computing(num_sequences: int, waiting_tokens: int, kv_tokens: int = 0) -> Re
         ([], [], 0),
         ([decoding(20, 0), decoding(20, 0)], [], 2),
         ([decoding(20, 0), decoding(21, 0)], [], 3),  # 20 fit on each
-        ([decoding(1, 950_000), decoding(1, 10_000)], [], 2),  # of a million KV tokens, 95 % are used
+        ([decoding(1, 995_000), decoding(1, 10_000)], [], 2),  # a replica holds a million KV tokens
         ([decoding(20, 0)], [computing(21, 0)], 3),  # those whose prompts are computed have their place already
-        ([decoding(1, 950_000)], [computing(1, 10_000), computing(1, 0, 10_000)], 2),  # and their pages
-        ([decoding(1, 0)], [computing(1, 500_000, 500_000)], 2),  # also for the half that is computed already
+        ([decoding(1, 990_000)], [computing(1, 10_000), computing(1, 0, 10_000)], 2),  # and their pages
+        ([decoding(1, 0)], [computing(1, 500_000, 500_001)], 2),  # also for the half that is computed already
     ],
 )
 def test_the_sequences_that_run_and_that_come_have_to_fit(
