@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
 
+from pdserve.perfmodel.model import LATELY_S
 from pdserve.prefix_hash import PrefixHasher, short_hashes
 from pdserve.router.events import KvChanged, LinkId
 
-LIFE_S = 600.0  # of what was routed to a worker that reports nothing
-REPORTED_LIFE_S = 10.0  # of what was routed to one that does: it has reported it by then, or never will
+# Of what was routed to a worker that reports nothing. One that reports has done so within LATELY_S, or never will.
+LIFE_S = 600.0
 MAX_PAGES = 1 << 20  # of one worker; more are not looked at
 
 Hashes = tuple[int, ...]  # of a prompt's full blocks, 64 bits each
@@ -66,7 +67,7 @@ class PrefixIndex:
             worker = self._workers.get(link)
             if worker is None:
                 continue
-            routed, until_s = worker.routed, now_s + (REPORTED_LIFE_S if worker.reports else LIFE_S)
+            routed, until_s = worker.routed, now_s + (LATELY_S if worker.reports else LIFE_S)
             for page in reversed(_pages(hashes, worker.page_blocks)):  # a prefix is kept longer than what it leads to
                 routed[page] = until_s
                 routed.move_to_end(page)
