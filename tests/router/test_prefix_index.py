@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import ProtocolError
+from pdserve.perfmodel.model import LATELY_S
 from pdserve.prefix_hash import BLOCK_TOKENS, PrefixHasher, short_hashes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
 from pdserve.router.events import KvChanged, LinkId
-from pdserve.router.prefix_index import LIFE_S, REPORTED_LIFE_S, Hashes, PrefixIndex, block_hashes
+from pdserve.router.prefix_index import LIFE_S, Hashes, PrefixIndex, block_hashes
 
 HASHER = PrefixHasher(b"a secret of the cluster", "model")
 LINK = LinkId(1)
@@ -102,8 +103,8 @@ def test_what_was_routed_to_a_worker_that_reports_is_soon_forgotten_unless_it_is
     index.apply(stored(tokens, last=4))
     index.note([LINK], hashes, 0.0)
     index.note([LinkId(2)], hashes, 0.0)
-    assert index.match(hashes, REPORTED_LIFE_S) == {LINK: 128, 2: 128}
-    assert index.match(hashes, REPORTED_LIFE_S + 1) == {LINK: 64, 2: 128}
+    assert index.match(hashes, LATELY_S) == {LINK: 128, 2: 128}
+    assert index.match(hashes, LATELY_S + 1) == {LINK: 64, 2: 128}
     assert index.match(hashes, LIFE_S + 1) == {LINK: 64}
 
 
