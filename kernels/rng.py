@@ -10,11 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 GOLDEN = 0x9E3779B97F4A7C15
-LOWBIAS_1 = np.uint32(0x7FEB352D)
-LOWBIAS_2 = np.uint32(0x846CA68B)
 SERIES_BELOW = np.float32(2.0**-10)  # under this, 1 - u loses too many bits for log
 LARGEST_U = np.float32(1.0 - 2.0**-24)
-CACHED_ELEMENTS = 1 << 13  # ids hashed at a time, so that they stay in a core's cache for all steps of the hash
 
 Words = npt.NDArray[np.uint32]
 
@@ -56,28 +53,17 @@ def random_bits(key: Words, ids: Words) -> Words:
         raise ValueError(
             f"key and ids must be uint32 [2] and [k], got {key.dtype} {key.shape}, {ids.dtype} {ids.shape}"
         )
-    out = np.empty_like(ids)
-    scratch = np.empty(min(CACHED_ELEMENTS, len(ids)), dtype=np.uint32)
-    for first in range(0, len(ids), CACHED_ELEMENTS):
-        part = out[first : first + CACHED_ELEMENTS]
-        np.bitwise_xor(ids[first : first + CACHED_ELEMENTS], key[0], out=part)
-        _lowbias32(part, scratch[: len(part)])
-        np.add(part, key[1], out=part)
-        _lowbias32(part, scratch[: len(part)])
-    return out
+    return _lowbias32(_lowbias32(ids ^ key[0]) + key[1])
 
 
 def uniform(bits: Words) -> npt.NDArray[np.float32]:
     """Turn bits into float32 in (0, 1 - 2^-24]: (bits + 0.5) / 2^32."""
-    u = bits.astype(np.float32)
-    u += 0.5
-    u *= 2.0**-32
+    u: npt.NDArray[np.float32] = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     return np.minimum(u, LARGEST_U, out=u)
 
 
-def _lowbias32(x: Words, scratch: Words) -> None:
-    """Scramble `x` in place with lowbias32 (Chris Wellons, hash-prospector)."""
-    for count, factor in ((16, LOWBIAS_1), (15, LOWBIAS_2)):
-        np.bitwise_xor(x, np.right_shift(x, count, out=scratch), out=x)
-        np.multiply(x, factor, out=x)
-    np.bitwise_xor(x, np.right_shift(x, 16, out=scratch), out=x)
+def _lowbias32(x: Words) -> Words:
+    """Scramble with lowbias32 (Chris Wellons, hash-prospector)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
