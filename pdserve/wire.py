@@ -5,15 +5,13 @@ from typing import Any, get_args
 
 from pdserve.errors import ProtocolError, RequestError, invalid
 from pdserve.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, KvLayout
-from pdserve.perfmodel.curve import Curve, DecodePiece
+from pdserve.perfmodel.curve import ENOUGH_STEPS, Curve, DecodePiece
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import NUM_BANDS, Demand
 from pdserve.roles import Role
 from pdserve.sampling import MAX_LOGPROBS, Format, SamplingParams, StructuredOutput, TokenLogprobs
-
-ENOUGH_STEPS = 20  # of a kind, to trust what was learnt about it
 
 
 def most_seen(learnt: Iterable[admin.LearntCosts], role: "link.Role.ValueType") -> admin.LearntCosts:

@@ -1,8 +1,8 @@
 """Which valid requests are admitted, which wait, and which are refused before they were ever placed.
 
 Invariant: a request that waits is placed as soon as it can be, in its turn; it is refused as soon as it can no longer
-meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTAKEN requests behind it are placed before
-it for want of room for it alone.
+meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTAKEN later requests, for which there is
+room where there is none for it, are placed before it.
 """
 
 from bisect import insort

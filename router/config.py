@@ -41,7 +41,7 @@ class Limits(BaseModel):
     worker_silence_s: float = Field(
         default=4.0,
         ge=1.5,  # three beats of a worker
-        description="Seconds without news after which a worker is lost.",
+        description="Seconds without a message after which a ready worker's requests are placed again elsewhere.",
     )
     local_prefill: bool = Field(
         default=False, description="Let decode workers compute prompts themselves where that is better."
@@ -109,7 +109,7 @@ class RouterConfig(Limits, ServingConfig):
         ge=1,
         le=64,
         description="Processes that serve clients, each on all public ports: they tokenize, and write answers. With 1 "
-        "the router does that itself; more use as many cores besides.",
+        "that is the router's own process; with more, each can use a core beside the router's.",
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")

@@ -44,8 +44,8 @@ class _Option:
 class Goodput:
     """The policy. `predictor` is the router's.
 
-    The score of a placement is the share of the tighter objective that the prediction with its margin leaves; 0 where
-    the request is placed though it may miss one.
+    The score of a placement is 1 - predicted / objective, with margins, of the objective that is closer to being
+    missed; 0 if the request is placed although it may miss one.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -179,8 +179,8 @@ class _Judge:
     """Compares predictions with what one request asks for.
 
     Predictions are multiplied by margins, which are learnt from how predictions have come out lately. Refusing a
-    request that might just have been in time pays only if another one takes its place. So the margin of TTFT counts as
-    far as prompts wait.
+    request that might just have been in time pays only if another one takes its place. So the margin of TTFT is raised
+    to the power of the share of workers that have prompts waiting: none counts on idle workers, all of it on busy ones.
     """
 
     def __init__(self, predictor: Predictor, demand: Demand, share_queued: float) -> None:

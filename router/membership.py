@@ -35,7 +35,7 @@ class Membership:
         self._admission = admission
         self._limits = limits
         self._processes = KnownProcesses(_MAX_ENDED)
-        self.silence_due_s = inf  # no worker has been silent too long before that
+        self.silence_due_s = inf  # when `drop_silent` is to look next
         self._looked_s = -inf  # when workers were last looked at
         self.has_pair = False  # some pair of workers could serve a request now
 

@@ -21,7 +21,7 @@ from pdserve.router.prefix_index import UNKEYED, Hashes, PrefixIndex
 from pdserve.router.view import WorkerView
 from pdserve.values import value
 
-# Of a sequence: its last one is half full, and one is kept for it to grow into.
+# Pages that a sequence takes beyond its tokens: half of its last page, and one to grow into.
 PAGES_BESIDE = 1.5
 
 
@@ -63,7 +63,7 @@ class Prediction:
 
 @value
 class FirstToken:
-    """When a worker would have computed a prompt."""
+    """A predicted time to first token on one worker, what takes longest of it, and the fetch that was considered."""
 
     ttft_s: float
     because: Cause
@@ -115,7 +115,8 @@ class Predictor:
         `median`: the factor `ttft_median` when this was predicted, None where a decode worker computed the prompt. One
         first token moves the median of observed : predicted by 1 / MEMORY: on four recorded live runs the median error
         is 31 % without it, 24 % with it, and 30 % with the median of the last hundred.
-        Without it the median would be moved on by all that was placed before its last moves, and swing.
+        Predictions of requests under way were made with an older median: compared with the present one, they would move
+        it too far, and it would swing.
         """
         if median is not None:
             is_late = observed_s * median > predicted_s * self.ttft_median

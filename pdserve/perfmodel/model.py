@@ -11,12 +11,8 @@ from math import ceil, exp, inf, log
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.perfmodel.curve import ENOUGH_STEPS, Curve, DecodePiece, Step, StepCosts
 
-# Observed, after which a curve is trusted, and is moved by so many together: solving takes longer than all else that a
-# step brings. If it was trusted after 32, simulated clusters would attain 3 points less: decode workers compute few
-# prompts.
-ENOUGH_STEPS = 8
 # So many of the latest observations count: of steps, of answers' lengths, of how predictions came out.
 MEMORY = 100
 # Weight of the latest that a pair of workers has shown: the bandwidth of a hand-off, what a fetch brought, what a move
