@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
 
-from pdserve.perfmodel.curve import StepCosts
+from pdserve.perfmodel.curve import ENOUGH_STEPS, StepCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Demand
 from pdserve.roles import POOLS, Role
 from pdserve.values import value
-from pdserve.wire import ENOUGH_STEPS, ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve
+from pdserve.wire import ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve
 
 
 class State(Enum):

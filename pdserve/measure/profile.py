@@ -9,10 +9,11 @@ from pdserve.errors import ConfigError
 from pdserve.launch.folder import ClusterState
 from pdserve.measure.live import LiveCluster, Report, connected
 from pdserve.measure.workload import Arrival
+from pdserve.perfmodel.curve import ENOUGH_STEPS
 from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.wire import ENOUGH_STEPS, decode_pieces, layout_from_proto, most_seen, prefill_curve
+from pdserve.wire import decode_pieces, layout_from_proto, most_seen, prefill_curve
 
 _LEAST_S = 1e-9  # a profile's token_s has to be over 0
 _LINK = LinkFields(bytes_per_s=2e9, latency_s=0.005)  # where nothing is known of hand-offs

@@ -106,7 +106,7 @@ def test_a_learnt_profile_is_of_the_kind_of_workers_of_which_most_was_seen() -> 
 
 
 def test_no_profile_is_made_of_a_router_that_has_seen_too_little() -> None:
-    with pytest.raises(ConfigError, match="the router has seen 3 prefill and 3 decode steps; 20 of each"):
+    with pytest.raises(ConfigError, match="the router has seen 3 prefill and 3 decode steps; 8 of each"):
         learnt_profile(status(3), "a test")
 
 
