@@ -3,12 +3,10 @@
 Only durations cross a wire; readings of a clock mean nothing to another process.
 """
 
-import gc
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
@@ -90,16 +88,3 @@ class VirtualClock:
     def stop(self) -> None:
         """Let `run` return once the present action is over; the next `run` goes on from there."""
         self._is_stopped = True
-
-
-@contextmanager
-def garbage_left() -> Iterator[None]:
-    """Collect garbage only at the end of the block: before, it would take up to a third of the time and find little."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.collect(0)
-            gc.enable()

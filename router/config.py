@@ -8,9 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from pdserve.config import ServingConfig
 
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]
-# New objects after which Python's garbage collector runs in a router's process. Few of its objects are in cycles: with
-# Python's default of 700 a streamed request takes a tenth more (docs/measurements/front-end.md).
-YOUNG_OBJECTS = 20_000
 
 
 class Limits(BaseModel):

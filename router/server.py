@@ -16,6 +16,7 @@ import grpc
 from pdserve.certificates import Part
 from pdserve.clock import MonotonicClock, new_incarnation
 from pdserve.credentials import Connections, Credentials
+from pdserve.garbage import freeze_objects
 from pdserve.health import answering
 from pdserve.metrics_server import showing
 from pdserve.perfmodel.profile import read_profile
@@ -30,7 +31,7 @@ from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.frontend.endpoints import LAST_WORDS_S, Endpoints, open_endpoints
 from pdserve.router.frontend.served import ServedModel, load_model
-from pdserve.router.frontends import run_frontends
+from pdserve.router.frontend_processes import run_frontends
 from pdserve.router.hub import Hub
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
@@ -55,6 +56,7 @@ class Addresses:
 async def serve(config: RouterConfig) -> int:
     """Serve until SIGTERM or SIGINT, then finish what runs; return the exit status."""
     model = await asyncio.to_thread(load_model, config)
+    freeze_objects()
     stop = asyncio.Event()
     with drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s + CLOSING_S):
         has_drained = await run(config, model, stop)

@@ -22,7 +22,8 @@ from pdserve.capacity.wires import (
     unreported,
 )
 from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, Shape, SimWorker, Steps
-from pdserve.clock import VirtualClock, garbage_left
+from pdserve.clock import VirtualClock
+from pdserve.garbage import garbage_left
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.measure.outcomes import Objective, Outcome

@@ -1,6 +1,5 @@
 """Commands that become one process of a cluster: a router, a worker, or a watcher of pods."""
 
-import gc
 import json
 import os
 import resource
@@ -15,7 +14,8 @@ from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
 from pdserve.config import AutoscalerConfig, ProcessConfig, WatcherConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
-from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
+from pdserve.garbage import collect_rarely
+from pdserve.router.config import RouterConfig
 from pdserve.signals import end_on_signals, end_served
 from pdserve.telemetry import configure_logging
 from pdserve.worker.threads import thread_defaults
@@ -40,7 +40,7 @@ def router(config: ConfigFile = None, **flags: object) -> None:
     settings = settings_of(RouterConfig, config, flags)
     from pdserve.router.server import serve
 
-    gc.set_threshold(YOUNG_OBJECTS)
+    collect_rarely()
     run_process(serve, settings)
 
 

@@ -12,7 +12,6 @@ kernel for the memory while the worker serves.
 
 import ctypes
 import fcntl
-import gc
 import hashlib
 import logging
 import mmap
@@ -175,16 +174,6 @@ def _take(pages: Tensor) -> None:
             reason = os.strerror(ctypes.get_errno())
             logger.info("memory of pages comes when they are written to: %s", reason)
             return
-
-
-def freeze_objects() -> None:
-    """Let later garbage collections look only at objects that are made from here on.
-
-    Modules and the model's own objects stay until the process ends. To look at all of them, over 200,000, stops every
-    thread of a worker for a tenth of a second: within seconds of its start, for instance, when requests come already.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def available_bytes() -> int:

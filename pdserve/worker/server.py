@@ -15,6 +15,7 @@ from pdserve.clock import MonotonicClock, new_incarnation
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Connections, Credentials
 from pdserve.errors import ConfigError
+from pdserve.garbage import freeze_objects
 from pdserve.grammar.compiler import Compiler
 from pdserve.grammar.matching import Grammars
 from pdserve.health import answering
@@ -41,7 +42,7 @@ from pdserve.worker.kv_publisher import KvPublisher, publishing
 from pdserve.worker.launching import step_starter
 from pdserve.worker.link import Links
 from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.memory import freeze_objects, take_in_background
+from pdserve.worker.memory import take_in_background
 from pdserve.worker.messages import DrainAsked
 from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples

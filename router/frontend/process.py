@@ -5,7 +5,6 @@ configuration as JSON. The router decides when a frontend ends. If the router's 
 """
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -20,10 +19,11 @@ import uvloop
 from pdserve.clock import MonotonicClock
 from pdserve.credentials import Connections
 from pdserve.errors import ProtocolError, Status
+from pdserve.garbage import collect_rarely, freeze_objects
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.config import YOUNG_OBJECTS, RouterConfig
+from pdserve.router.config import RouterConfig
 from pdserve.router.desk import Answer
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
@@ -202,10 +202,12 @@ def main() -> None:
         signal.signal(stop, signal.SIG_IGN)
     die_with_parent(router)
     config = RouterConfig.model_validate_json(sys.argv[4])
-    gc.set_threshold(YOUNG_OBJECTS)
+    collect_rarely()
     configure_logging(f"frontend-{number}", config.log_level, config.log_format)
+    model = load_model(config)
+    freeze_objects()
     with socket.socket(fileno=descriptor) as ours:
-        uvloop.run(serve(config, load_model(config), ours))
+        uvloop.run(serve(config, model, ours))
     end_served(0)
 
 

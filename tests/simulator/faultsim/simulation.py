@@ -9,7 +9,7 @@ from faultsim.clients import Answer, Wish
 from faultsim.cluster import REAPED_S, START_S, Cluster
 from faultsim.scenario import Scenario, draw
 from faultsim.world import ViolationError, World
-from pdserve.clock import garbage_left
+from pdserve.garbage import garbage_left
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.worker.admission import NUM_STILL_LOOKS
 
