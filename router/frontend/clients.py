@@ -8,8 +8,7 @@
         requests_per_s: 20
         max_concurrent: 64
 
-Keys are long random strings, so their plain hashes give nothing away. This module knows no protocol: each endpoint
-translates the errors.
+Keys are long random strings, so their plain hashes give nothing away. Each endpoint translates the errors.
 """
 
 import hashlib

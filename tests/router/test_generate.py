@@ -256,7 +256,7 @@ async def test_a_conversations_tools_documents_and_arguments_reach_the_template(
     )
     router = await start_router(template=template)
     prefill, _ = await router.pair()
-    call = '[{"function": {"name": "f", "arguments": "{\\"x\\": 7}"}}]'
+    call = '[{"function": {"name": "f", "arguments": "{\\"x\\": 7, \\"y\\": NaN}"}}]'
     chat = inference.Chat(
         messages=[
             inference.ChatMessage(role="assistant", tool_calls_json=call, reasoning_content="R"),
@@ -265,7 +265,7 @@ async def test_a_conversations_tools_documents_and_arguments_reach_the_template(
         ],
         tools_json='[{"a": 1}]',
         documents_json='[{"text": "D"}]',
-        template_kwargs_json='{"mood": "M"}',
+        template_kwargs_json='{"mood": "M", "most": Infinity}',
         continue_final_message=True,
     )
     await collect(router.generate(chat=chat, max_tokens=1))
@@ -278,7 +278,7 @@ async def test_a_conversations_tools_documents_and_arguments_reach_the_template(
         ({"tools_json": "[1]"}, "tools: '[1]' is no JSON array of objects"),
         ({"documents_json": "{}"}, "documents: '{}' is no JSON array of objects"),
         ({"template_kwargs_json": "[]"}, "chat_template_kwargs: '[]' is no JSON object"),
-        ({"template_kwargs_json": '{"a":' * 100_000}, "is no JSON object: "),
+        ({"template_kwargs_json": '{"a":' * 100_000}, "is no JSON: "),
         ({"tools_json": "nan"}, "tools: 'nan' is no JSON"),
     ],
 )

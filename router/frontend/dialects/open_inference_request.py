@@ -160,13 +160,13 @@ def _set(request: inference.GenerateRequest, name: str, value: Value) -> None:
         raise invalid("parameters", f"{echo(name, repr)} is none of {known}")
     field = message.DESCRIPTOR.fields_by_name[name]
     takes_bool = field.type == FieldDescriptor.TYPE_BOOL
-    if takes_bool and value in ("true", "false"):
-        value = value == "true"
-    if name == "stop" and not isinstance(value, list):
+    if takes_bool and value in (0, 1, "true", "false"):
+        value = value in (1, "true")
+    if name == "stop" and value is not None and not isinstance(value, list):
         value = [value]
     try:
         if isinstance(value, bool) and not takes_bool:
             raise ParseError("it is true or false")
         ParseDict({name: value}, message)
     except ParseError as error:
-        raise invalid(name, f"{echo(str(value))} is not of its type: {error}") from error
+        raise invalid(name, f"{echo(str(value))} is not of its type: {echo(str(error))}") from error

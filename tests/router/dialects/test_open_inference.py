@@ -65,6 +65,23 @@ async def test_a_prompt_is_answered_with_its_text_and_why_it_ended(start_router:
     assert stopped == {"text_output": text.partition(text[4:6])[0], "finish_reason": "stop"}
 
 
+async def test_a_boolean_may_be_a_number_and_what_is_null_is_left_out(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, _ = await router.pair()
+    given = {"max_tokens": 2, "skip_special_tokens": 0, "temperature": None, "stop": None}
+    asked = request(ignore_eos=1)
+    asked.inputs.append(
+        Input(
+            name="sampling_parameters",
+            datatype="BYTES",
+            shape=[1],
+            contents=Values(bytes_contents=[json.dumps(given).encode()]),
+        )
+    )
+    assert await infer(router, asked) == {"text_output": answer("hello", 2), "finish_reason": "length"}
+    assert prefill.prefills[0].spec.sampling.ignore_eos
+
+
 async def test_tensors_may_come_raw_and_parameters_as_json(start_router: StartRouter) -> None:
     router = await start_router()
     prefill, _ = await router.pair()
