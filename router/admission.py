@@ -268,9 +268,7 @@ class Admission:
         """Note why a request waits, and look at it in time to refuse it."""
         request.waits_for = wait.because
         due_s = request.first_token_due_s
-        at_s = min(wait.until_s, due_s if due_s > now_s else inf)
-        if at_s <= now_s:
-            at_s = now_s + _LOOK_AGAIN_S
+        at_s = max(now_s + 0.1 * _LOOK_AGAIN_S, min(wait.until_s, due_s if due_s > now_s else inf))
         if at_s < request.look_at_s:
             request.look_at_s = at_s
             self._placements.set_alarm(at_s, request)
@@ -278,7 +276,7 @@ class Admission:
     def _try(self, request: Request, now_s: float, *, may_place: bool) -> Held | None:
         """Place a request or end it as the policy says, or return why it has to wait."""
         match self._placements.decide(request, request.running, now_s):
-            case Held(_, until_s) as held:
+            case Held() as held:
                 if not held.lacks_workers:
                     self._look_again_s = min(self._look_again_s, now_s + _LOOK_AGAIN_S)
                 return held

@@ -112,11 +112,11 @@ class Predictor:
     def observe_first_token(self, predicted_s: float, observed_s: float, *, median: float | None) -> None:
         """Learn from when a first token came and was predicted to come, both since its placement.
 
-        `median`: the factor `ttft_median` when this was predicted, None where a decode worker computed the prompt. One
-        first token moves the median of observed : predicted by 1 / MEMORY: on four recorded live runs the median error
-        is 31 % without it, 24 % with it, and 30 % with the median of the last hundred.
-        Predictions of requests under way were made with an older median: compared with the present one, they would move
-        it too far, and it would swing.
+        `median`: the factor `ttft_median` when this was predicted, None where a decode worker computed the prompt. The
+        present factor would be moved too far, and swing: predictions of requests under way were made with an older one.
+
+        One first token moves the median of observed : predicted by 1 / MEMORY. On four recorded live runs the median
+        error is 31 % without this median, 24 % with it, and 30 % with the median of the last hundred.
         """
         if median is not None:
             is_late = observed_s * median > predicted_s * self.ttft_median

@@ -113,6 +113,7 @@ def nonnegative_minimum(products: _Array, sums: _Array) -> _Array:
 
 
 _QUANTILE = 0.9
+_MOST = 3.0  # after a machine stood still: with a wider margin little is admitted, and the margin learns slowly
 
 
 class Margin:
@@ -136,7 +137,7 @@ class Margin:
         del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
         self._latest.append(ratio)
         insort(self._sorted, ratio)
-        self.factor = self._sorted[round(_QUANTILE * MEMORY) - 1]
+        self.factor = min(_MOST, self._sorted[round(_QUANTILE * MEMORY) - 1])
 
 
 _MAX_PAIRS = 1 << 16  # known from workers' probes alone

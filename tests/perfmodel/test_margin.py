@@ -25,7 +25,7 @@ def test_what_was_wrong_while_little_was_known_is_soon_forgotten() -> None:
     margin = Margin()
     for _ in range(200):
         margin.observe(1.0, 4.0)
-    assert margin.factor == 4.0
+    assert margin.factor == 3.0
     for _ in range(150):
         margin.observe(1.0, 1.0)
     assert margin.factor == 1.0
