@@ -14,7 +14,7 @@ from pdserve.decode_worker.granting import Arrival, Expected, Granting, Leases
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
@@ -133,7 +133,7 @@ class Incoming:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
         self._ungranted.pop(key, None)
         arrival = self._arrivals.get(key)
-        return [] if arrival is None else self._advance(arrival, doors.GaveUp(reason))
+        return [] if arrival is None else self._advance(arrival, doors.RequestEnded(reason))
 
     def handle(self, event: doors.IncomingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
@@ -176,7 +176,7 @@ class Incoming:
             return [self._drop(key, Failure.SENDER_GAVE_UP, message.reason)]
         expected = arrival.expected
         if expected.peer != peer:
-            raise ProtocolError(f"{peer} speaks for a hand-off of {expected.peer}", Refusal.INCARNATION)
+            raise ProtocolError(f"{peer} speaks for a hand-off of {expected.peer}", PeerFault.INCARNATION)
         if not isinstance(message, Commit):
             return self._advance(arrival, message)
         if expected.is_prefix:

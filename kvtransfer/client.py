@@ -12,7 +12,7 @@ import grpc
 from pdserve.certificates import Part
 from pdserve.clock import process_age_s
 from pdserve.credentials import Credentials
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import CONNECT_TIMEOUT_S, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverMessage, Sink
@@ -50,7 +50,7 @@ class HandoffClient:
         credentials: Credentials,
         sink: Sink[OutgoingEvent],
         tasks: asyncio.TaskGroup,
-        refused: Counter[Refusal],
+        refused: Counter[PeerFault],
     ) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._me = me

@@ -30,7 +30,7 @@ class Claim:
 
 
 @value
-class GaveUp:
+class RequestEnded:
     """The request has ended here: cancelled, out of time, or finished with its first token."""
 
     reason: str

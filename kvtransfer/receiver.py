@@ -7,13 +7,13 @@ granted, or the sender has committed or quiesced, or the sender's process has en
 import hmac
 from enum import Enum, auto
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.kvtransfer.doors import (
     CheckDigests,
     DigestsChecked,
-    GaveUp,
     NotAdmitted,
     PeerGone,
+    RequestEnded,
     SenderAttached,
     SenderLost,
 )
@@ -69,7 +69,7 @@ class FreePages:
     num_checked: int
 
 
-Event = SenderAttached | DigestsChecked | GaveUp | SenderLost | LeaseLapsed | PeerGone | FromSender
+Event = SenderAttached | DigestsChecked | RequestEnded | SenderLost | LeaseLapsed | PeerGone | FromSender
 Command = CheckDigests | Admit | QuarantinePages | FreePages | NotAdmitted | FromReceiver
 
 
@@ -99,7 +99,7 @@ class Receiver:
                 return self._committed(event)
             case ((State.GRANTED | State.LANDING | State.QUARANTINED), DigestsChecked(_, mismatch)):
                 return self._checked(mismatch)
-            case ((State.RESERVED | State.GRANTED), GaveUp(reason)):
+            case ((State.RESERVED | State.GRANTED), RequestEnded(reason)):
                 return self._give_up(reason)  # the router knows: it has ended the request
             case ((State.RESERVED | State.GRANTED), SenderLost(_, reason)):
                 return (NotAdmitted(self.key, Failure.PEER_LOST, reason), *self._give_up(reason))
@@ -113,16 +113,22 @@ class Receiver:
                 return self._free()
             case State.QUARANTINED, SenderAttached():
                 return (Withdrawn("given up while the stream was down"),)
-            case State.LANDING, GaveUp(reason):
+            case State.LANDING, RequestEnded(reason):
                 return (Withdrawn(reason), *self._free())  # a commit is proof: nothing is under way
             case _, (
-                SenderAttached() | Quiesced() | SenderLost() | LeaseLapsed() | PeerGone() | DigestsChecked() | GaveUp()
+                SenderAttached()
+                | Quiesced()
+                | SenderLost()
+                | LeaseLapsed()
+                | PeerGone()
+                | DigestsChecked()
+                | RequestEnded()
             ):
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
             case ((State.QUARANTINED | State.FREE), (PagesLanded() | Commit())):
                 return ()  # sent before the sender knew that we gave up; its Quiesced is the proof we wait for
             case _:
-                raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
+                raise ProtocolError(f"{type(event).__name__} while {self.state.name}", PeerFault.ORDER)
 
     def _landed(self, digests: tuple[int, ...]) -> tuple[Command, ...]:
         num_landed = len(self._digests) + len(digests)
@@ -141,7 +147,7 @@ class Receiver:
 
     def _committed(self, commit: Commit) -> tuple[Command, ...]:
         if not hmac.compare_digest(commit.capability, self.grant.capability):
-            raise ProtocolError("capability: not that of the grant", Refusal.CAPABILITY)
+            raise ProtocolError("capability: not that of the grant", PeerFault.CAPABILITY)
         num_tokens, num_landed = commit.capsule.num_tokens, len(self._digests)
         num_pages = max(0, -(-num_tokens // self._page_size) - self.grant.first_page)
         if num_pages != num_landed:

@@ -7,7 +7,7 @@ stream, and nothing was received from it since the later one started. It is not 
 from math import inf
 from typing import NewType
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.kvtransfer.doors import PeerGone, SenderAttached, SenderLost
 from pdserve.kvtransfer.session import Hello, Introduction, Peer, check_hello
 from pdserve.processes import KnownProcesses
@@ -54,7 +54,7 @@ class Roster:
         peer = hello.me.peer
         check_hello(hello, self._me, self._mover)
         if reason := self._processes.refusal(peer):
-            raise ProtocolError(f"incarnation: {reason}", Refusal.INCARNATION)
+            raise ProtocolError(f"incarnation: {reason}", PeerFault.INCARNATION)
         commands: list[Command] = []
         for attached in [each for each in self._streams if each.worker_id == peer.worker_id]:
             self._processes.note_heard(attached, inf)  # it is there

@@ -6,8 +6,8 @@ Quiesced only when no copy is or will be under way, and none has ended in doubt.
 
 from enum import Enum, auto
 
-from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.doors import CancelCopies, CopyStopped, GaveUp, ReceiverLost, StartCopy, Unsent
+from pdserve.errors import PeerFault, ProtocolError
+from pdserve.kvtransfer.doors import CancelCopies, CopyStopped, ReceiverLost, RequestEnded, StartCopy, Unsent
 from pdserve.kvtransfer.session import (
     Capsule,
     Commit,
@@ -62,7 +62,7 @@ class ReleasePages:
     """Give the source pages back: the hand-off no longer needs them."""
 
 
-Event = PagesReady | PrefillDone | CopyStopped | GaveUp | ReceiverLost | FellSilent | FromReceiver
+Event = PagesReady | PrefillDone | CopyStopped | RequestEnded | ReceiverLost | FellSilent | FromReceiver
 Command = StartCopy | CancelCopies | ReleasePages | Unsent | FromSender
 
 
@@ -115,7 +115,7 @@ class Sender:
                 return self._copy_stopped(event)
             case State.LANDED, Taken():
                 return self._close()
-            case ((State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED), GaveUp(reason)):
+            case ((State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED), RequestEnded(reason)):
                 return self._give_up(reason)
             case ((State.COMPUTING | State.OFFERED | State.SENDING), (Withdrawn(reason) | ReceiverLost(_, reason))):
                 return self._fail(Failure.PEER_LOST, reason)
@@ -130,11 +130,11 @@ class Sender:
                 return (Quiesced(reason),)  # it granted pages before it knew that we gave up
             case (
                 (State.DRAINING | State.CLOSED | State.IN_DOUBT),
-                (PagesReady() | PrefillDone() | Grant() | Taken() | Withdrawn() | GaveUp() | ReceiverLost()),
+                (PagesReady() | PrefillDone() | Grant() | Taken() | Withdrawn() | RequestEnded() | ReceiverLost()),
             ):
                 return ()  # late news of a hand-off that is over
             case _:
-                raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
+                raise ProtocolError(f"{type(event).__name__} while {self.state.name}", PeerFault.ORDER)
 
     def _progress(self) -> tuple[Command, ...]:
         """Copy the final pages; commit when all of them have landed."""

@@ -13,7 +13,7 @@ import grpc
 from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError, ProtocolError, Refusal
+from pdserve.errors import ConfigError, PeerFault, ProtocolError
 from pdserve.kvtransfer import roster, wire
 from pdserve.kvtransfer.doors import (
     IncomingEvent,
@@ -60,7 +60,7 @@ class _Stream:
 class HandoffServicer(HandoffServiceServicer):
     """Lets senders attach; one stream each, the latest."""
 
-    def __init__(self, me: Introduction, mover: Mover, sink: Sink[IncomingEvent], refused: Counter[Refusal]) -> None:
+    def __init__(self, me: Introduction, mover: Mover, sink: Sink[IncomingEvent], refused: Counter[PeerFault]) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._ack = wire.ack_to_proto(HelloAck(me, mover.describe()))
         self._sink = sink
@@ -204,7 +204,7 @@ def advertised(config: WorkerConfig, bound: str) -> str:
 
 @asynccontextmanager
 async def listening(
-    servicer: HandoffServicer, config: WorkerConfig, credentials: Credentials, on_denied: Callable[[Refusal], None]
+    servicer: HandoffServicer, config: WorkerConfig, credentials: Credentials, on_denied: Callable[[PeerFault], None]
 ) -> AsyncIterator[str]:
     """Let senders attach for the length of the block; yields the address that they get."""
     server = credentials.server(on_denied)

@@ -8,7 +8,7 @@ import hmac
 from struct import pack
 from typing import NamedTuple
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.sampling import SampledToken
@@ -133,24 +133,24 @@ def check_hello(hello: Hello, me: Introduction, mover: str) -> None:
     """Raise ProtocolError, which names what differs, unless a process that dials fits this one."""
     if hello.decode_incarnation != me.peer.incarnation:
         text = f"decode_incarnation: {hello.decode_incarnation:016x}, here is {me.peer.incarnation:016x}"
-        raise ProtocolError(text, Refusal.INCARNATION)
+        raise ProtocolError(text, PeerFault.INCARNATION)
     _check_layouts(hello.me.layout, me.layout)
     if hello.mover != mover:
-        raise ProtocolError(f"mover: {hello.mover} there, {mover} here", Refusal.MOVER)
+        raise ProtocolError(f"mover: {hello.mover} there, {mover} here", PeerFault.MOVER)
 
 
 def check_ack(ack: HelloAck, me: Introduction, dialled: Peer) -> None:
     """Raise ProtocolError, which names what differs, unless the process that answers is the one that was dialled."""
     if ack.me.peer != dialled:
         text = f"worker_id: {ack.me.peer.worker_id} answers for {dialled.worker_id}"
-        raise ProtocolError(text, Refusal.INCARNATION)
+        raise ProtocolError(text, PeerFault.INCARNATION)
     _check_layouts(me.layout, ack.me.layout)
 
 
 def _check_layouts(source: KvLayout, target: KvLayout) -> None:
     difference = source.difference(target)
     if difference is not None:
-        raise ProtocolError(f"layout.{difference}", Refusal.LAYOUT)
+        raise ProtocolError(f"layout.{difference}", PeerFault.LAYOUT)
 
 
 def mint_capability(key: bytes, handoff: HandoffKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:

@@ -3,7 +3,7 @@
 What a peer sends is checked here: ProtocolError names the field.
 """
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import session
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
@@ -45,7 +45,7 @@ def hello_from_proto(message: Request) -> Hello:
     hello = message.hello
     if hello.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"protocol_version: {hello.protocol_version} there, {PROTOCOL_VERSION} here", Refusal.VERSION
+            f"protocol_version: {hello.protocol_version} there, {PROTOCOL_VERSION} here", PeerFault.VERSION
         )
     return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation), hello.age_ms / 1000)
 
@@ -144,7 +144,7 @@ def _introduction(message: handoff.Hello | handoff.HelloAck) -> Introduction:
     if not 1 <= len(message.worker_id) <= MAX_WORKER_ID_CHARS:
         raise ProtocolError(f"worker_id: {len(message.worker_id)} characters, 1 to {MAX_WORKER_ID_CHARS} are allowed")
     if message.incarnation == 0:
-        raise ProtocolError("incarnation: 0 is nobody's", Refusal.INCARNATION)
+        raise ProtocolError("incarnation: 0 is nobody's", PeerFault.INCARNATION)
     peer = Peer(WorkerId(message.worker_id), Incarnation(message.incarnation))
     return Introduction(peer, layout_from_proto(message.layout))
 

@@ -20,7 +20,7 @@ import grpc
 from pdserve import rpc
 from pdserve.certificates import IDENTITY_FILES, Identity, KeyPair, Part, may_call, read_identity, read_pair
 from pdserve.clock import Clock, MonotonicClock
-from pdserve.errors import ConfigError, Refusal, echo
+from pdserve.errors import ConfigError, PeerFault, echo
 from pdserve.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -99,13 +99,13 @@ class Credentials:
         options.append(("grpc.ssl_target_name_override", listener.host))
         return grpc.aio.secure_channel(address, shown, options=options)
 
-    def server(self, on_denied: Callable[[Refusal], None]) -> grpc.aio.Server:
+    def server(self, on_denied: Callable[[PeerFault], None]) -> grpc.aio.Server:
         """Return a server for an internal port; `on_denied` is called for each call that is denied."""
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if self.identity is not None:
             interceptors.append(NoteCallers(self.connections))
-            interceptors.append(RequirePart(self.identity, partial(on_denied, Refusal.PART)))
-        interceptors.append(rpc.RequireSecret(self.secret, partial(on_denied, Refusal.SECRET)))
+            interceptors.append(RequirePart(self.identity, partial(on_denied, PeerFault.PART)))
+        interceptors.append(rpc.RequireSecret(self.secret, partial(on_denied, PeerFault.SECRET)))
         return grpc.aio.server(interceptors=interceptors, options=rpc.server_options(rpc.INTERNAL_MESSAGE_BYTES))
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, key: str) -> str:

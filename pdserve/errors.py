@@ -17,7 +17,7 @@ class CommandError(Exception):
     """Something outside this process failed; the message is for the operator's terminal. Exit with status 1."""
 
 
-class Refusal(Enum):
+class PeerFault(Enum):
     """What was wrong with a peer's message; metrics count refusals by this."""
 
     SECRET = "secret"
@@ -34,7 +34,7 @@ class Refusal(Enum):
 class ProtocolError(Exception):
     """A peer sent a message that it may not send now. Drop that peer or request, and keep serving."""
 
-    def __init__(self, message: str, refusal: Refusal = Refusal.MALFORMED) -> None:
+    def __init__(self, message: str, refusal: PeerFault = PeerFault.MALFORMED) -> None:
         super().__init__(message)
         self.refusal = refusal
 

@@ -226,7 +226,7 @@ class Outgoing:
     def give_up(self, key: HandoffKey, reason: str, now_s: float) -> list[Result]:
         """End a hand-off, if it is open: its request has ended here."""
         handoff = self._handoffs.get(key)
-        return [] if handoff is None else self._advance(handoff, doors.GaveUp(reason), now_s)
+        return [] if handoff is None else self._advance(handoff, doors.RequestEnded(reason), now_s)
 
     def handle(self, event: doors.OutgoingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""

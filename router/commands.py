@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
-from pdserve.errors import Refusal, Status
+from pdserve.errors import PeerFault, Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.router.because import Because
 from pdserve.router.events import DrainAsked, LinkId, Registration, RoleAsked
@@ -96,12 +96,12 @@ class DropLink:
 
     link: LinkId
     reason: str
-    refusal: Refusal | None = None  # what was wrong with the worker, if that is why
+    refusal: PeerFault | None = None  # what was wrong with the worker, if that is why
 
     @property
     def is_dismissal(self) -> bool:
         """Whether the worker's process must end: it has a successor."""
-        return self.refusal is Refusal.INCARNATION
+        return self.refusal is PeerFault.INCARNATION
 
 
 @value

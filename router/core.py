@@ -18,7 +18,6 @@ from pdserve.router.delivery import Delivery
 from pdserve.router.membership import Membership
 from pdserve.router.moving import Moving
 from pdserve.router.placements import Placements
-from pdserve.router.policies import least_loaded
 from pdserve.router.predict import Predictor
 from pdserve.router.recent import Kind
 from pdserve.router.request import Request
@@ -30,9 +29,7 @@ _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 
 
 class RouterCore:
-    def __init__(
-        self, model: str, limits: Limits, policy: Policy = least_loaded, predictor: Predictor | None = None
-    ) -> None:
+    def __init__(self, model: str, limits: Limits, policy: Policy, predictor: Predictor | None = None) -> None:
         self.workers = Workers(model)
         self.predictor = predictor or Predictor()
         self.placements = Placements(self.workers, self.predictor, policy, limits)

@@ -8,7 +8,7 @@ one was last heard, and did not find it attached.
 
 from math import inf
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.processes import KnownProcesses
 from pdserve.roles import Role
 from pdserve.router.admission import Admission
@@ -79,7 +79,7 @@ class Membership:
             refusal = self._processes.refusal((registration.worker_id, registration.incarnation))
             if refusal:
                 self._placements.emit(Warn(f"{registration.worker_id} is refused: {refusal}"))
-                self._placements.emit(DropLink(link, refusal, Refusal.INCARNATION))
+                self._placements.emit(DropLink(link, refusal, PeerFault.INCARNATION))
                 return
             self._drop_namesake(registration, now_s)
         try:
@@ -113,7 +113,7 @@ class Membership:
             self.drop(namesake, "its name attached again", now_s)
         else:
             namesake.last_heard_s = inf  # it may live on: the later process does not prove that it has ended
-            self.drop(namesake, "a later process of its name has attached", now_s, Refusal.INCARNATION)
+            self.drop(namesake, "a later process of its name has attached", now_s, PeerFault.INCARNATION)
 
     def _welcome(self, worker: WorkerView, now_s: float) -> None:
         """Tell a worker that has attached which processes have ended, and all whether its predecessor has."""
@@ -136,7 +136,7 @@ class Membership:
         self._retry.lose_worker(worker, reason, now_s)
         self.note_change(now_s)
 
-    def drop(self, worker: WorkerView, reason: str, now_s: float, refusal: Refusal | None = None) -> None:
+    def drop(self, worker: WorkerView, reason: str, now_s: float, refusal: PeerFault | None = None) -> None:
         """End a worker's link; `refusal` says what is wrong with the worker, if something is."""
         self._placements.emit(DropLink(worker.link, reason, refusal))
         self.lose(worker, reason, now_s)
@@ -166,7 +166,7 @@ class Membership:
         self._processes.note_ended(process)
         worker = self._workers.named(event.worker_id)
         if worker is not None and worker.registration.incarnation == event.incarnation:
-            self.drop(worker, "its process is known to have ended", now_s, Refusal.INCARNATION)
+            self.drop(worker, "its process is known to have ended", now_s, PeerFault.INCARNATION)
         if event.from_outside:  # after its loss is noted, of which this may be the first sign
             self._retry.explain(process, now_s)
         for survivor in self._workers:

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdserve import metrics
-from pdserve.errors import Refusal, Status
+from pdserve.errors import PeerFault, Status
 from pdserve.metrics import Distribution, Metric, Sample, span_samples
 from pdserve.reports import FINISH_REASONS, Failure, Stage
 from pdserve.roles import Role
@@ -125,7 +125,7 @@ def router_samples(
     yield Sample(metrics.RUNNING, core.num_active + core.num_held - num_waiting, label)
     yield Sample(metrics.KV_USAGE, max(_usage(core, Role.PREFILL), _usage(core, Role.DECODE)), label)
     yield from _workers(core)
-    yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in Refusal)
+    yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in PeerFault)
     yield from span_samples(spans)
 
 

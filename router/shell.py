@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import grpc
 
 from pdserve.clock import Clock
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.router import wire
@@ -58,7 +58,7 @@ class Shell:
         self.streams: dict[LinkId, WorkerStream] = {}
         self.num_changes = 0  # how often something may have changed
         self._awaited: dict[asyncio.Event, Callable[[], bool]] = {}  # set once it holds
-        self.refused: Counter[Refusal] = Counter()  # messages of workers, and workers, since start
+        self.refused: Counter[PeerFault] = Counter()  # messages of workers, and workers, since start
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # our own error
         self._desk: Desk[Answer] = Desk(core)
         self._alarm: asyncio.TimerHandle | None = None

@@ -25,7 +25,7 @@ MANY_WITHOUT_HANDOFF = 100  # placements in a row
 QUARANTINED_SHARE = 0.1  # of a worker's pages
 SKEW_S = 2.0  # between two clocks
 
-REFUSALS = {  # by what was wrong, as `errors.Refusal` names it
+REFUSALS = {  # by what was wrong, as `errors.PeerFault` names it
     "secret": "give all processes the same secret; an unknown caller may have tried the port",
     "part": "give each process the certificate of what it is: router, worker or operator",
     "version": "run the same version of pdserve everywhere",

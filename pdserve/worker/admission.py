@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pdserve.engine.kvcache import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.roles import Role, lacks_pages
 from pdserve.sampling import MAX_SEQUENCES
 from pdserve.token_ids import ALL_IDS, largest
@@ -140,7 +140,7 @@ class Roles:
         if given.epoch <= newest:
             return
         if why := lacks_pages(given.role, self._scheduler.cache.pool.num_pages, self._room.longest):
-            raise ProtocolError(f"set_role.role: {why}", Refusal.ORDER)
+            raise ProtocolError(f"set_role.role: {why}", PeerFault.ORDER)
         self._given = given
         if given.role.is_in(Role.PREFILL):
             self._room.is_kept_by_role = True  # grants leave it from now on

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.sender import Sender, State
@@ -52,7 +52,7 @@ class Moves:
         """Begin to hand a continuation over. If there is none to move, the receiver gets Quiesced at once."""
         key = HandoffKey(asked.key.request_id, asked.new_attempt)
         if self._outgoing.is_open(key) or self._tasks.get(key) is not None:
-            raise ProtocolError(f"new_attempt: {asked.new_attempt} is known here", Refusal.ORDER)
+            raise ProtocolError(f"new_attempt: {asked.new_attempt} is known here", PeerFault.ORDER)
         if self._outgoing.is_closed(asked.target, key):
             return [_failed(asked.router, key, "its grant was given back before it was asked for")]
         results: list[Reported] = [*self._outgoing.open(key, asked.target, asked.target_address, now_s)]

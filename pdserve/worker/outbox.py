@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import Refusal
+from pdserve.errors import PeerFault
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
@@ -120,7 +120,7 @@ class Outbox:
         """Report to routers how full this worker is, if that cannot wait for the next heartbeat."""
         self._reporter.refresh(lambda: self.with_stalled(load()), num_steps, at_once=at_once)
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: PeerFault) -> None:
         self._reporter.refuse(refusal)
 
     def with_stalled(self, load: Load) -> Load:

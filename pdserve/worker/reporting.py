@@ -15,7 +15,7 @@ from pdserve import metrics
 from pdserve.clock import Clock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import Refusal
+from pdserve.errors import PeerFault
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import HandoffKey
 from pdserve.kvtransfer.speed import PairSpeed
@@ -104,8 +104,8 @@ def handoff_samples(core: WorkerCore) -> Iterator[Sample]:
         yield from (Sample(metrics.HANDOFFS, counts[name], (direction, name.lower())) for name in names)
 
 
-def refusal_samples(refused: Mapping[Refusal, int]) -> Iterator[Sample]:
-    return (Sample(metrics.REFUSED_MESSAGES, refused.get(each, 0), (each.value,)) for each in Refusal)
+def refusal_samples(refused: Mapping[PeerFault, int]) -> Iterator[Sample]:
+    return (Sample(metrics.REFUSED_MESSAGES, refused.get(each, 0), (each.value,)) for each in PeerFault)
 
 
 class StepReports:
@@ -185,7 +185,7 @@ class Reporter:
         self._pairs: dict[str, link.AttachRequest] = {}
         self._have_pairs: set[RouterRef] = set()  # routers that were sent all pairs
         self._pages_leaked, self._drain_reason = 0, ""  # as last logged
-        self.refused: Counter[Refusal] = Counter()  # by this process, since its start
+        self.refused: Counter[PeerFault] = Counter()  # by this process, since its start
         self.steps = Steps()
         self._kv_feed = kv_feed
         self._beat_s = -inf  # when the load was last reported
@@ -272,7 +272,7 @@ class Reporter:
         logger.info("role: %s, epoch %d", taken.role, taken.epoch)
         self._links.take_role(ROLE_NUMBERS[taken.role], taken.epoch, taken.step_tokens)
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: PeerFault) -> None:
         self.refused[refusal] += 1
 
     def report_pair(self, worker_id: str, speed: PairSpeed | None) -> None:

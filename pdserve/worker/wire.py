@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import StepPlan
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
@@ -111,7 +111,7 @@ def failed(report: messages.Failed) -> link.AttachRequest:
 
 
 def heartbeat(
-    load: messages.Load, num_steps: int, refused: Mapping[Refusal, int], router: RouterRef
+    load: messages.Load, num_steps: int, refused: Mapping[PeerFault, int], router: RouterRef
 ) -> link.AttachRequest:
     """Return the message that reports to a router how full this worker is, and what it has refused."""
     fields = {name: getattr(load, name) for name in messages.Load.__slots__ if name not in ("parts", "role")}

@@ -16,9 +16,9 @@ from pdserve.kvtransfer.doors import (
     CheckDigests,
     CopyStopped,
     DigestsChecked,
-    GaveUp,
     PeerGone,
     ReceiverLost,
+    RequestEnded,
     SenderAttached,
     SenderLost,
     StartCopy,
@@ -117,7 +117,7 @@ class World:
             self.memory[DST[0]] = -2
 
     def sender_gives_up(self) -> None:
-        self.note(GaveUp("cancelled"))
+        self.note(RequestEnded("cancelled"))
 
     def die(self) -> None:
         if self.alive:
@@ -155,7 +155,7 @@ class World:
             self.to_receiver(DigestsChecked(KEY, next((i for i, (a, b) in enumerate(pairs) if a != b), None)))
 
     def receiver_gives_up(self) -> None:
-        self.to_receiver(GaveUp("cancelled"))
+        self.to_receiver(RequestEnded("cancelled"))
 
     # What the stream does.
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.dialling import MAX_QUEUED, Close, Command, Dial, DialId, Dialling, Finish, Send
@@ -68,7 +68,7 @@ def test_another_process_that_answers_is_refused() -> None:
     other = Introduction(replace_incarnation(D), LAYOUT)
     with pytest.raises(ProtocolError) as refused:
         dialled().answer(FIRST, replace(ACK, me=other))
-    assert refused.value.refusal is Refusal.INCARNATION
+    assert refused.value.refusal is PeerFault.INCARNATION
 
 
 def replace_incarnation(peer: Peer) -> Peer:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.session import Hello, HelloAck, Introduction, Peer, check_ack, check_hello
@@ -16,7 +16,7 @@ HELLO = Hello(SENDER, "loopback", RECEIVER.peer.incarnation, 0.0)
 OTHER_LAYOUT = replace(LAYOUT, num_layers=3)
 
 
-def refusal_of_hello(**changes: object) -> Refusal | None:
+def refusal_of_hello(**changes: object) -> PeerFault | None:
     try:
         check_hello(replace(HELLO, **changes), RECEIVER, "loopback")  # type: ignore[arg-type]
     except ProtocolError as error:
@@ -30,17 +30,17 @@ def test_who_fits_is_greeted() -> None:
 
 
 def test_who_means_another_incarnation_is_refused() -> None:
-    assert refusal_of_hello(decode_incarnation=Incarnation(3)) is Refusal.INCARNATION
+    assert refusal_of_hello(decode_incarnation=Incarnation(3)) is PeerFault.INCARNATION
 
 
 def test_who_lays_out_pages_otherwise_is_refused_at_both_ends() -> None:
-    assert refusal_of_hello(me=replace(SENDER, layout=OTHER_LAYOUT)) is Refusal.LAYOUT
+    assert refusal_of_hello(me=replace(SENDER, layout=OTHER_LAYOUT)) is PeerFault.LAYOUT
     with pytest.raises(ProtocolError, match=r"layout.num_layers"):
         check_ack(HelloAck(replace(RECEIVER, layout=OTHER_LAYOUT), b""), SENDER, RECEIVER.peer)
 
 
 def test_who_uses_another_mover_is_refused() -> None:
-    assert refusal_of_hello(mover="nixl") is Refusal.MOVER
+    assert refusal_of_hello(mover="nixl") is PeerFault.MOVER
 
 
 def test_another_process_than_the_one_dialled_is_refused() -> None:

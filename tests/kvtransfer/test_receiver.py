@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 from capsules import capsule
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.doors import (
     CheckDigests,
     DigestsChecked,
-    GaveUp,
     NotAdmitted,
     PeerGone,
+    RequestEnded,
     SenderAttached,
     SenderLost,
 )
@@ -72,7 +72,7 @@ def test_a_commit_may_need_fewer_pages_than_were_granted() -> None:
 
 def test_a_grant_that_is_given_up_is_quarantined_until_the_sender_has_quiesced() -> None:
     receiver, _ = fed(SenderAttached(PEER))
-    assert receiver.handle(GaveUp("cancelled")) == (Withdrawn("cancelled"), QuarantinePages())
+    assert receiver.handle(RequestEnded("cancelled")) == (Withdrawn("cancelled"), QuarantinePages())
     assert receiver.handle(COMMIT) == ()
     assert receiver.handle(Quiesced("q")) == (FreePages(0),)
 
@@ -98,10 +98,10 @@ CHECKED = (PagesLanded((21,)), DigestsChecked(KEY, None))
         ((*CHECKED, PagesLanded((22,)), DigestsChecked(KEY, 0), Quiesced("q")), 1),
         ((LANDED, SenderLost(PEER, "cut"), DigestsChecked(KEY, None), PeerGone(PEER)), 2),
         ((LANDED, SenderLost(PEER, "cut"), DigestsChecked(KEY, 1), PeerGone(PEER)), 1),
-        ((PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"), DigestsChecked(KEY, None), Quiesced("q")), 1),
-        ((*CHECKED, GaveUp("g"), PagesLanded((22,)), Quiesced("q")), 1),
-        ((LANDED, COMMIT, GaveUp("g")), 0),
-        ((*CHECKED, PagesLanded((22,)), COMMIT, GaveUp("g")), 1),
+        ((PagesLanded((21,)), PagesLanded((22,)), RequestEnded("g"), DigestsChecked(KEY, None), Quiesced("q")), 1),
+        ((*CHECKED, RequestEnded("g"), PagesLanded((22,)), Quiesced("q")), 1),
+        ((LANDED, COMMIT, RequestEnded("g")), 0),
+        ((*CHECKED, PagesLanded((22,)), COMMIT, RequestEnded("g")), 1),
     ],
 )
 def test_of_a_failed_hand_off_it_is_known_how_many_leading_pages_are_whole(
@@ -112,7 +112,7 @@ def test_of_a_failed_hand_off_it_is_known_how_many_leading_pages_are_whole(
 
 
 def test_a_check_under_way_when_a_hand_off_is_given_up_is_followed_by_those_that_wait() -> None:
-    receiver, _ = fed(SenderAttached(PEER), PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"))
+    receiver, _ = fed(SenderAttached(PEER), PagesLanded((21,)), PagesLanded((22,)), RequestEnded("g"))
     assert receiver.handle(DigestsChecked(KEY, None)) == (CheckDigests(KEY, GRANT.pages[1:], (22,)),)
     assert receiver.handle(DigestsChecked(KEY, None)) == ()
     assert receiver.handle(PeerGone(PEER)) == (FreePages(2),)
@@ -149,7 +149,7 @@ def test_a_wrong_digest_fails_the_attempt_and_quarantines_the_pages() -> None:
 
 
 def test_pages_that_were_never_offered_are_free_at_once() -> None:
-    for event in (GaveUp("g"), SenderLost(PEER, "l"), LeaseLapsed("s"), Quiesced("q"), PeerGone(PEER)):
+    for event in (RequestEnded("g"), SenderLost(PEER, "l"), LeaseLapsed("s"), Quiesced("q"), PeerGone(PEER)):
         _, commands = fed(event)
         assert commands[-1] == FreePages(0)
 
@@ -180,7 +180,7 @@ def test_a_commit_for_anything_but_the_grant_is_refused_by_its_kind() -> None:
     receiver, _ = fed(SenderAttached(PEER), LANDED)
     with pytest.raises(ProtocolError) as refused:
         receiver.handle(replace(COMMIT, capability=b"x" * 16))
-    assert refused.value.refusal is Refusal.CAPABILITY
+    assert refused.value.refusal is PeerFault.CAPABILITY
     assert receiver.handle(COMMIT) == ()
     assert receiver.state is State.LANDING
 
@@ -200,7 +200,7 @@ def test_a_capability_is_good_for_one_commit() -> None:
             continue
         with pytest.raises(ProtocolError) as refused:
             receiver.handle(event)
-        assert refused.value.refusal is Refusal.ORDER
+        assert refused.value.refusal is PeerFault.ORDER
 
 
 def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
@@ -225,7 +225,7 @@ EVENTS: tuple[Event, ...] = (
     replace(COMMIT, capability=b"x" * 16),
     DigestsChecked(KEY, None),
     DigestsChecked(KEY, 0),
-    GaveUp("g"),
+    RequestEnded("g"),
     Quiesced("q"),
     SenderLost(PEER, "l"),
     LeaseLapsed("s"),
@@ -289,7 +289,7 @@ class Seen:
 
     def wind_up(self) -> None:
         """However it stands, giving up and the sender's end settle the pages."""
-        self.feed(GaveUp("end"))
+        self.feed(RequestEnded("end"))
         self.feed(PeerGone(PEER))
         assert self.num_ends == 1
         assert self.receiver.state in (State.FREE, State.COMMITTED)

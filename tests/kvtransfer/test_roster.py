@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.doors import PeerGone, SenderAttached, SenderLost
@@ -41,7 +41,7 @@ class Door:
     def is_refused(self, peer: Peer) -> bool:
         with pytest.raises(ProtocolError) as refused:
             self.greet(peer)
-        return refused.value.refusal is Refusal.INCARNATION
+        return refused.value.refusal is PeerFault.INCARNATION
 
 
 def test_messages_are_those_of_the_process_that_is_attached_on_their_stream() -> None:

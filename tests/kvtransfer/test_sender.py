@@ -9,7 +9,7 @@ from capsules import capsule
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.doors import CancelCopies, CopyStopped, GaveUp, ReceiverLost, StartCopy, Unsent
+from pdserve.kvtransfer.doors import CancelCopies, CopyStopped, ReceiverLost, RequestEnded, StartCopy, Unsent
 from pdserve.kvtransfer.sender import Command, Event, FellSilent, PagesReady, PrefillDone, ReleasePages, Sender, State
 from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Pages, PagesLanded, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
@@ -105,7 +105,7 @@ def test_a_sequence_may_be_resumed_unless_its_receiver_may_go_on_with_it(
 
 def test_giving_up_mid_copy_waits_for_every_copy_to_stop() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    assert sender.handle(GaveUp("deadline")) == (CancelCopies(PEER, KEY),)
+    assert sender.handle(RequestEnded("deadline")) == (CancelCopies(PEER, KEY),)
     assert sender.handle(CopyStopped(None, "cut")) == ()
     assert sender.handle(CopyStopped((5,))) == (Quiesced(""), ReleasePages())
 
@@ -126,7 +126,7 @@ def test_after_a_copy_that_ended_in_doubt_nothing_is_said_but_the_source_pages_a
 
 
 def test_a_withdrawal_of_a_closed_hand_off_is_answered() -> None:
-    sender, _ = fed(GaveUp("cancelled"))
+    sender, _ = fed(RequestEnded("cancelled"))
     assert sender.handle(Withdrawn("gave up too")) == (Quiesced("gave up too"),)
 
 
@@ -175,7 +175,7 @@ EVENTS: tuple[Event, ...] = (
     CopyStopped(None, "cut", in_doubt=True),
     Taken(),
     Withdrawn("w"),
-    GaveUp("g"),
+    RequestEnded("g"),
     ReceiverLost(PEER, "p"),
     FellSilent(4.0),
 )
@@ -241,7 +241,7 @@ class Seen:
 
     def wind_up(self) -> None:
         """However it stands, giving up and the end of its copies close it."""
-        self.feed(GaveUp("end"))
+        self.feed(RequestEnded("end"))
         while self.num_copying:
             self.feed(CopyStopped((1,)))
         assert self.sender.state is (State.IN_DOUBT if self.in_doubt else State.CLOSED)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from capsules import capsule
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
 from pdserve.kvtransfer.doors import (
     CopyStopped,
     DigestsChecked,
-    GaveUp,
     PeerGone,
     ReceiverLost,
+    RequestEnded,
     SenderAttached,
     SenderLost,
 )
@@ -41,8 +41,8 @@ RECEIVER_STATES: dict[str, Sequence[r.Event]] = {
     "GRANTED": (ATTACHED, WRITTEN),
     "LANDING": (ATTACHED, WRITTEN, COMMIT),
     "COMMITTED": (ATTACHED, WRITTEN, COMMIT, DigestsChecked(KEY, None)),
-    "QUARANTINED": (ATTACHED, WRITTEN, GaveUp("cancelled")),
-    "FREE": (GaveUp("cancelled"),),
+    "QUARANTINED": (ATTACHED, WRITTEN, RequestEnded("cancelled")),
+    "FREE": (RequestEnded("cancelled"),),
 }
 RECEIVER_EVENTS: dict[str, r.Event] = {
     "the sender's stream stands, or its lease begins anew": ATTACHED,
@@ -52,7 +52,7 @@ RECEIVER_EVENTS: dict[str, r.Event] = {
     "`Commit`, for anything but the grant": replace(COMMIT, capability=b"x" * 16),
     "digests agree": DigestsChecked(KEY, None),
     "a digest differs": DigestsChecked(KEY, 0),
-    "the request has ended here": GaveUp("cancelled"),
+    "the request has ended here": RequestEnded("cancelled"),
     "`Quiesced`": Quiesced("no copy"),
     "the stream has ended": SenderLost(PEER, "cut"),
     "the lease has lapsed": r.LeaseLapsed("silent"),
@@ -63,8 +63,8 @@ SENDER_STATES: dict[str, Sequence[s.Event]] = {
     "OFFERED": (READY, READY, DONE),
     "SENDING": (GRANTED, READY),
     "LANDED": (READY, READY, DONE, GRANTED, CopyStopped((5, 6))),
-    "DRAINING": (GRANTED, READY, GaveUp("cancelled")),
-    "CLOSED": (GaveUp("cancelled"),),
+    "DRAINING": (GRANTED, READY, RequestEnded("cancelled")),
+    "CLOSED": (RequestEnded("cancelled"),),
     "IN_DOUBT": (GRANTED, READY, DOUBTED),
 }
 SENDER_EVENTS: dict[str, s.Event] = {
@@ -76,7 +76,7 @@ SENDER_EVENTS: dict[str, s.Event] = {
     "a copy has failed, in doubt": DOUBTED,
     "`Taken`": Taken(),
     "`Withdrawn`": Withdrawn("cancelled"),
-    "the request has ended here": GaveUp("cancelled"),
+    "the request has ended here": RequestEnded("cancelled"),
     "the stream has ended": ReceiverLost(PEER, "cut"),
     "this process was silent for its lease": s.FellSilent(4.0),
 }
@@ -141,7 +141,7 @@ def test_a_half_does_on_every_event_in_every_state_what_the_page_says(table: lis
 
 
 def test_the_page_names_every_refusal_and_every_failure() -> None:
-    for refusal in Refusal:
+    for refusal in PeerFault:
         assert f"`{refusal.value}`" in DOCUMENT
     for code in Failure:
         assert f"`{code.name}`" in DOCUMENT

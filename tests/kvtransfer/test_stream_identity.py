@@ -20,7 +20,7 @@ from stream_ends import (
 
 from pdserve import processes
 from pdserve.clock import VirtualClock
-from pdserve.errors import Refusal
+from pdserve.errors import PeerFault
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderMessage
@@ -36,7 +36,7 @@ async def test_a_wrong_secret_is_refused() -> None:
         lost = await prefill.heard.next()
         assert isinstance(lost, ReceiverLost)
         assert "UNAUTHENTICATED" in lost.reason
-        assert decode.refused == {Refusal.SECRET: 1}
+        assert decode.refused == {PeerFault.SECRET: 1}
         assert decode.servicer.attached == ()
 
 
@@ -52,7 +52,7 @@ async def test_another_incarnation_than_the_one_meant_is_refused_and_named() -> 
         lost = await prefill.heard.next()
         assert isinstance(lost, ReceiverLost)
         assert "decode_incarnation: 0000000000000063" in lost.reason
-        assert decode.refused == {Refusal.INCARNATION: 1}
+        assert decode.refused == {PeerFault.INCARNATION: 1}
 
 
 async def test_another_worker_at_the_address_is_refused() -> None:
@@ -130,7 +130,7 @@ async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
         await call.write(quiesced())
         assert await decode.heard.next() == SenderAttached(PREFILL)
         assert await decode.heard.next() == SenderMessage(PREFILL, KEY, Quiesced(""))
-        assert decode.refused == {Refusal.MALFORMED: 1}
+        assert decode.refused == {PeerFault.MALFORMED: 1}
 
 
 async def test_a_later_process_proves_the_end_of_one_not_heard_since_it_started_and_that_is_not_let_in_again() -> None:
@@ -209,7 +209,7 @@ async def test_a_process_of_which_something_malformed_was_heard_after_its_succes
             await call.write(handoff.HandoffServiceAttachRequest())
             await call.done_writing()
             assert isinstance(await decode.heard.next(), SenderLost)
-        assert decode.refused == {Refusal.MALFORMED: 1}
+        assert decode.refused == {PeerFault.MALFORMED: 1}
 
         def follow(message: handoff.HandoffServiceAttachRequest) -> None:
             """Have started after the first process attached, and before that was heard of it."""
@@ -228,7 +228,7 @@ async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> 
         assert isinstance(await prefill.heard.next(), ReceiverLost)
         prefill.connect(decode)
         assert isinstance(await prefill.heard.next(), ReceiverLost)
-        assert decode.refused == {Refusal.INCARNATION: 1}
+        assert decode.refused == {PeerFault.INCARNATION: 1}
 
 
 async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
@@ -239,7 +239,7 @@ async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
         lost = await prefill.heard.next()
         assert isinstance(lost, ReceiverLost)
         assert "a later process" in lost.reason
-        assert decode.refused == {Refusal.INCARNATION: 1}
+        assert decode.refused == {PeerFault.INCARNATION: 1}
         assert decode.servicer.attached == (LATER,)
         assert decode.heard.queue.empty()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdserve.clock import VirtualClock
-from pdserve.errors import InvariantError, Refusal, Status
+from pdserve.errors import InvariantError, PeerFault, Status
 from pdserve.ids import Attempt, RequestId
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.commands import CancelAttempt, Deliver, DropLink, End, Finished, Refused, Warn
@@ -119,7 +119,7 @@ def test_a_link_is_lost_once_and_nothing_is_sent_to_it_afterwards() -> None:
 
 def test_a_link_that_the_core_drops_is_not_reported_as_lost() -> None:
     office = Office()
-    office.core.script = {TICK: [DropLink(office.link, "there is a later one", Refusal.INCARNATION)]}
+    office.core.script = {TICK: [DropLink(office.link, "there is a later one", PeerFault.INCARNATION)]}
     (close,) = office.handle(TICK)
     assert isinstance(close, DropLink)
     assert close.is_dismissal
@@ -130,7 +130,7 @@ def test_a_link_that_the_core_drops_is_not_reported_as_lost() -> None:
 
 def test_only_a_successor_makes_a_drop_a_dismissal() -> None:
     assert not DropLink(LinkId(1), "silent", None).is_dismissal
-    assert not DropLink(LinkId(1), "layout", Refusal.LAYOUT).is_dismissal
+    assert not DropLink(LinkId(1), "layout", PeerFault.LAYOUT).is_dismissal
 
 
 def test_the_alarm_rings_at_the_earliest_time_that_the_core_has_named() -> None:

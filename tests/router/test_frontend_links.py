@@ -14,7 +14,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ProtocolError, Status
 from pdserve.ids import RequestId
 from pdserve.metrics import ANSWER_TOKENS, FINISHED, Distribution, Metric
-from pdserve.router import frontends as frontends_module
+from pdserve.router import frontend_processes as frontends_module
 from pdserve.router import hub as hub_module
 from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.config import RouterConfig
@@ -24,7 +24,7 @@ from pdserve.router.frontend.channel import Channel, core_decoder, frame
 from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.frontend.process import Remote
 from pdserve.router.frontend_link import MAX_UNANSWERED, FrontendLink
-from pdserve.router.frontends import Frontends, run_frontends
+from pdserve.router.frontend_processes import Frontends, run_frontends
 from pdserve.router.hub import Hub
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger, Usage

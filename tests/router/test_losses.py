@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from router_driver import LENGTH, PROMPT, STOP, Driver, placed_request
 
-from pdserve.errors import Refusal, Status
+from pdserve.errors import PeerFault, Status
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.reports import Failure, LoadPart, ReportedLoad, Stage
 from pdserve.router.commands import DropLink, Refused, SendProcessGone
@@ -285,7 +285,7 @@ def test_a_name_that_attaches_again_replaces_its_former_stream() -> None:
     _, old = d.pair()
     request = d.arrive()
     new = d.attach("d0", incarnation=2)
-    assert DropLink(old, "a later process of its name has attached", Refusal.INCARNATION) in d.last
+    assert DropLink(old, "a later process of its name has attached", PeerFault.INCARNATION) in d.last
     assert d.refusal(request).status is Status.UNAVAILABLE
     d.arrive()
     place = d.placed()
@@ -313,7 +313,7 @@ def test_the_end_of_a_process_is_told_to_workers_now_and_later() -> None:
     prefill, decode = d.pair()
     d.post(ProcessEnded(WorkerId("d0"), Incarnation(1)))
     drops = [(c.link, c.refusal) for c in d.last if isinstance(c, DropLink)]
-    assert drops == [(decode, Refusal.INCARNATION)], "where it lives, it has to end"
+    assert drops == [(decode, PeerFault.INCARNATION)], "where it lives, it has to end"
     assert SendProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in d.last
     late = d.attach("p1")
     assert SendProcessGone(late, WorkerId("d0"), Incarnation(1)) in d.last

@@ -21,6 +21,7 @@ from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import LinkLost, Registration
+from pdserve.router.policies import least_loaded
 from pdserve.router.shell import Shell
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -28,7 +29,7 @@ LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 
 def cluster_of(num_pairs: int) -> AdminEndpoint:
     """Return the endpoint of a router whose prefill workers have all measured their way to all decode workers."""
-    shell = Shell(RouterCore("m", Limits()), VirtualClock())
+    shell = Shell(RouterCore("m", Limits(), least_loaded), VirtualClock())
     for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
         for number in range(num_pairs):
             stream, name = shell.open_stream(None), WorkerId(f"{letter}{number}")

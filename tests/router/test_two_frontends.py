@@ -149,7 +149,7 @@ async def test_a_router_says_nothing_of_being_ready_until_the_doors_of_all_front
     gates = [tmp_path / "0", tmp_path / "1"]
     for gate in gates:
         os.mkfifo(gate)
-    monkeypatch.setattr("pdserve.router.frontends.COMMAND", (sys.executable, "-P", "-c", GATED, str(tmp_path)))
+    monkeypatch.setattr("pdserve.router.frontend_processes.COMMAND", (sys.executable, "-P", "-c", GATED, str(tmp_path)))
     ports = {key: free_port("127.0.0.1") for key in ("port", "internal_port", "metrics_port")} | health_flags()
 
     def address(key: str) -> str:

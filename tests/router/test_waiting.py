@@ -3,7 +3,7 @@
 import pytest
 from router_driver import LENGTH, Driver, placed_request
 
-from pdserve.errors import Refusal, Status
+from pdserve.errors import PeerFault, Status
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.router.commands import DropLink, Finished, Refused, SendProcessGone
 from pdserve.router.config import Limits
@@ -231,7 +231,7 @@ def told_gone(d: Driver) -> set[tuple[str, int]]:
     return {(gone.worker_id, gone.incarnation) for gone in d.last if isinstance(gone, SendProcessGone)}
 
 
-def dropped(d: Driver) -> list[tuple[LinkId, Refusal | None]]:
+def dropped(d: Driver) -> list[tuple[LinkId, PeerFault | None]]:
     return [(drop.link, drop.refusal) for drop in d.last if isinstance(drop, DropLink)]
 
 
@@ -241,7 +241,7 @@ def test_a_process_known_to_have_ended_is_sent_away() -> None:
     lose(d, decode)
     d.attach("d0", incarnation=2)
     ghost = d.attach("d0", incarnation=1)
-    assert dropped(d) == [(ghost, Refusal.INCARNATION)]
+    assert dropped(d) == [(ghost, PeerFault.INCARNATION)]
     d.arrive()
     place = d.placed()
     assert place.decode is not None
@@ -253,7 +253,7 @@ def test_a_router_that_has_just_started_takes_no_earlier_process_for_a_laters_su
     d.attach("p0")
     d.attach("d0", incarnation=2)
     zombie = d.attach("d0", incarnation=1)
-    assert dropped(d) == [(zombie, Refusal.INCARNATION)]
+    assert dropped(d) == [(zombie, PeerFault.INCARNATION)]
     assert told_gone(d) == set()
     d.arrive()
     place = d.placed()
@@ -266,7 +266,7 @@ def test_an_earlier_process_is_refused_while_its_successor_is_not_attached_too()
     d.attach("p0")
     lose(d, d.attach("d0", incarnation=2))
     zombie = d.attach("d0", incarnation=1)
-    assert dropped(d) == [(zombie, Refusal.INCARNATION)]
+    assert dropped(d) == [(zombie, PeerFault.INCARNATION)]
 
 
 @pytest.mark.parametrize("age_s", [0.0, 1.0])
@@ -274,7 +274,7 @@ def test_a_process_that_is_attached_when_its_successor_comes_has_not_ended(age_s
     d = Driver()
     _, zombie = d.pair()
     successor = d.attach("d0", incarnation=2, age_s=age_s)
-    assert dropped(d) == [(zombie, Refusal.INCARNATION)]
+    assert dropped(d) == [(zombie, PeerFault.INCARNATION)]
     assert told_gone(d) == set()
     lose(d, successor)
     d.attach("d0", incarnation=3)

@@ -13,7 +13,7 @@ import pytest
 from pdserve.certificates import CALLERS, Part, may_call, read_identity
 from pdserve.clock import VirtualClock
 from pdserve.credentials import PORT_KEPT_S, Connections, Credentials
-from pdserve.errors import ConfigError, Refusal
+from pdserve.errors import ConfigError, PeerFault
 from pdserve.launch.authority import Authority
 from pdserve.rpc import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, identify
 
@@ -58,8 +58,8 @@ class Echoing(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def listening(credentials: Credentials, *, serves: bool = True) -> AsyncIterator[tuple[str, Counter[Refusal]]]:
-    denied: Counter[Refusal] = Counter()
+async def listening(credentials: Credentials, *, serves: bool = True) -> AsyncIterator[tuple[str, Counter[PeerFault]]]:
+    denied: Counter[PeerFault] = Counter()
     server = credentials.server(lambda refusal: denied.update([refusal]))
     if serves:
         server.add_generic_rpc_handlers((Echoing(),))
@@ -97,7 +97,7 @@ async def test_a_part_calls_what_it_may_and_is_denied_all_else(
     async with listening(cluster.credentials(Part.ROUTER)) as (address, denied):
         code = await call(cluster.credentials(part), address, method)
     assert code is (grpc.StatusCode.OK if may else DENIED)
-    assert denied == ({} if may else {Refusal.PART: 1})
+    assert denied == ({} if may else {PeerFault.PART: 1})
 
 
 @pytest.mark.parametrize("method", [STATUS, "/pdserve.v1.AdminService/Other", "/pdserve.v1.Other/Method", ATTACH])
@@ -106,7 +106,7 @@ async def test_a_method_that_nobody_serves_is_denied_all_the_same(cluster: Clust
         code = await call(cluster.credentials(Part.WORKER), address, method)
     may = method == ATTACH
     assert code is (grpc.StatusCode.UNIMPLEMENTED if may else DENIED)
-    assert denied == ({} if may else {Refusal.PART: 1})
+    assert denied == ({} if may else {PeerFault.PART: 1})
 
 
 def test_what_is_in_no_row_of_the_table_nobody_may_call() -> None:
@@ -125,7 +125,7 @@ async def test_the_right_part_without_the_secret_is_denied(cluster: Cluster) -> 
     caller = cluster.credentials(Part.WORKER)
     async with listening(cluster.credentials(Part.ROUTER)) as (address, denied):
         code = await call(Credentials(b"x" * 32, caller.identity), address, ATTACH)
-    assert (code, denied) == (grpc.StatusCode.UNAUTHENTICATED, {Refusal.SECRET: 1})
+    assert (code, denied) == (grpc.StatusCode.UNAUTHENTICATED, {PeerFault.SECRET: 1})
 
 
 async def test_expired_foreign_and_missing_certificates_reach_no_method(
@@ -171,7 +171,7 @@ async def test_connections_that_fail_their_handshake_are_those_counted_as_withou
             assert await call(worker, address, STATUS) is DENIED
             assert counted.num_opened - counted.num_called == num_failed
             assert counted.num_called == 3 * (number + 1)
-    assert denied == {Refusal.SECRET: 4, Refusal.PART: 4}
+    assert denied == {PeerFault.SECRET: 4, PeerFault.PART: 4}
 
 
 async def test_a_connection_counts_once_however_many_calls_it_makes(cluster: Cluster) -> None:
@@ -214,7 +214,7 @@ async def test_another_trust_domain_of_the_same_authority_is_another_cluster(clu
     cluster.authority.write_identity(folder, Part.WORKER, "other.example", DAY)
     async with listening(cluster.credentials(Part.ROUTER)) as (address, denied):
         code = await call(Credentials.read(cluster.secret_file, folder, Part.WORKER), address, ATTACH)
-    assert (code, denied) == (DENIED, {Refusal.PART: 1})
+    assert (code, denied) == (DENIED, {PeerFault.PART: 1})
 
 
 async def test_a_caller_speaks_to_nobody_who_is_not_what_it_dials(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from loopback import loopback_mover
 
 from pdserve.credentials import Credentials
-from pdserve.errors import Refusal
+from pdserve.errors import PeerFault
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import wire
@@ -85,7 +85,7 @@ class End:
 @dataclass
 class Decode(End):
     servicer: HandoffServicer
-    refused: Counter[Refusal]
+    refused: Counter[PeerFault]
     server: grpc.aio.Server
     address: str
 
@@ -111,8 +111,8 @@ def new_mover(layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None)
 @asynccontextmanager
 async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
     me, mover, heard = Introduction(peer, LAYOUT), new_mover(), Heard[IncomingEvent | OutgoingEvent]()
-    refused: Counter[Refusal] = Counter()
-    identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
+    refused: Counter[PeerFault] = Counter()
+    identify = RequireSecret(SECRET, lambda: refused.update([PeerFault.SECRET]))
     server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
     try:
         servicer = HandoffServicer(me, mover, heard, refused)

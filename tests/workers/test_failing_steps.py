@@ -15,7 +15,7 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
-from pdserve.errors import DeviceError, InvariantError, Refusal
+from pdserve.errors import DeviceError, InvariantError, PeerFault
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
@@ -189,7 +189,7 @@ class Carried:
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         pass
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: PeerFault) -> None:
         raise AssertionError(refusal)
 
 

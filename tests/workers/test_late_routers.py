@@ -17,6 +17,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
+from pdserve.router.policies import least_loaded
 from pdserve.router.predict import Predictor
 from pdserve.router.prefix_index import block_hashes
 from pdserve.router.shell import Links as WorkerEndpoint
@@ -80,7 +81,7 @@ class Router:
     """The workers' endpoint of a router."""
 
     def __init__(self, name: str) -> None:
-        self.shell = Shell(RouterCore("m", Limits(), predictor=Predictor(hasher=HASHER)), MonotonicClock())
+        self.shell = Shell(RouterCore("m", Limits(), least_loaded, Predictor(hasher=HASHER)), MonotonicClock())
         self.endpoint = WorkerEndpoint(self.shell, link.Welcome(router_id=name, wants_kv_events=True))
 
     async def until_known(self, token_ids: list[int]) -> None:

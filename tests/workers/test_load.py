@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from lone_core import LoneCore, job, key_of
 
-from pdserve.errors import Refusal
+from pdserve.errors import PeerFault
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import SenderMessage
 from pdserve.kvtransfer.receiver import Quiesced
@@ -99,7 +99,7 @@ def test_continuations_of_a_later_attempt_that_are_cancelled_are_not_taken_off_a
 
 def test_a_heartbeat_tells_each_router_of_the_others(worker: LoneCore) -> None:
     worker.handle(Placed(THEIRS, job(1, 10), 1e9, None))
-    refused = {Refusal.LAYOUT: 1}
+    refused = {PeerFault.LAYOUT: 1}
     for router, others in ((OURS, LoadPart(0, 1, 10, 10, 100, 1, 10, 100)), (THEIRS, LoadPart())):
         (event,) = worker_events(LinkId(1), wire.heartbeat(worker.core.load(), 7, refused, router))
         assert isinstance(event, LoadReported)

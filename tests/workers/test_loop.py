@@ -13,7 +13,7 @@ from lone_core import LoneCore, job
 from pdserve.clock import MonotonicClock
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import Refusal
+from pdserve.errors import PeerFault
 from pdserve.ids import Attempt, RequestId
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
@@ -99,7 +99,7 @@ class Carried:
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         pass
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: PeerFault) -> None:
         pass
 
 

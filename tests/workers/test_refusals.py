@@ -8,7 +8,7 @@ from capsules import capsule
 from lone_core import VOCAB, LoneCore, job, key_of
 
 from pdserve.decode_worker.incoming import check_capsule
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import PeerFault, ProtocolError
 from pdserve.ids import Attempt, Incarnation, PageId, WorkerId
 from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded, Peer, Quiesced, Tail
@@ -38,14 +38,14 @@ class Worker(LoneCore):
         return self.core.load(), pool.generations(map(PageId, range(16)))
 
 
-FORGED: dict[Refusal, Callable[[Commit], Commit]] = {
-    Refusal.CAPABILITY: lambda good: replace(good, capability=b"?" * 16),
-    Refusal.MALFORMED: lambda good: replace(good, capsule=capsule(6, (0, 7))),
+FORGED: dict[PeerFault, Callable[[Commit], Commit]] = {
+    PeerFault.CAPABILITY: lambda good: replace(good, capability=b"?" * 16),
+    PeerFault.MALFORMED: lambda good: replace(good, capsule=capsule(6, (0, 7))),
 }
 
 
 @pytest.mark.parametrize("refusal", FORGED)
-def test_a_forged_commit_is_refused_by_its_kind_and_changes_nothing(refusal: Refusal) -> None:
+def test_a_forged_commit_is_refused_by_its_kind_and_changes_nothing(refusal: PeerFault) -> None:
     worker = Worker()
     assert any(isinstance(command, doors.CheckDigests) for command in worker.say(worker.landed))
     before = worker.state()
@@ -102,7 +102,7 @@ def test_another_process_cannot_speak_for_a_hand_off(peer: Peer, quiesced: bool)
     before = worker.state()
     with pytest.raises(ProtocolError) as refused:
         worker.say(Quiesced("q") if quiesced else worker.good, peer)
-    assert refused.value.refusal is Refusal.INCARNATION
+    assert refused.value.refusal is PeerFault.INCARNATION
     assert worker.state() == before
 
 
@@ -112,7 +112,7 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
     worker.say(worker.good)
     with pytest.raises(ProtocolError) as refused:
         worker.say(worker.good)
-    assert refused.value.refusal is Refusal.ORDER
+    assert refused.value.refusal is PeerFault.ORDER
     worker.handle(doors.DigestsChecked(KEY, None))
     before = worker.state()
     assert worker.say(worker.good) == []

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.clock import MonotonicClock
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import Refusal
+from pdserve.errors import PeerFault
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.roles import Role
 from pdserve.worker.inbox import Inbox
@@ -87,7 +87,7 @@ class Beats:
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         pass
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: PeerFault) -> None:
         pass
 
 
