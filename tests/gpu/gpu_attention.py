@@ -118,7 +118,7 @@ def tune(only: str) -> list[Row]:
         ("prefill d128 16-slot pages", SMALL_PAGES, long_prompt, PREFILL_TILES),
         ("decode d128", LLAMA, batch, DECODE_TILES),
     ]
-    return [row for name, *case in cases if only in name for row in _best(name, *case)]
+    return [row for name, spec, shape, tiles in cases if only in name for row in _best(name, spec, shape, tiles)]
 
 
 def _bench(cases: Iterable[Case], only: str, work: Callable[[AttentionSpec, Shape], float], unit: str) -> list[Row]:
