@@ -20,7 +20,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self._free: OrderedDict[PageId, None] = OrderedDict((PageId(i), None) for i in range(num_pages + 1))
-        self._free.popitem()  # leaves room: a full table would be rehashed when the first page comes back
+        self._free.popitem()  # room where they fill the table: the first to come back would rehash it
         self._holders = [0] * num_pages
         self._generation = [0] * num_pages
         self._granted: set[PageId] = set()

@@ -18,7 +18,7 @@ def test_a_refused_take_changes_nothing() -> None:
     pool.check()
 
 
-def test_the_first_page_that_comes_back_has_no_table_of_all_pages_rehashed() -> None:
+def test_the_first_page_that_comes_back_does_not_rehash_a_table_that_the_pages_fill() -> None:
     pool = PagePool(10_922)  # fills a hash table exactly
     num_bytes, pages = sys.getsizeof(pool._free), pool.take(1)
     assert pages is not None
