@@ -4,6 +4,7 @@ Workers report to routers: their load, the stages of a request's life, and why a
 autoscaler what clients asked for.
 """
 
+from collections.abc import Collection
 from dataclasses import field
 from enum import Enum, StrEnum, auto
 from math import ceil, log2
@@ -33,6 +34,10 @@ class LoadPart(NamedTuple):
 
     def minus(self, part: "LoadPart") -> "LoadPart":
         return LoadPart(*map(sub, self, part))
+
+
+def sum_of(parts: Collection[LoadPart]) -> LoadPart:
+    return LoadPart(*map(sum, zip(*parts, strict=True)))
 
 
 @value

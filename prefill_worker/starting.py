@@ -20,7 +20,7 @@ class Starting:
         self._scheduler = scheduler
         self._room = room
         self._waiting: list[Sequence] = []
-        self._ungranted: set[HandoffKey] = set()  # of these, prompts that go to a worker which has granted no pages yet
+        self._ungranted: set[HandoffKey] = set()  # prompts whose target has granted no pages yet
         self._may_start = False  # whether one of them has come, gone or been granted pages since this was last tried
         self._tried = 0  # the room that was left when this was last tried
 

@@ -114,7 +114,7 @@ def simulator(
 def _objective(goodput: Goodput) -> "Objective | None":
     from pdserve.measure.outcomes import parse_objective
 
-    return parse_objective(*goodput) if any(goodput or ()) else None
+    return parse_objective(*goodput) if goodput and any(goodput) else None
 
 
 def _show(json_file: Path | None, found: "Findings") -> None:

@@ -13,7 +13,7 @@ from pdserve.kvtransfer.doors import Claim
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
-from pdserve.reports import LoadPart
+from pdserve.reports import LoadPart, sum_of
 from pdserve.worker.admission import Draining, Roles
 from pdserve.worker.messages import Load, Parts, RouterRef
 from pdserve.worker.tasks import Task
@@ -88,11 +88,12 @@ class Taken:
 
     def parts(self, present: Iterable[tuple[RouterRef, LoadPart]]) -> Parts:
         """Return the present load, and what was taken in since the start, by router."""
-        total, by_router = self._total, self._by_router.copy()
+        by_router = {router: [part] for router, part in self._by_router.items()}
         for router, part in present:
-            total = total.plus(part)
-            by_router[router] = by_router.get(router, LoadPart()).plus(part)
-        return Parts(total, by_router)
+            by_router.setdefault(router, []).append(part)
+        sums = {router: sum_of(parts) for router, parts in by_router.items()}
+        known = sum_of(self._by_router.values())
+        return Parts(sum_of(sums.values()).plus(self._total.minus(known)), sums)
 
 
 class Meter:

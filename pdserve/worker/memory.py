@@ -1,4 +1,4 @@
-"""A worker's memory on the CPU: weights that all workers of a machine hold once, KV pages, and Python's objects.
+"""A worker's memory on the CPU: weights that all workers of a machine hold once, and KV pages.
 
 Weights: workers map the same file. The first one writes its tensors into the file as they lie in memory. A worker maps
 a file only if the file has exactly the bytes that the worker itself has read and packed. A file that differs costs

@@ -124,7 +124,8 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 register.ready = True
                 register.load_progress = 1.0
                 register.handoff_address = worker.handoff_address
-                worker.outbox.beat(worker.core.load(), 0)  # first: routers place nothing here before they know the load
+                # First: from `ready` on routers place here, also while they know no load.
+                worker.outbox.beat(worker.core.load(), 0)
                 links.update()
                 if engine.runner.kv.device.type == "cpu":
                     take_in_background(engine.runner.kv)

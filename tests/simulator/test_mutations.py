@@ -79,7 +79,7 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
     "accept_any_number_of_digests": 5,
     "end_a_dialled_stream_in_silence": 35,
     "dial_a_lost_router_no_more": 10,
-    "keep_what_a_lost_router_asked_for": 25,
+    "keep_what_a_lost_router_asked_for": 27,
     "ignore_the_incarnation_on_decode_workers": 5,
     "take_one_process_gone_for_all_of_its_name": 15,
     "never_dial_a_lost_peer_again": 90,
