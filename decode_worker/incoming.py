@@ -33,8 +33,8 @@ class Incoming:
         self._vocab_size = vocab_size
         self._ungranted: dict[HandoffKey, Expected] = {}  # wait for pages, most urgent first
         self._arrivals: dict[HandoffKey, Arrival] = {}
-        self._moves: dict[HandoffKey, Arrival] = {}  # of these, continuations that move here
-        self._has_come = False  # one of these, since a step was planned
+        self._moves: dict[HandoffKey, Arrival] = {}  # those of the arrivals that are running continuations
+        self._has_come = False  # a running continuation was admitted since the last step was planned
         self.num_digest_mismatches = 0
 
     @property

@@ -30,7 +30,7 @@ REDIAL_S = 600.0
 MAX_ADDRESSES = 1024
 EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
 MAX_CLOSED = 4096
-STUCK_S = 10.0  # after it, copies that do not stop are taken for copies to a frozen peer; a peer is lost after 4 s
+STUCK_S = 10.0  # after it, copies that do not stop count as copies to a frozen peer; `lease_s` is 4 s by default
 ANSWER_S = 10.0  # for the answer to a commit, which a receiver may have refused
 
 

@@ -84,7 +84,7 @@ class Stage:
     """Children that are asked to end together, and by when they must have ended."""
 
     roles: tuple[ProcessRole, ...]
-    within_s: float  # after the first stage began
+    within_s: float  # after the first stage began: a slow one leaves less time to those after it
 
 
 @dataclass(slots=True)

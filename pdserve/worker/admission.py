@@ -17,7 +17,7 @@ from pdserve.token_ids import ALL_IDS, largest
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Placed, RoleGiven, RoleTaken
 
 NUM_STILL_LOOKS = 30  # more than it takes until stuck copies make a worker drain
-NUM_LOOKS = 8  # one each half second: as long as routers wait for a silent worker
+NUM_LOOKS = 8  # one each half second: 4 s, the default of routers' `worker_silence_s`
 _INDICES = frozenset(range(MAX_SEQUENCES))
 
 
