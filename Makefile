@@ -22,10 +22,10 @@ demo: $(SERVING)
 serve: $(SERVING)
 	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
-# Less than a minute: no processes, no large models.
+# About a minute on two cores: no processes, no large models.
 UNIT := $(addprefix tests/,checkpoint cli cpu_kernels engine kvtransfer measure model perfmodel router security text workers)
 unit: $(INSTALLED)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(UNIT)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not long" $(UNIT)
 
 # Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
 INTERPRETED := tests/kernels tests/triton_engine

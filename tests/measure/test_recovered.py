@@ -15,7 +15,7 @@ ROUTER = ProcessState(name="router", role="router", pid=1, incarnation=1, num_re
 
 async def test_a_request_that_ended_since_the_last_status_is_counted(tmp_path: Path) -> None:
     secret_file, board = write_secret(tmp_path), StatusBoard()
-    async with running_router(secret_file, {}) as router:
+    async with running_router(secret_file, {"pool_grace_s": 0}) as router:
         state = cluster_state(secret_file, admin=router.addresses.internal, processes=(ROUTER,))
         board.put(await state.operator().status())
         with pytest.raises(grpc.aio.AioRpcError):  # there are no workers
