@@ -9,8 +9,9 @@ waiting for it.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import jinja2
 from jinja2 import nodes
@@ -36,6 +37,7 @@ TEMPLATE_ERRORS = (
 
 
 OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+SYSTEM, DEVELOPER = "system", "developer"
 _CONTINUE_HERE = "\ue000continue here\ue001 "  # ends the message to go on with while it is rendered
 
 JsonObject = Mapping[str, object]
@@ -96,8 +98,12 @@ class ChatTemplate:
 
         special_tokens: what the template may name, such as bos_token and eos_token.
         """
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            parsed = environment.parse(source)
+            # A template that knows the role compares with its name. To write the word in a sentence is not to know it.
+            self._knows_developer = any(constant.value == DEVELOPER for constant in parsed.find_all(nodes.Const))
+            self._template = environment.from_string(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         self.source = source
@@ -106,9 +112,12 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
         """Return the prompt. It already has the special tokens it needs: encode it with `add_special=False`.
 
-        Raises RequestError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
+        A developer's message is a system message of a template that does not name the role. Raises
+        RequestError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
         """
         _check_sizes(messages)
+        if not self._knows_developer:
+            messages = list(_by_system(messages))
         shown = [message.plain() for message in messages]
         if options.continue_final_message:
             if not messages[-1].content:
@@ -123,6 +132,20 @@ class ChatTemplate:
         )
         rendered = _joined(pieces)
         return _cut(rendered) if options.continue_final_message else rendered
+
+
+def _by_system(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield messages with each developer's as one of the system.
+
+    It is joined with the system messages beside it: many templates take one, and only as the first message.
+    """
+    for is_instruction, turns in groupby(messages, key=lambda message: message.role in (SYSTEM, DEVELOPER)):
+        group = list(turns)
+        if is_instruction and any(message.role == DEVELOPER for message in group):
+            content = "\n\n".join(message.content for message in group if message.content)
+            yield replace(group[0], role=SYSTEM, content=content)
+        else:
+            yield from group
 
 
 def _joined(pieces: Iterator[str]) -> str:

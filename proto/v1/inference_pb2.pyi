@@ -227,7 +227,9 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant" or what else the model's template knows."""
+    """"system", "user", "assistant" or what else the model's template knows. "developer" is "system" where the template
+    does not name it; such a message is joined with the system messages beside it.
+    """
     content: _builtins.str
     """Text of the message. Unset where it has none but tool calls."""
     tool_calls_json: _builtins.str

@@ -225,3 +225,54 @@ def test_messages_over_a_limit_are_refused_before_rendering(messages: list[ChatM
 def test_a_template_may_show_the_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: f"<{form}>")
     assert ChatTemplate("{{ strftime_now('%d %b') }}", SPECIAL).render(TALK) == "<%d %b>"
+
+
+FIRST_ALONE = """{% for message in messages %}
+{% if message.role == 'system' and not loop.first %}{{ raise_exception('a system message comes first') }}{% endif %}
+{% if loop.first and message.role != 'system' %}[system: the default]{% endif %}
+[{{ message.role }}: {{ message.content }}]{% endfor %}"""
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}",
+    "{% for m in messages %}{% if m.role in ['system', 'developer'] %}D{% endif %}{{ m.role }};{% endfor %}",
+    "{% set names = {'developer': 'D'} %}{% for m in messages %}{{ names.get(m.role, '') }}{{ m.role }};{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "rendered"),
+    [
+        ("D", "[system: 0][user: x]"),
+        ("SD", "[system: 0\n\n1][user: x]"),
+        ("DD", "[system: 0\n\n1][user: x]"),
+        ("DS", "[system: 0\n\n1][user: x]"),
+        ("SDD", "[system: 0\n\n1\n\n2][user: x]"),
+        ("S", "[system: 0][user: x]"),
+        ("", "[system: the default][user: x]"),
+    ],
+)
+def test_what_a_developer_writes_is_a_system_message_of_a_template_that_does_not_name_the_role(
+    roles: str, rendered: str
+) -> None:
+    names = {"D": "developer", "S": "system"}
+    first = [ChatMessage(names[role], str(place)) for place, role in enumerate(roles)]
+    text = ChatTemplate(FIRST_ALONE, SPECIAL).render([*first, ChatMessage("user", "x")])
+    assert text.replace("\n[", "[") == rendered
+
+
+def test_system_messages_without_a_developers_beside_them_reach_the_template_as_they_are() -> None:
+    template = ChatTemplate(FIRST_ALONE, SPECIAL)
+    system, developer, user = ChatMessage("system", "a"), ChatMessage("developer", "b"), ChatMessage("user", "x")
+    for messages in ([system, system, user], [system, user, developer]):
+        with pytest.raises(RequestError, match="a system message comes first"):
+            template.render(messages)
+
+
+@pytest.mark.parametrize("source", KNOWN_ROLES)
+def test_a_template_that_names_the_developer_gets_the_role(source: str) -> None:
+    template = ChatTemplate(source, SPECIAL)
+    assert template.render([ChatMessage("developer", "x")]).startswith("Ddeveloper")
+
+
+def test_a_template_that_only_talks_of_developers_does_not_know_the_role() -> None:
+    source = "{# no developer #}developer{{ 'You help a developer.' }}{% for m in messages %}{{ m.role }}{% endfor %}"
+    assert ChatTemplate(source, SPECIAL).render([ChatMessage("developer", "x")]).endswith("system")
