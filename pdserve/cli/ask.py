@@ -18,6 +18,7 @@ from pdserve.cli.options import (
     AsJson,
     CaFile,
     ClusterName,
+    HttpServer,
     RouterFlags,
     SamplingFlags,
     key_for,
@@ -152,10 +153,7 @@ OutputFile = Annotated[
 def run_batch(
     file: BatchFile,
     output: OutputFile,
-    server: Annotated[
-        str | None,
-        typer.Option(help="Where OpenAI's API is served, http://host:port; by default by the cluster that runs here."),
-    ] = None,
+    server: HttpServer = None,
     model: Annotated[
         str | None, typer.Option(help="Start a cluster of this model for the length of the command.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.flags import config_flags, grouped_flags
-from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, WorkloadFlags, one_of
+from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, WorkloadFlags, WorkloadText, one_of
 from pdserve.cli.processes import run_process, settings_of
 from pdserve.cli.results import HtmlFile, JsonFile, draw, report, show, writable
 from pdserve.config import AutoscalerConfig
@@ -37,7 +37,7 @@ def validate(
 
 def explain(
     policy: PolicyFile,
-    cluster: Annotated[
+    name: Annotated[
         str | None, typer.Option(help="Also what the autoscaler of this cluster decided last, and why.")
     ] = None,
 ) -> None:
@@ -47,9 +47,9 @@ def explain(
 
     for sentence in sentences(load(policy)):
         typer.echo(sentence)
-    if cluster is not None:
-        record = _record(cluster)
-        typer.echo(f"The autoscaler of {cluster} follows {record.policy}.")
+    if name is not None:
+        record = _record(name)
+        typer.echo(f"The autoscaler of {name} follows {record.policy}.")
         _show_now(record)
 
 
@@ -72,7 +72,7 @@ def crd() -> None:
 @grouped_flags
 def simulate(
     policy: PolicyFile,
-    trace: Annotated[str, typer.Option(metavar="FILE", help="Requests, as `pdserve sim --workload` takes them.")],
+    workload: WorkloadText,
     sizes: WorkloadFlags = _WHOLE_TRACE,
     profile: ProfileFile = None,
     startup: Annotated[
@@ -116,7 +116,7 @@ def simulate(
     from pdserve.perfmodel.profile import read_profile, shipped_profile
 
     wanted, costs = load(policy), read_profile(profile or shipped_profile())
-    requests = sizes.read(trace).between(*stretch("--window", window)).multiplied(rate_scale, sizes.seed)
+    requests = sizes.read(workload).between(*stretch("--window", window)).multiplied(rate_scale, sizes.seed)
     startup_s = None if startup is None else _seconds("--startup", startup)
     slowed = tuple(slow_stretch(each) for each in slow or ())
     scene = scaling.scene_of(wanted, requests, costs, (prefill, decode), startup_s, slowed)

@@ -14,11 +14,13 @@ from pdserve.cli.options import (
     WORKLOAD_HELP,
     ClusterName,
     Goodput,
+    HttpServer,
     Model,
     Placements,
     ProfileFile,
     RouterFlags,
     WorkloadFlags,
+    WorkloadText,
     checked_rate,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
@@ -51,9 +53,7 @@ def load(
     door: Annotated[
         list[str] | None, typer.Option(**DOORS, help="Repeatable: then they take turns. By default grpc.")
     ] = None,
-    http_url: Annotated[
-        str, typer.Option(metavar="URL", help="OpenAI's API of a router; by default of the cluster that runs here.")
-    ] = "",
+    server: HttpServer = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each workload is sent.")] = 1,
     json_file: JsonFile = None,
     html: HtmlFile = None,
@@ -74,7 +74,7 @@ def load(
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
     goal = parse_objective(*goodput or ())
     sampling = Sampling(temperature, top_p, sizes.seed)
-    doors = router.doors(door or ["grpc"], http_url)
+    doors = router.doors(door or ["grpc"], server)
     runs = run(measure_load(doors, Load(workloads, goal, sizes.seed, max_concurrency, sampling, rounds)))
     summaries = [each.summary for each in runs]
     notes = [f"goodput counts requests that ended well ({goal})", *door_notes(runs)]
@@ -154,7 +154,6 @@ def profile(
     write_profile(output, run(profiles.measure_profile(read_state(name), sent, source, report)))
 
 
-WorkloadText = Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)]
 Poisson = Annotated[
     bool, typer.Option(help="Random arrivals instead of the trace's, and another order when it is repeated.")
 ]

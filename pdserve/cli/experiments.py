@@ -132,7 +132,7 @@ def chaos(
     freeze_for: Annotated[
         float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.")
     ] = None,
-    fail_copies: Annotated[
+    test_fail_copies: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
     ] = 0.0,
     baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
@@ -146,7 +146,7 @@ def chaos(
     from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
 
     spec = own.spec("chaos", mover=mover)
-    faulty = own.spec("chaos", mover=mover, test_fail_copies=fail_copies or None)
+    faulty = own.spec("chaos", mover=mover, test_fail_copies=test_fail_copies or None)
     faults = FaultPlan(kill_every, freeze_for, known.seed) if kill_every else None
     trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
     if baseline:

@@ -32,6 +32,7 @@ WORKLOAD_HELP = (
     "deviation of their logarithms; a trace (.csv of Azure, .jsonl of Mooncake, .json list of {start_time, prompt_len, "
     "output_len}), or a slice that comes with pdserve: azure-conv, azure-code, mooncake."
 )
+WorkloadText = Annotated[str, typer.Option("--workload", metavar="W", help=WORKLOAD_HELP)]
 _MOST_SECONDS = 86_400
 _UINT32 = 2**32 - 1
 
@@ -59,6 +60,12 @@ ConfigFile = Annotated[
 ClusterName = Annotated[str, typer.Option("--name", envvar="PDSERVE_CLUSTER", help="Which of this machine's clusters.")]
 Endpoint = Annotated[
     str | None, typer.Option("--endpoint", help="host:port of a router; by default the cluster that runs here.")
+]
+HttpServer = Annotated[
+    str | None,
+    typer.Option(
+        "--server", metavar="URL", help="Where OpenAI's API is served; by default by the cluster that runs here."
+    ),
 ]
 CaFile = Annotated[
     Path | None,
@@ -102,24 +109,24 @@ class RouterFlags:
         state = read_state(self.name)
         return state.endpoint, self._access(state.ca_file, api_key)
 
-    def http(self, url: str) -> "tuple[str, Access | None]":
+    def http(self, url: str | None) -> "tuple[str, Access | None]":
         """Return the URL of its HTTP port, `url` where that is given, and a client's credentials."""
         from pdserve.launch.folder import read_state
 
-        if url:
+        if url is not None:
             return url, self._access(None, key_for(url))
         if self.endpoint is not None:
-            raise ConfigError("--http-url is needed beside --endpoint")
+            raise ConfigError("--server is needed beside --endpoint")
         state = read_state(self.name)
         if not state.http:
             raise ConfigError(f"--door: cluster {self.name} does not serve http")
         return state.http, self._access(state.ca_file, key_for(state.http))
 
-    def doors(self, names: "Sequence[str]", http_url: str) -> "dict[Door, tuple[str, Access | None]]":
+    def doors(self, names: "Sequence[str]", server: str | None) -> "dict[Door, tuple[str, Access | None]]":
         """Return the address of each door, and a client's credentials."""
         from pdserve.measure.client import Door
 
-        return {Door(name): self.http(http_url) if name == "http" else self.router() for name in names}
+        return {Door(name): self.http(server) if name == "http" else self.router() for name in names}
 
     def _access(self, ca_file: Path | None, api_key: str) -> "Access | None":
         from pdserve.measure.client import Access
@@ -251,7 +258,7 @@ class KnownRequestFlags:
 class LoadFlags:
     """Loads of a cluster, as shares of its capacity."""
 
-    workload: Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)] = "1155x211"  # means of azure-conv
+    workload: WorkloadText = "1155x211"  # means of azure-conv
     load: Annotated[list[float] | None, typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.")] = (
         None
     )

@@ -35,7 +35,7 @@ def run(*words: object) -> str:
 def test_the_last_decision_is_shown_below_what_the_policy_does(journal: Journal) -> None:
     plain = run("explain", POLICY)
     journal.write([DECISION])
-    head, _, last = run("explain", POLICY, "--cluster", "c").removeprefix(plain).partition("\n")
+    head, _, last = run("explain", POLICY, "--name", "c").removeprefix(plain).partition("\n")
     assert head == f"The autoscaler of c follows {POLICY}."
     assert last.endswith(f": {DECISION.text}\n")
     assert "97%" in last

@@ -34,7 +34,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_a_simulated_policy_stands_beside_its_rivals(pdserve: Command, files: Path) -> None:
-    paths = str(files / "policy.yaml"), "--trace", str(files / "trace.json"), "--log", str(files / "log.txt")
+    paths = str(files / "policy.yaml"), "--workload", str(files / "trace.json"), "--log", str(files / "log.txt")
     flags = "--startup", "5s", "--rate-scale", "4", "--slow", "1.5@20-30", "--decode", "2"
     rivals = "--versus", "hpa", "--versus", "planner"
     ended = pdserve("autoscale", "simulate", *paths, *flags, *rivals, "--json", "-", "--html", str(files / "a.html"))
@@ -57,7 +57,7 @@ def test_a_simulated_policy_stands_beside_its_rivals(pdserve: Command, files: Pa
 def test_the_trace_that_a_policy_is_warmed_up_with_is_read(pdserve: Command, files: Path) -> None:
     policy = files / "policy.yaml"
     policy.write_text(f"{POLICY}forecaster: {{kind: last, warmupTrace: none.csv}}\n", encoding="utf-8")
-    ended = pdserve("autoscale", "simulate", str(policy), "--trace", str(files / "trace.json"))
+    ended = pdserve("autoscale", "simulate", str(policy), "--workload", str(files / "trace.json"))
     assert ended.returncode == 2
     assert "none.csv: No such file" in ended.stderr
 
