@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.errors import ConfigError, echo, invalid
+from pdserve.text.history import TOOLS, Message, form_of
 
 MAX_MESSAGES = 4096
 MAX_INPUT_CHARS = 4 * 2**20
@@ -49,7 +50,7 @@ class ChatMessage:
 
     role: str
     content: str | None
-    tool_calls: Sequence[JsonObject] = ()  # as in OpenAI's API, but the arguments may be an object
+    tool_calls: Sequence[JsonObject] = ()  # as in OpenAI's API; arguments may be any text, or an object
     tool_call_id: str = ""
     name: str = ""
     reasoning_content: str = ""
@@ -108,6 +109,7 @@ class ChatTemplate:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._form = form_of(lambda messages: self._run(messages, ChatOptions(tools=TOOLS)))
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
         """Return the prompt. It already has the special tokens it needs: encode it with `add_special=False`.
@@ -118,20 +120,23 @@ class ChatTemplate:
         _check_sizes(messages)
         if not self._knows_developer:
             messages = list(_by_system(messages))
-        shown = [message.plain() for message in messages]
+        shown = self._form.shaped([message.plain() for message in messages])
         if options.continue_final_message:
             if not messages[-1].content:
                 raise invalid("continue_final_message", "the last message has no text to go on with")
             shown[-1]["content"] = messages[-1].content + _CONTINUE_HERE
+        rendered = self._run(shown, options)
+        return _cut(rendered) if options.continue_final_message else rendered
+
+    def _run(self, messages: Sequence[Message], options: ChatOptions) -> str:
         pieces = self._template.generate(
             {**self._special_tokens, **options.template_kwargs},
-            messages=shown,
+            messages=messages,
             tools=options.tools,
             documents=options.documents,
             add_generation_prompt=options.add_generation_prompt,
         )
-        rendered = _joined(pieces)
-        return _cut(rendered) if options.continue_final_message else rendered
+        return _joined(pieces)
 
 
 def _by_system(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:

@@ -22,7 +22,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.served import ServedModel
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
-from pdserve.text.chat import ChatMessage, ChatOptions, JsonObject
+from pdserve.text.chat import ChatMessage, ChatOptions
 from pdserve.text.stop import check_stops
 from pdserve.token_ids import TokenIds, largest, pack
 from pdserve.wire import given_params
@@ -281,20 +281,11 @@ def _message_of(message: inference.ChatMessage) -> ChatMessage:
     return ChatMessage(
         role=message.role,
         content=message.content if message.HasField("content") or not calls else None,
-        tool_calls=[_with_arguments(call) for call in calls],
+        tool_calls=calls,
         tool_call_id=message.tool_call_id,
         name=message.name,
         reasoning_content=message.reasoning_content,
     )
-
-
-def _with_arguments(call: JsonObject) -> JsonObject:
-    """Return a call with its arguments as the object that templates expect; OpenAI's API has them as a text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    arguments = json_object("tool_calls.function.arguments", function["arguments"] or "{}")
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def json_object(field: str, text: str) -> dict[str, Any]:

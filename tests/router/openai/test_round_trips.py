@@ -1,0 +1,174 @@
+"""What the server answers it takes back: any answer with calls, and what tools say to them, is the next request."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import tool_templates
+from http_door import StartHttp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_fakes import MODEL, TOKENIZER
+
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.openai.dialect import CHAT, Choice, Prompt, Response, Shown
+from pdserve.router.frontend.openai.fields import ChatRequest
+from pdserve.router.frontend.openai.filters import plan
+from pdserve.router.frontend.openai.translate import chat_request
+from pdserve.router.frontend.prompts import Prompts
+from pdserve.router.frontend.served import ServedModel
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.tool_calls import FORMATS, FormatName
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+FUNCTION = '{{"name": "{name}", "{key}": {arguments}}}'
+Json = dict[str, Any]
+
+
+def served(template: str, name: FormatName = "hermes") -> ServedModel:
+    chat = ChatTemplate(template, SPECIAL)
+    return ServedModel(MODEL, 100_000, TOKENIZER.vocab_size, NO_DEFAULTS, TOKENIZER, chat, tool_format=FORMATS[name])
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model wrote."""
+
+    format: FormatName
+    text: str
+    finish_reason: int
+    cuts: tuple[int, ...]  # pieces in which it came
+
+
+ARGUMENTS = st.one_of(
+    st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=8), st.none()), max_size=3).map(
+        json.dumps
+    ),
+    st.sampled_from(
+        ["null", '"null"', '""', '"plain"', "[1, 2]", "17", "{not: json}", '{"a": "\\ud800"}', "", '"{\\"a\\": 1}"']
+    ),
+)
+CALLS = st.lists(st.tuples(st.sampled_from(["weather", "unknown"]), ARGUMENTS), max_size=3)
+
+
+def in_format(name: FormatName, content: str, calls: list[tuple[str, str]]) -> str:
+    form = FORMATS[name]
+    texts = [FUNCTION.format(name=called, key=form.arguments_key, arguments=each) for called, each in calls]
+    if name == "mistral":
+        return content + (f"[TOOL_CALLS][{', '.join(texts)}]" if texts else "")
+    if name == "llama3_json":
+        return "; ".join(texts) or content
+    return content + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Written:
+    name = draw(st.sampled_from(list(FORMATS)))
+    text = in_format(name, draw(st.sampled_from(["", "I look.\n", "\n", "é {"])), draw(CALLS))
+    reason = inference.FINISH_REASON_STOP
+    if draw(st.booleans()):  # cut by length or a stop string
+        text = text[: draw(st.integers(0, len(text)))]
+        reason = draw(st.sampled_from([inference.FINISH_REASON_STOP, inference.FINISH_REASON_LENGTH]))
+    return Written(name, text, reason, tuple(draw(st.lists(st.integers(0, len(text)), max_size=4))))
+
+
+def answered(written: Written, model: ServedModel, *, streams: bool) -> Json:
+    """Return the message that a client has of an answer."""
+    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "tools": [TOOL]})
+    planned = plan(asked, inference.GenerateRequest(), model)
+    assert planned.new_filter is not None
+    choice = Choice(0, Prompt(), planned.new_filter())
+    response = Response(CHAT, MODEL, TOKENIZER, Shown())
+    if not streams:
+        gain = Gain(0, [1], written.text, finish_reason=written.finish_reason)
+        body = json.loads(response.body([(choice, gain)], {}, {}))
+        message: Json = body["choices"][0]["message"]
+        return message
+    places = sorted({0, *written.cuts, len(written.text)})
+    gains = [Gain(0, [1], written.text[a:b]) for a, b in pairwise(places)] or [Gain(0, [1])]
+    gains[-1].finish_reason = written.finish_reason
+    events = b"".join(response.chunks(choice, gain) for gain in gains).decode().split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event]
+    return put_together([chunk["choices"][0]["delta"] for chunk in chunks])
+
+
+def put_together(deltas: list[Json]) -> Json:
+    """Return the message of a stream, as clients put it together."""
+    message: Json = {"role": "assistant", "content": None}
+    calls: dict[int, Json] = {}
+    for delta in deltas:
+        if delta.get("content") is not None:
+            message["content"] = (message["content"] or "") + delta["content"]
+        for part in delta.get("tool_calls", ()):
+            call = calls.setdefault(part["index"], part | {"function": {"name": "", "arguments": ""}})
+            call["function"]["name"] += part["function"].get("name", "")
+            call["function"]["arguments"] += part["function"].get("arguments", "")
+    return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def sent_back(message: Json) -> ChatRequest:
+    calls = message.get("tool_calls") or []
+    said = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
+    asked = {"role": "user", "content": "?"}
+    again = [asked, message, *said, *([] if said else [asked])]
+    return ChatRequest.model_validate_json(json.dumps({"messages": again, "tools": [TOOL]}))
+
+
+def rendered(model: ServedModel, asked: ChatRequest) -> str:
+    """Return the prompt; RequestError where the server refuses the request."""
+    prompts = Prompts(model, 1, 10.0)
+    ids = prompts._encode_chat(chat_request(asked, {}))
+    prompts._threads.shutdown()
+    return TOKENIZER.decode(list(ids))
+
+
+MODELS = {name: served(template) for name, template in tool_templates.ALL.items()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(written=answers(), streams=st.booleans())
+@pytest.mark.parametrize("name", tool_templates.ALL)
+def test_any_answer_of_the_server_is_taken_back(name: str, written: Written, streams: bool) -> None:
+    model = replace(MODELS[name], tool_format=FORMATS[written.format])
+    message = answered(written, model, streams=streams)
+    text = rendered(model, sent_back(message))
+    if name in tool_templates.SHOWING and not (name in ("deepseek v3", "absent") and message["content"]):
+        for call in message.get("tool_calls") or []:
+            assert call["function"]["name"] in text
+    assert "sunny" in text or not message.get("tool_calls")
+
+
+@pytest.mark.parametrize("name", tool_templates.SHOWING)
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Bern"}', "Bern"),
+        ("city: Bern", "city: Bern"),
+        ("", "weather"),
+        (None, "weather"),
+        ("null", "weather"),
+    ],
+)
+def test_arguments_are_shown_as_an_object_where_they_are_one_else_as_their_text(
+    name: str, arguments: str | None, shown: str
+) -> None:
+    call = {"id": "a23456789", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    for message in ({"content": None}, {}, {"content": ""}):
+        text = rendered(MODELS[name], sent_back({"role": "assistant", **message, "tool_calls": [call]}))
+        assert shown in text
+        assert "None" not in text
+        assert "null" not in text
+
+
+async def test_an_agents_second_turn_is_served(start_http: StartHttp) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "Bern, please"}}
+    door = await start_http(template=tool_templates.SMOLLM2)
+    for content in ({"content": None}, {}):
+        body = {"messages": sent_back({"role": "assistant", **content, "tool_calls": [call]}).model_dump()["messages"]}
+        answer = await door.post("/v1/chat/completions", **body, max_tokens=2, tools=[TOOL])
+        assert answer.status_code == 200, answer.text
