@@ -1,6 +1,7 @@
 """How families of models write tool calls, and how those are read from an answer as it comes.
 
-An answer is content until a call begins. What stands between calls, and what follows the last one, is left out.
+An answer is content until a call begins. What stands between calls, and what follows the last one, is left out, and so
+are the spaces before and after calls.
 """
 
 import json
@@ -88,7 +89,7 @@ class _CallReader:
         self._key: str | None = None
         self._member: list[str] = []  # the text of a key, or of the name
         self._pending: list[str] = []  # arguments not yet given out
-        self._is_string: bool | None = None  # what the arguments are; None: none have come
+        self._is_held: bool | None = None  # arguments are not given out before they end; None: none have come
 
     @property
     def raw(self) -> str:
@@ -142,9 +143,9 @@ class _CallReader:
 
     def _keep(self, text: str) -> None:
         if self._is_arguments or self._key in _ARGUMENT_KEYS:
-            if self._is_string is None:
+            if self._is_held is None:
                 text = text.lstrip()
-                self._is_string = text[0] == '"' if text else None
+                self._is_held = text[0] in '"n' if text else None
             self._pending.append(text)
         elif self._key is None or self._key == "name":
             self._member.append(text)
@@ -156,10 +157,11 @@ class _CallReader:
     def _end_member(self) -> None:
         if self._key == "name":
             self._name = _string("".join(self._member)) or self._name
-        elif self._is_string:
+        elif self._is_held:
             written = "".join(self._pending)
-            text = _string(written)  # a model may write its arguments as a string
-            self._pending, self._is_string = [written if text is None else text], False
+            text = _string(written)  # a model may write its arguments as a string, or null where there are none
+            text = written if text is None else text
+            self._pending, self._is_held = ["{}" if text.strip() in ("", "null") else text], False
         self._key, self._member = None, []
 
     def _events(self) -> list[CallBegun | Arguments]:
@@ -169,12 +171,16 @@ class _CallReader:
         if not self._was_begun:
             self._was_begun, self._raw = True, []
             events.append(CallBegun(self._name))
-        if not self._is_string and (pending := "".join(self._pending)):
-            events.append(Arguments(pending))
-            self._pending = []
-        elif self.is_done and self._is_string is None:
+        if not self._is_held:
+            events += self.rest()
+        if self.is_done and self._is_held is None:
             events.append(Arguments("{}"))
         return events
+
+    def rest(self) -> list[CallBegun | Arguments]:
+        """Give out arguments that are held back, where the call has begun."""
+        pending, self._pending = "".join(self._pending), []
+        return [Arguments(pending)] if pending and self._was_begun else []
 
 
 def _string(text: str) -> str | None:
@@ -200,6 +206,14 @@ class ToolCallParser:
         self._reader: _CallReader | None = None
         self._is_among_calls = False
         self._is_at_start = True  # nothing but spaces has come
+        self._is_blank = True  # nothing but spaces has come since the start, or since the last call
+        self._has_calls = False
+        self._awaits_call = False  # a call was announced, and has not ended
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._awaits_call or self._reader is not None
 
     def push(self, text: str) -> list[Event]:
         """Take the next piece; return the events that it completes."""
@@ -212,9 +226,12 @@ class ToolCallParser:
 
     def finish(self) -> list[Event]:
         """End the answer; return what was held back, which may have begun like a call."""
-        held = self._reader.raw if self._reader is not None else "" if self._is_among_calls else self._held
+        reader, held = self._reader, self._held
         self._held, self._reader = "", None
-        return [Content(held)] if held else []
+        if reader is not None:
+            return [Content(reader.raw)] if reader.raw else [*reader.rest()]
+        is_left_out = self._is_among_calls or (self._has_calls and not held.strip())
+        return [Content(held)] if held and not is_left_out else []
 
     def _step(self) -> list[Event]:
         if self._reader is not None:
@@ -230,11 +247,13 @@ class ToolCallParser:
             self._held, self._reader, self._is_at_start = text, _CallReader(), False
             return []
         before, rest, is_there = split_at(self._held, self._format.begin)
-        if self._is_at_start and not before.strip() and len(before) < MAX_HELD:
+        if self._is_blank and not before.strip() and len(before) < MAX_HELD:
             if not is_there:
                 return []
             before = ""
-        self._held, self._is_among_calls, self._is_at_start = rest, is_there, False
+        self._held, self._is_among_calls = rest, is_there
+        self._is_at_start = self._is_blank = False
+        self._awaits_call = is_there
         return [Content(before)] if before else []
 
     def _look_for_call(self) -> None:
@@ -242,6 +261,7 @@ class ToolCallParser:
         before, brace, _ = self._held.partition("{")
         if self._format.end and self._format.end in before:
             self._held, self._is_among_calls = self._held.partition(self._format.end)[2], False
+            self._is_blank, self._awaits_call = True, False
         elif brace:
             self._held = self._held[len(before) :]
             self._reader = _CallReader(self._name_in(before[-MAX_HELD:]) or None)
@@ -258,6 +278,7 @@ class ToolCallParser:
         events, self._held = reader.push(self._held)
         if not reader.is_done:
             return [*events]
-        self._reader = None
+        self._reader, self._awaits_call = None, False
+        self._has_calls |= not reader.raw
         self._is_among_calls |= not reader.raw
         return [Content(reader.raw)] if reader.raw else [*events]

@@ -172,7 +172,7 @@ class Response:
         choice.is_begun = True
         deltas, more = choice.deltas(gain), self._more(choice, gain)
         if more and not deltas:
-            deltas = [{"content": ""}]
+            deltas = [{}]
         for delta in deltas:
             events.append(self._event(choice, delta, more))
             more = {}
@@ -224,7 +224,8 @@ class Response:
         prompt = choice.prompt
         shown: Json = {"prompt_token_ids": list(prompt.token_ids)} if self.shown.token_ids else {}
         if self.dialect.is_chat:
-            return [self._event(choice, {"role": "assistant", "content": ""}, {}, shown or None)]
+            content = None if choice.filter is not None and choice.filter.may_call else ""
+            return [self._event(choice, {"role": "assistant", "content": content}, {}, shown or None)]
         if not prompt.echo and not shown:
             return []
         if prompt.echo and self.shown.logprobs:

@@ -252,6 +252,12 @@ class MessageFilter:
         self._reasoning = None if begins_inside is None else ReasoningParser(begins_inside=begins_inside)
         self._shows_reasoning = shows_reasoning
         self._num_calls = 0
+        self._has_content = False
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the message may be calls alone, without content."""
+        return self._use is not None
 
     def push(self, text: str) -> list[Delta]:
         """Take the text gained; return what the message gains by it."""
@@ -268,9 +274,13 @@ class MessageFilter:
             for part in self._reasoning.finish():
                 deltas += self._part(part.text, part.is_reasoning)
         deltas += self._answer(self._held)
-        if self._calls is not None:
-            deltas += [delta for event in self._calls.finish() for delta in self._delta(event)]
-        called = self._num_calls > 0 and self._use is not None and not self._use.is_named
+        if self._calls is None or self._use is None:
+            return deltas, finish_reason
+        is_cut = self._calls.is_within_call and not self._is_left_out
+        deltas += [delta for event in self._calls.finish() for delta in self._delta(event)]
+        if not (self._num_calls or self._has_content):
+            deltas.append({"content": ""})
+        called = self._num_calls > 0 and not self._use.is_named and not is_cut
         return deltas, "tool_calls" if called and finish_reason == "stop" else finish_reason
 
     def _before_end(self, text: str) -> str:
@@ -290,12 +300,18 @@ class MessageFilter:
             return [{"content": text}] if text else []
         return [delta for event in self._calls.push(text) for delta in self._delta(event)]
 
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether the last call is one more than the answer may have."""
+        return self._num_calls > 1 and self._use is not None and self._use.one_at_most
+
     def _delta(self, event: Event) -> list[Delta]:
         if isinstance(event, Content):
+            self._has_content = True
             return [{"content": event.text}]
         if isinstance(event, CallBegun):
             self._num_calls += 1
-        if self._num_calls > 1 and self._use is not None and self._use.one_at_most:
+        if self._is_left_out:
             return []
         index = self._num_calls - 1
         if isinstance(event, Arguments):

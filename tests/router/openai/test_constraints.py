@@ -14,6 +14,7 @@ from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar import checker
 from pdserve.grammar.compiler import Compiler
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.openai.dialect import merged
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest
 from pdserve.router.frontend.openai.filters import constraint_of, plan
 from pdserve.router.frontend.served import ServedModel
@@ -188,6 +189,41 @@ def test_one_call_at_most_is_reported_where_that_is_asked_for() -> None:
     assert names == ["weather"]
     _, names, _ = message(chat(tools=TOOLS), model(), CALLS["hermes"] * 2)
     assert names == ["weather", "weather"]
+
+
+def ends(asked: ChatRequest, text: str, finish_reason: str = "stop") -> tuple[list[dict[str, Any]], str]:
+    """Return the deltas of an answer that ends so, and the finish reason that its client sees."""
+    planned = plan(asked, inference.GenerateRequest(), model())
+    assert planned.new_filter is not None
+    reader = planned.new_filter()
+    deltas = [delta for char in text for delta in reader.push(char)]
+    last, shown = reader.finish(finish_reason)
+    return deltas + last, shown
+
+
+@pytest.mark.parametrize("length", range(len(CALLS["hermes"]) + 1))
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_a_call_that_is_cut_is_never_the_reason_of_an_end(length: int, finish_reason: str) -> None:
+    """Its text is content, or it is a call whose answer has not ended with tool_calls."""
+    text = CALLS["hermes"][:length]
+    deltas, shown = ends(chat(tools=TOOLS), text, finish_reason)
+    is_whole = "}}" in text
+    assert shown == ("tool_calls" if is_whole and finish_reason == "stop" else finish_reason)
+    for before in (CALLS["hermes"] + "\n", "Well. "):
+        deltas, shown = ends(chat(tools=TOOLS), before + text, finish_reason)
+        num_calls = sum("id" in call for delta in deltas for call in delta.get("tool_calls", []))
+        has_cut = num_calls > ("tool_call" in before) and not is_whole
+        assert shown != "tool_calls" or not has_cut
+        if finish_reason == "length":
+            assert shown == "length"
+
+
+def test_an_answer_of_calls_alone_has_no_content() -> None:
+    for text in (CALLS["hermes"], f"\n{CALLS['hermes']}\n{CALLS['hermes']}\n"):
+        deltas, shown = ends(chat(tools=TOOLS), text)
+        assert not any("content" in delta for delta in deltas)
+        assert merged(deltas)["content"] is None
+        assert shown == "tool_calls"
 
 
 def test_tools_that_may_not_be_called_change_nothing() -> None:

@@ -130,6 +130,18 @@ def rendered(model: ServedModel, asked: ChatRequest) -> str:
 MODELS = {name: served(template) for name, template in tool_templates.ALL.items()}
 
 
+@given(written=answers())
+def test_a_stream_makes_the_message_that_the_body_has(written: Written) -> None:
+    model = replace(MODELS["smollm2"], tool_format=FORMATS[written.format])
+    body, stream = (answered(written, model, streams=streams) for streams in (False, True))
+    for message in (body, stream):
+        for call in message.get("tool_calls", ()):
+            del call["id"]
+    for call in stream.get("tool_calls", ()):
+        del call["index"]
+    assert stream == {name: value for name, value in body.items() if name != "refusal"}
+
+
 @settings(max_examples=40, deadline=None)
 @given(written=answers(), streams=st.booleans())
 @pytest.mark.parametrize("name", tool_templates.ALL)
