@@ -23,7 +23,7 @@ class ToolFormat:
     begin: str
     end: str
     arguments_key: str
-    may_be_bare: bool = False  # an answer that begins with an object is a call, without `begin`
+    may_be_bare: bool = False  # an answer that begins with an object which names a tool is a call, without `begin`
     is_list: bool = False  # the objects after `begin` are items of a list
     takes_several: bool = True
 
@@ -77,8 +77,9 @@ class _CallReader:
     Each character is looked at once, and kept in pieces that are joined once.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        """With `name`, the object is the arguments of the tool of that name."""
+    def __init__(self, name: str | None = None, names: frozenset[str] | None = None) -> None:
+        """With `name`, the object is the arguments of the tool of that name. `names`: all that a call may have."""
+        self._names = names
         self.is_done = False
         self._raw: list[str] = []  # all that has come, until something was given out
         self._name = name
@@ -165,7 +166,7 @@ class _CallReader:
         self._key, self._member = None, []
 
     def _events(self) -> list[CallBegun | Arguments]:
-        if self._name is None:
+        if self._name is None or (self._names is not None and self._name not in self._names):
             return []
         events: list[CallBegun | Arguments] = []
         if not self._was_begun:
@@ -200,8 +201,10 @@ def _string(text: str) -> str | None:
 class ToolCallParser:
     """Reads one answer."""
 
-    def __init__(self, tool_format: ToolFormat) -> None:
+    def __init__(self, tool_format: ToolFormat, names: frozenset[str] | None = None) -> None:
+        """`names`: of the tools, which tell a call that nothing announces from other JSON; None: any name does."""
         self._format = tool_format
+        self._names = names
         self._held = ""
         self._reader: _CallReader | None = None
         self._is_among_calls = False
@@ -244,7 +247,7 @@ class ToolCallParser:
     def _look_for_begin(self) -> list[Event]:
         text = self._held.lstrip()
         if self._is_at_start and self._format.may_be_bare and text.startswith("{"):
-            self._held, self._reader, self._is_at_start = text, _CallReader(), False
+            self._held, self._reader, self._is_at_start = text, _CallReader(names=self._names), False
             return []
         before, rest, is_there = split_at(self._held, self._format.begin)
         if self._is_blank and not before.strip() and len(before) < MAX_HELD:

@@ -14,7 +14,7 @@ from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Outcome, Pace, Sink
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError, RefusedError, Visit
-from pdserve.router.frontend.prompts import Prompts, check_terms, with_tokens
+from pdserve.router.frontend.prompts import Loosen, Prompts, check_terms, with_tokens
 from pdserve.router.frontend.records import Opened, Records
 from pdserve.router.frontend.served import ServedModel, check_model
 from pdserve.text.stop import OutputText
@@ -49,11 +49,13 @@ class Intake:
         key: bytes | None,
         remaining_s: float = inf,
         received_s: float | None = None,
+        loosen: Loosen | None = None,
     ) -> Answer:
         """Admit a request; `sink` receives its answer, at the earliest when the event loop runs next.
 
         `key` is the caller's API key, `remaining_s` the time until the call's own deadline, `received_s` the time at
-        which the request had been read, by default now. The endpoint calls `leave` when it is done with the answer.
+        which the request had been read, by default now; `loosen` replaces a structured output that is refused. The
+        endpoint calls `leave` when it is done with the answer.
         Raises DeniedError, OverLimitError or RequestError; then the endpoint must not call `leave`.
         """
         clock = self.backend.clock
@@ -64,7 +66,7 @@ class Intake:
             self._records.reject(opened, error.refused, error.tenant, clock.now_s())
             raise
         try:
-            event = await self._arrival(request, visit, opened, remaining_s)
+            event = await self._arrival(request, visit, opened, remaining_s, loosen)
         except BaseException as error:
             visit.end()
             if isinstance(error, RequestError):
@@ -83,13 +85,18 @@ class Intake:
             self.backend.leave(answer.event.request_id)
 
     async def _arrival(
-        self, request: inference.GenerateRequest, visit: Visit, opened: Opened, remaining_s: float
+        self,
+        request: inference.GenerateRequest,
+        visit: Visit,
+        opened: Opened,
+        remaining_s: float,
+        loosen: Loosen | None,
     ) -> RequestArrived:
         check_model(request.model, self.model)
         limit_ms, clock, prompts = self._config.max_deadline_ms, self.backend.clock, self.prompts
         event = _permitted(check_terms(request, self.model, limit_ms, opened.received_s, remaining_s), visit)
         event = await prompts.with_bad_words(event, request, event.deadline_s - clock.now_s())
-        await prompts.check_structured(event, event.deadline_s - clock.now_s())
+        event = await prompts.with_structured(event, event.deadline_s - clock.now_s(), loosen)
         max_model_len = self.max_model_len()
         token_ids = await prompts.token_ids(request, max_model_len, event.deadline_s - clock.now_s())
         visit.spend(len(token_ids))

@@ -8,10 +8,11 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
@@ -21,7 +22,7 @@ from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.served import ServedModel
-from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
+from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
 from pdserve.text.chat import ChatMessage, ChatOptions
 from pdserve.text.stop import check_stops
 from pdserve.token_ids import TokenIds, largest, pack
@@ -35,6 +36,8 @@ INLINE_BYTES = 2048  # of a request tokenized on the event loop, in under half a
 INLINE_BAD_WORDS = 8  # of a request tokenized on the event loop; each word is tokenized twice
 SLICE_TOKENS = 16384  # packed without a pause: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
+Check = Callable[[StructuredOutput], Awaitable[None]]  # RequestError for what cannot be compiled
+Loosen = Callable[[Check], Awaitable[StructuredOutput | None]]
 
 
 class Prompts:
@@ -91,17 +94,33 @@ class Prompts:
         params.validate(self._model.vocab_size)
         return replace(event, params=params)
 
-    async def check_structured(self, event: RequestArrived, remaining_s: float) -> None:
-        """Raise RequestError if no answer can match the structured output, or it takes too long to compile."""
+    async def with_structured(
+        self, event: RequestArrived, remaining_s: float, loosen: Loosen | None = None
+    ) -> RequestArrived:
+        """Return a request whose answers can match its structured output; RequestError if none can, or in no time.
+
+        `loosen` returns what to take in place of a specification that is refused.
+        """
         structured = event.params.structured_output
         if structured is None:
-            return
+            return event
+        check = partial(self._grammars.check, tenant=event.tenant)
         try:
             async with asyncio.timeout(remaining_s):
-                await self._grammars.check(structured, event.tenant)
+                try:
+                    await check(structured)
+                except RequestError as error:
+                    looser = None
+                    if loosen is not None and error.status is Status.INVALID_ARGUMENT:
+                        looser = await loosen(check)
+                    if looser is None:
+                        raise
+                    await check(looser)
+                    return replace(event, params=replace(event.params, structured_output=looser))
         except TimeoutError as error:
             text = "the deadline passed before structured_output was compiled"
             raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
+        return event
 
     def _encode_bad_words(self, request: inference.GenerateRequest) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens, with a space before it and without: an answer may have either."""

@@ -10,7 +10,7 @@ from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend import endpoints
-from pdserve.router.frontend.prompts import Prompts, check_terms
+from pdserve.router.frontend.prompts import Loosen, Prompts, check_terms
 from pdserve.router.frontend.served import ServedModel
 from pdserve.text.chat import ChatTemplate
 from pdserve.token_ids import TokenIds
@@ -84,9 +84,11 @@ async def test_each_step_before_admission_has_what_is_left_of_the_deadline(
             left_s.append(remaining_s)
             return await super().with_bad_words(event, request, remaining_s)
 
-        async def check_structured(self, event: RequestArrived, remaining_s: float) -> None:
+        async def with_structured(
+            self, event: RequestArrived, remaining_s: float, loosen: Loosen | None = None
+        ) -> RequestArrived:
             left_s.append(remaining_s)
-            await super().check_structured(event, remaining_s)
+            return await super().with_structured(event, remaining_s, loosen)
 
         async def token_ids(self, request: Request, max_model_len: int, remaining_s: float) -> TokenIds:
             left_s.append(remaining_s)

@@ -6,7 +6,6 @@ text is filtered. A filter belongs to one choice of one response. Deltas are as 
 """
 
 import json
-import re
 import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -14,109 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.errors import echo, invalid
-from pdserve.grammar.compiler import WHITESPACE
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.errors import HttpError
 from pdserve.router.frontend.openai.fields import ChatRequest, Generation
+from pdserve.router.frontend.openai.tools import ToolGrammar, ToolUse, has_special, rule_of, tool_use
 from pdserve.router.frontend.served import ServedModel
 from pdserve.text.reasoning import ReasoningParser, split_at
-from pdserve.text.tokenizer import Tokenizer
 from pdserve.text.tool_calls import Arguments, CallBegun, Content, Event, ToolCallParser, ToolFormat
-
-MAX_TOOLS = 128
-MAX_FORCED_CALLS = 8  # of an answer that must call tools
-NEWLINE = "\n"
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_ANY_ARGUMENTS = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    name: str
-    parameters: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """What an answer may do with tools."""
-
-    forced: tuple[Tool, ...] = ()  # the answer must call one of these; empty: it may call any
-    is_named: bool = False  # the request names the tool to call
-    one_at_most: bool = False
-
-
-def tool_use(body: ChatRequest) -> ToolUse | None:
-    """Return how an answer may use tools, None if there are none; RequestError(INVALID_ARGUMENT) names the field."""
-    tools = [_tool(each, place) for place, each in enumerate(body.tools or ())]
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"{len(tools)} are over the limit of {MAX_TOOLS}")
-    one_at_most = body.parallel_tool_calls is False
-    match body.tool_choice:
-        case None | "auto":
-            return ToolUse(one_at_most=one_at_most) if tools else None
-        case "none":
-            return None
-        case "required" if tools:
-            return ToolUse(tuple(tools), one_at_most=one_at_most)
-        case "required":
-            raise invalid("tool_choice", "'required' goes with tools, and none are given")
-        case {"type": "function", "function": {"name": name}}:
-            chosen = tuple(tool for tool in tools if tool.name == name)
-            if not chosen:
-                raise invalid("tool_choice", f"{echo(repr(name))} is not one of the tools")
-            return ToolUse(chosen[:1], is_named=True, one_at_most=True)
-        case other:
-            known = "'none', 'auto', 'required', or a function"
-            raise invalid("tool_choice", f"{echo(repr(other))} is not one of {known}")
-
-
-def forced_calls(use: ToolUse, written: ToolFormat, tokenizer: Tokenizer) -> inference.StructuredOutput:
-    """Return a grammar of answers that only call tools, in the format of the model's family."""
-    rules, calls = [], []
-    for number, tool in enumerate(use.forced):
-        opening = f'{{"name": {json.dumps(tool.name)}, "{written.arguments_key}": '
-        schema = {**tool.parameters, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules.append(f'call{number}: {json.dumps(opening)} args{number} "}}"')
-        rules.append(f"args{number}: %json {json.dumps(schema)}")
-        calls.append(f"call{number}")
-    may_go_on = written.takes_several and not use.one_at_most
-    begin, end = _literal(written.begin, tokenizer), _literal(written.end, tokenizer)
-    if written.may_be_bare:
-        start = "call"
-    elif written.is_list:
-        start = f'{begin} "[" call{_more(", ", "call", may_go_on)} "]"'
-    else:
-        start = f"one{_more(NEWLINE, 'one', may_go_on)}"
-        rules.append(f"one: {begin} {json.dumps(NEWLINE)} call {json.dumps(NEWLINE)} {end}")
-    return inference.StructuredOutput(grammar="\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules]))
-
-
-def _more(separator: str, rule: str, may_go_on: bool) -> str:
-    return f" ({json.dumps(separator)} {rule}){{0,{MAX_FORCED_CALLS - 1}}}" if may_go_on else ""
-
-
-def has_special(marker: str, tokenizer: Tokenizer) -> bool:
-    """Return whether a marker is a special token, which texts leave out."""
-    token_id = tokenizer.token_id(marker) if marker else None
-    return token_id is not None and not tokenizer.decode([token_id])
-
-
-def _literal(marker: str, tokenizer: Tokenizer) -> str:
-    return f"<[{tokenizer.token_id(marker)}]>" if has_special(marker, tokenizer) else json.dumps(marker)
-
-
-def _tool(given: dict[str, Any], place: int) -> Tool:
-    field, function = f"tools[{place}]", given.get("function")
-    if given.get("type", "function") != "function" or not isinstance(function, dict):
-        raise invalid(field, "it is no function: type 'function' with a member of that name is needed")
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        limits = "1 to 64 letters, digits, dots, dashes and underscores are needed"
-        raise invalid(f"{field}.function.name", f"{echo(repr(name))}; {limits}")
-    if not isinstance(parameters, dict | None):
-        raise invalid(f"{field}.function.parameters", f"{echo(repr(parameters))} is no JSON Schema")
-    return Tool(name, parameters or _ANY_ARGUMENTS)
-
 
 Constraint = tuple[str, inference.StructuredOutput]  # the field that asks for it, and the constraint
 _VLLM = ("json", "json_object", "regex", "choice", "grammar")
@@ -195,6 +98,7 @@ class Plan:
 
     new_filter: "Callable[[], MessageFilter] | None" = None  # for each choice; None: text is content
     constrained_by: str = ""  # the field that says what the answer must match
+    grammar: ToolGrammar | None = None  # where tools may be called and the answer has to match something
 
 
 def rename(error: HttpError, field: str) -> None:
@@ -207,13 +111,16 @@ def plan(body: Generation, request: inference.GenerateRequest, model: ServedMode
     """Write what constrains the output into `request`; RequestError(INVALID_ARGUMENT) names the field refused."""
     field, wanted = constraint_of(body) or ("", None)
     use = tool_use(body) if isinstance(body, ChatRequest) else None
-    if use is not None and use.forced:
-        if wanted is not None:
-            raise invalid("tool_choice", f"goes against {field}: an answer that has to call tools matches nothing else")
-        field, wanted = "tools", forced_calls(use, model.tool_format, model.tokenizer)
+    written, tokenizer = model.tool_format, model.tokenizer
+    grammar = None
+    if use is not None and use.must_call:  # whatever else the answer was to match
+        field, grammar = "tools", ToolGrammar(use, written, tokenizer)
+    elif use is not None and wanted is not None and (rule := rule_of(wanted)) is not None:
+        grammar = ToolGrammar(use, written, tokenizer, rule)
+    if grammar is not None:
+        wanted = inference.StructuredOutput(grammar=grammar.text())
     if wanted is not None:
         request.sampling.structured_output.CopyFrom(wanted)
-    written, tokenizer = model.tool_format, model.tokenizer
     ends: list[str] = []
     if use is not None and any(has_special(marker, tokenizer) for marker in (written.begin, written.end)):
         request.sampling.skip_special_tokens = False
@@ -225,7 +132,9 @@ def plan(body: Generation, request: inference.GenerateRequest, model: ServedMode
     if use is None and begins_inside is None:
         return Plan(None, field)
     shows_reasoning = not (isinstance(body, ChatRequest) and body.include_reasoning is False)
-    return Plan(lambda: MessageFilter(use, written, ends, begins_inside, shows_reasoning=shows_reasoning), field)
+    return Plan(
+        lambda: MessageFilter(use, written, ends, begins_inside, shows_reasoning=shows_reasoning), field, grammar
+    )
 
 
 class MessageFilter:
@@ -246,7 +155,7 @@ class MessageFilter:
         `begins_inside`: whether the prompt has begun the reasoning; None: the text has no reasoning.
         """
         self._use = use
-        self._calls = None if use is None else ToolCallParser(written)
+        self._calls = None if use is None else ToolCallParser(written, frozenset(tool.name for tool in use.tools))
         self._ends = ends
         self._held = ""  # text that may become one of `ends`
         self._reasoning = None if begins_inside is None else ReasoningParser(begins_inside=begins_inside)

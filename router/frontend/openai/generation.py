@@ -44,7 +44,7 @@ class Generator:
         shown = _shown(asked, logprobs=bool(asked.logprobs))
         choices = _choices(request.sampling.n or 1, 0, plan, Prompt())
         reply = self._reply(asked, scope, CHAT, shown, [choices])
-        await self._serve(reply, [request], scope, send, plan.constrained_by)
+        await self._serve(reply, [request], scope, send, plan, asked)
 
     async def complete(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/completions. Raises what `errors.error_of` knows."""
@@ -60,7 +60,7 @@ class Generator:
         reply = self._reply(asked, scope, COMPLETION, shown, choices)
         # A generator: a field that all requests share is checked with the first, before the template is copied again.
         requests = (with_prompt(template, prompt) for prompt in prompts)
-        await self._serve(reply, requests, scope, send, plan.constrained_by)
+        await self._serve(reply, requests, scope, send, plan, asked)
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self._intake.model.tokenizer.decode(prompt)
@@ -72,8 +72,6 @@ class Generator:
         response = Response(dialect, model.name, model.tokenizer, shown)
         label = label_of(asked, given) or new_request_id().hex()
         headers: list[Header] = [(REQUEST_ID, label.encode())]
-        if ignored := _ignored(asked):
-            headers.append((IGNORED_FIELDS, ignored))
         connection = scope["state"]["connection"]
         if not asked.stream:
             return Whole(connection, response, headers, choices)
@@ -87,15 +85,20 @@ class Generator:
         requests: Iterable[inference.GenerateRequest],
         scope: Scope,
         send: Send,
-        constrained_by: str,
+        plan: filters.Plan,
+        asked: Generation,
     ) -> None:
+        loosen = None if plan.grammar is None else plan.grammar.loosen
         try:
-            for part, request in zip(reply.parts, requests, strict=True):
-                await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"])
+            try:
+                for part, request in zip(reply.parts, requests, strict=True):
+                    await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"], loosen)
+            finally:
+                reply.headers += _ignored(asked, plan)  # known once the parameters of tools are compiled
             await reply.run(send)
         except (HttpError, *NOT_SERVED) as error:
             # Not kept in a variable: the error refers to this frame.
-            raise _shown_error(error, constrained_by, reply.headers) from None
+            raise _shown_error(error, plan.constrained_by, reply.headers) from None
         finally:
             reply.close(self._intake)
 
@@ -174,10 +177,10 @@ def _choices(num_choices: int, first: int, plan: filters.Plan, prompt: Prompt) -
     return [Choice(first + place, prompt, None if new_filter is None else new_filter()) for place in range(num_choices)]
 
 
-def _ignored(asked: Generation) -> bytes:
-    """Return the names of unknown fields, for a header."""
-    names = asked.ignored
+def _ignored(asked: Generation, plan: filters.Plan) -> list[Header]:
+    """Return a header with the names of unknown fields, and of fields without effect."""
+    names = [*asked.ignored, *(plan.grammar.ignored if plan.grammar is not None else ())]
     for group, part in (("stream_options", asked.stream_options), ("slo", asked.slo)):
         names += [f"{group}.{name}" for name in (part.ignored if part is not None else ())]
     shown = ", ".join(name if name.isascii() and name.isprintable() else ascii(name) for name in names)
-    return shown.encode()[:MAX_IGNORED_BYTES]
+    return [(IGNORED_FIELDS, shown.encode()[:MAX_IGNORED_BYTES])] if names else []

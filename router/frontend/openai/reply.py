@@ -20,6 +20,7 @@ from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.connection import Connection, header_lines
 from pdserve.router.frontend.openai.dialect import DONE, KEEP_ALIVE, Choice, Json, Response, ledger_of, total
 from pdserve.router.frontend.openai.errors import JSON, Header, error_of
+from pdserve.router.frontend.prompts import Loosen
 
 KEEP_ALIVE_S = 15.0  # of silence, after which a comment is written
 EVENT_STREAM = (
@@ -68,10 +69,16 @@ class Reply:
         connection.reply = self
 
     async def open(
-        self, part: Part, intake: Intake, request: inference.GenerateRequest, key: bytes | None, received_s: float
+        self,
+        part: Part,
+        intake: Intake,
+        request: inference.GenerateRequest,
+        key: bytes | None,
+        received_s: float,
+        loosen: Loosen | None,
     ) -> None:
         """Open one request of the call. Raises what Intake.open raises."""
-        part.answer = await intake.open(request, part, key, received_s=received_s)
+        part.answer = await intake.open(request, part, key, received_s=received_s, loosen=loosen)
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
         part.choices[0].prompt.token_ids = part.answer.event.token_ids
         self.response.num_prompt_tokens += len(part.answer.event.token_ids)

@@ -14,6 +14,7 @@ from pdserve.router.frontend.openai.fields import (
     Object,
     TokenizeRequest,
 )
+from pdserve.router.frontend.openai.tools import offered
 from pdserve.router.frontend.prompts import usable_label
 
 SAME_NAMES = (
@@ -90,7 +91,7 @@ def chat_of(body: ChatRequest | TokenizeRequest) -> inference.Chat:
         documents = body.documents
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
+    tools = offered(body) if isinstance(body, ChatRequest) else body.tools
     return inference.Chat(
         messages=[_message(message, place) for place, message in enumerate(body.messages or ())],
         tools_json=_json(tools),

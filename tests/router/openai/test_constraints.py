@@ -17,6 +17,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.dialect import merged
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest
 from pdserve.router.frontend.openai.filters import constraint_of, plan
+from pdserve.router.frontend.openai.translate import chat_of
 from pdserve.router.frontend.served import ServedModel
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.reasoning import Reasoning
@@ -30,6 +31,15 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 def function(name: str, **parameters: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters or None}}
+
+
+def allowed(*names: str, mode: str = "auto", flat: bool = False) -> dict[str, Any]:
+    """Return a choice that allows some of the tools, as chats have it or, flat, as responses have it."""
+    if flat:
+        tools = [{"type": "function", "name": name} for name in names]
+        return {"type": "allowed_tools", "mode": mode, "tools": tools}
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 WEATHER = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
@@ -89,7 +99,10 @@ def test_fields_say_what_answers_match(fields: dict[str, Any], wanted: Wanted | 
         ({"tools": TOOLS, "tool_choice": function("x")}, "tool_choice: 'x' is not one of the tools"),
         ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice: 'perhaps' is not one of"),
         ({"tools": TOOLS * 65}, "tools: 130 are over the limit of 128"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": of_schema()}, "tool_choice: goes against resp"),
+        ({"tools": TOOLS, "tool_choice": allowed("x")}, "tool_choice: 'x' is not one of the tools"),
+        ({"tools": TOOLS, "tool_choice": allowed()}, "tool_choice.allowed_tools.tools: a list of functions"),
+        ({"tools": TOOLS, "tool_choice": allowed("now", mode="all")}, "tool_choice.allowed_tools.mode: 'all' is not"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.tools: a list of"),
     ],
 )
 def test_what_cannot_be_served_names_its_field(fields: dict[str, Any], message: str) -> None:
@@ -120,8 +133,9 @@ def test_an_answer_that_has_to_call_tools_is_calls_that_are_read_again(name: For
     planned = plan(chat(tools=TOOLS, tool_choice="required"), request, model(name))
     wanted, text = request.sampling.structured_output, CALLS[name]
     assert takes(wanted, text)
-    assert takes(wanted, text.replace("weather", "now").replace('{"city": "Rome"}', '{"x": []}'))
-    for wrong in ("hello", text[:-1], text.replace("Rome", "Oslo"), text.replace("weather", "other")):
+    assert takes(wanted, text.replace("weather", "now").replace('{"city": "Rome"}', "{}"))
+    invented = text.replace("weather", "now").replace('{"city": "Rome"}', '{"x": []}')
+    for wrong in ("hello", text[:-1], text.replace("Rome", "Oslo"), text.replace("weather", "other"), invented):
         assert not takes(wanted, wrong)
     assert planned.new_filter is not None
     reader = planned.new_filter()
@@ -147,11 +161,94 @@ def test_a_named_tool_is_called_once_and_several_only_where_they_may_be() -> Non
     assert not takes(request.sampling.structured_output, CALLS["hermes"].replace("weather", "now"))
 
 
-def test_references_within_a_tools_parameters_keep_their_root() -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_references_within_a_tools_parameters_keep_their_root(name: FormatName) -> None:
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": 7}}}
     request = inference.GenerateRequest()
-    plan(chat(tools=[function("f", **parameters)], tool_choice="required"), request, model())
-    assert takes(request.sampling.structured_output, '<tool_call>\n{"name": "f", "arguments": {"x": 7}}\n</tool_call>')
+    plan(chat(tools=[function("weather", **parameters)], tool_choice="required"), request, model(name))
+    for value in (7, 8):
+        text = CALLS[name].replace('{"city": "Rome"}', f'{{"x": {value}}}')
+        assert takes(request.sampling.structured_output, text) == (value == 7)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_others"),
+    [
+        (None, False),
+        ({}, False),
+        ({"type": "object"}, False),
+        ({"type": "object", "properties": {}, "required": [], "title": "Now"}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": False}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+        ({"type": "object", "additionalProperties": {"type": "array"}}, True),
+        ({"type": "object", "properties": {"x": {"type": "array"}}}, True),
+    ],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_without_parameters_is_called_without_arguments(
+    name: FormatName, parameters: object, takes_others: bool
+) -> None:
+    request = inference.GenerateRequest()
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    plan(chat(tools=[tool], tool_choice="required"), request, model(name))
+    for arguments, is_taken in (("{}", True), ('{"x": []}', takes_others), ("5", False)):
+        text = CALLS[name].replace('{"city": "Rome"}', arguments)
+        assert takes(request.sampling.structured_output, text) == is_taken
+
+
+OTHERWISE: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": of_schema()}, '{"a": 5}', '{"a": "5"}'),
+    ({"response_format": {"type": "json_object"}}, '{"name": "Bob", "x": 1}', "Bob"),
+    ({"structured_outputs": {"regex": r"(a|b)+/\\/?"}}, "ab/\\/", "c"),
+    ({"structured_outputs": {"choice": ["yes", "<tool"]}}, "<tool", "no"),
+    ({"structured_outputs": {"grammar": 'start: call "z"\ncall: /x+/'}}, "xxz", "xx"),
+]
+
+
+@pytest.mark.parametrize(("fields", "final", "wrong"), OTHERWISE)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_answer_that_may_call_tools_is_a_call_or_matches(
+    name: FormatName, fields: dict[str, Any], final: str, wrong: str
+) -> None:
+    request = inference.GenerateRequest()
+    planned = plan(chat(tools=TOOLS, **fields), request, model(name))
+    wanted = request.sampling.structured_output
+    assert takes(wanted, CALLS[name])
+    assert takes(wanted, final)
+    assert not takes(wanted, wrong)
+    assert not takes(wanted, final + CALLS[name])
+    if "response_format" not in fields or fields["response_format"]["type"] != "json_object":
+        assert not takes(wanted, CALLS[name].replace("Rome", "Oslo"))
+    assert planned.constrained_by.split(".")[0] == next(iter(fields))
+    texts, names, why = message(chat(tools=TOOLS, **fields), model(name), final)
+    assert (texts["content"], names, why) == (final, [], "stop")
+    texts, names, why = message(chat(tools=TOOLS, **fields), model(name), CALLS[name])
+    assert (texts["content"], names, why) == ("", ["weather"], "tool_calls")
+
+
+@pytest.mark.parametrize("choice", ["required", function("weather"), allowed("weather", mode="required")])
+def test_a_call_that_has_to_be_wins_over_a_format(choice: object) -> None:
+    with_format, without = inference.GenerateRequest(), inference.GenerateRequest()
+    asked = {"tools": TOOLS, "tool_choice": choice}
+    plan(chat(response_format=of_schema(), **asked), with_format, model())
+    plan(chat(**asked), without, model())
+    assert with_format == without
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_allowed_tools_are_the_only_ones(*, flat: bool) -> None:
+    asked = chat(tools=TOOLS, tool_choice=allowed("now", mode="required", flat=flat))
+    request = inference.GenerateRequest()
+    plan(asked, request, model())
+    text = CALLS["hermes"].replace('{"city": "Rome"}', "{}")
+    assert takes(request.sampling.structured_output, text.replace("weather", "now"))
+    assert not takes(request.sampling.structured_output, CALLS["hermes"])
+    assert json.loads(chat_of(asked).tools_json) == TOOLS[1:]
+    may = chat(tools=TOOLS, tool_choice=allowed("now", flat=flat))
+    free = inference.GenerateRequest()
+    assert plan(may, free, model()).new_filter is not None
+    assert free == inference.GenerateRequest()
+    assert json.loads(chat_of(may).tools_json) == TOOLS[1:]
 
 
 def message(planned_for: ChatRequest, served: ServedModel, text: str) -> tuple[dict[str, str], list[str], str]:
@@ -245,9 +342,39 @@ async def test_a_schema_reaches_the_worker_and_a_wrong_one_its_client(
         await create(model=MODEL, messages=HELLO, response_format=of_schema({"$ref": "#"}))  # type: ignore[call-overload]
     assert refused.value.param == "response_format.json_schema.schema"
     assert "recursive without end" in refused.value.message
-    broken: Any = [function("f", type="object", properties={"a": {"type": "tree"}})]
-    endless: Any = [function("f", **{"$ref": "#"})]
-    for tools, problem in ((broken, "tree"), (endless, "recursive without end")):
-        with pytest.raises(openai.BadRequestError, match=problem) as refused:
-            await create(model=MODEL, messages=HELLO, tools=tools, tool_choice="required")
-        assert refused.value.param == "tools"
+
+
+async def test_a_tool_whose_parameters_cannot_be_compiled_is_refused_where_it_is_named_alone(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker, "COMPILE_S", 30.0)  # on a busy machine
+    door = await start_http()
+    broken = function("f", type="object", properties={"a": {"type": "tree"}})
+    endless = function("g", **{"$ref": "#"})
+    body: Any = {"messages": HELLO, "max_tokens": 2, "tools": [TOOLS[0], broken, endless]}
+    for name, field, problem in (("f", "tools[1]", "tree"), ("g", "tools[2]", "recursive without end")):
+        refused = await door.post("/v1/chat/completions", **body, tool_choice=function(name))
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == f"{field}.function.parameters"
+        assert problem in refused.json()["error"]["message"]
+    ignored = "tools[1].function.parameters, tools[2].function.parameters"
+    for asked in (
+        {"tool_choice": "required"},
+        {"response_format": of_schema()},
+        {"tool_choice": "required", "stream": True},
+    ):
+        answer = await door.post("/v1/chat/completions", **body, **asked, unknown=1)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-ignored-fields"] == f"unknown, {ignored}"
+        placed = door.router.workers["p0"].prefills[-1]
+        wanted = placed.spec.sampling.structured_output
+        for called, arguments in (("f", '{"x": []}'), ("g", "{}"), ("weather", '{"city": "Rome"}')):
+            text = CALLS["hermes"].replace("weather", called).replace('{"city": "Rome"}', arguments)
+            assert takes(wanted, text)
+            assert not takes(wanted, text.replace(arguments, "5"))
+        assert not takes(wanted, CALLS["hermes"].replace("Rome", "Oslo"))
+    named = await door.post("/v1/chat/completions", **body, tool_choice=function("weather"))
+    assert named.status_code == 200
+    assert "x-ignored-fields" not in named.headers
+    wrong = await door.post("/v1/chat/completions", **body, response_format=of_schema({"$ref": "#"}))
+    assert wrong.json()["error"]["param"] == "response_format.json_schema.schema"
