@@ -15,7 +15,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import FINISH_REASONS
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.filters import Delta, MessageFilter
-from pdserve.router.frontend.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from pdserve.router.frontend.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire import logprobs_to_proto
@@ -35,6 +35,7 @@ class Shown:
     usage_always: bool = False  # every chunk has it
     logprobs: bool = False
     token_ids: bool = False
+    tokens_as_ids: bool = False  # in log probabilities
     prompt_logprobs: bool = False
     answer: bool = True  # False: the prompt alone
 
@@ -60,7 +61,7 @@ class Choice:
     index: int
     prompt: Prompt
     filter: MessageFilter | None = None
-    num_chars: int = 0  # written: where the next token's text begins
+    num_chars: int = 0  # of the tokens so far: where the next token's text begins
     finish_reason: str | None = None
     stop_match: str | int | None = None
     is_begun: bool = False  # a chunk was written
@@ -93,7 +94,7 @@ class Dialect:
     after_text: bytes
     part: Callable[[Delta], Json]  # a choice's own field in a chunk
     result: Callable[[list[Delta]], Json]  # and in a whole response
-    logprobs: Callable[[Tokenizer, Sequence[int], Sequence[inference.TokenLogprobs], int], Json]
+    logprobs: Callable[[TokenNames, Sequence[int], Sequence[inference.TokenLogprobs], int], Json]
     is_chat: bool
 
 
@@ -128,7 +129,7 @@ CHAT = Dialect(
     after_text=b'},"logprobs":null,"finish_reason":null}',
     part=lambda delta: {"delta": delta},
     result=lambda deltas: {"message": {**merged(deltas), "refusal": None}},
-    logprobs=lambda tokens, ids, logprobs, _offset: chat_logprobs(tokens, ids, logprobs),
+    logprobs=chat_logprobs,
     is_chat=True,
 )
 COMPLETION = Dialect(
@@ -153,7 +154,7 @@ class Response:
         self.num_tokens = 0  # given out
         self.num_prompt_tokens = 0
         self.id = dialect.id_prefix + secrets.token_hex(16)
-        self._tokens = tokens
+        self._names = TokenNames(tokens, shown.tokens_as_ids)
         self._is_text_alone = shown.answer and not (shown.usage_always or shown.logprobs or shown.token_ids)
         self._envelope = {"id": self.id, "created": int(time.time()), "model": model}
         head = encode({**self._envelope, "object": dialect.chunk})[:-1]
@@ -176,7 +177,6 @@ class Response:
         for delta in deltas:
             events.append(self._event(choice, delta, more))
             more = {}
-        choice.num_chars += len(gain.text)
         return b"".join(events)
 
     def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:
@@ -236,13 +236,14 @@ class Response:
     def _more(self, choice: Choice, gain: Gain) -> Json:
         more: Json = {}
         if self.shown.logprobs and gain.logprobs:
-            more["logprobs"] = self.dialect.logprobs(self._tokens, gain.token_ids, gain.logprobs, choice.num_chars)
+            more["logprobs"] = self.dialect.logprobs(self._names, gain.token_ids, gain.logprobs, choice.num_chars)
+            choice.num_chars += self._names.num_chars(gain.token_ids)
         if self.shown.token_ids and gain.token_ids:
             more["token_ids"] = gain.token_ids
         return more
 
     def _echoed(self, prompt: Prompt) -> Json:
-        return completion_logprobs(self._tokens, prompt.token_ids, [None, *prompt.logprobs])
+        return completion_logprobs(self._names, prompt.token_ids, [None, *prompt.logprobs])
 
     def _about(self, prompt: Prompt) -> Json:
         """Return what a whole response shows about a prompt."""
@@ -250,7 +251,7 @@ class Response:
         if self.shown.token_ids:
             about["prompt_token_ids"] = list(prompt.token_ids)
         if self.shown.prompt_logprobs:
-            about["prompt_logprobs"] = prompt_logprobs(self._tokens, prompt.token_ids, prompt.logprobs)
+            about["prompt_logprobs"] = prompt_logprobs(self._names.tokenizer, prompt.token_ids, prompt.logprobs)
         return about
 
     def _result(self, choice: Choice, gain: Gain) -> Json:

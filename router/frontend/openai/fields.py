@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 from pydantic.json_schema import models_json_schema
 
 from pdserve.sampling import MAX_SEQUENCES
@@ -76,6 +76,9 @@ class Generation(Body):
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = Field(None, description="Show token ids beside the text.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Write tokens as token_id:123 in log probabilities, instead of their texts."
+    )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Higher is served first; 0 is normal.")
     slo: Slo | None = None
     tenant: str | None = Field(None, description="Whose prefix cache is used, where no API key says that.")
@@ -166,12 +169,17 @@ def _are_ids(values: list[Any]) -> bool:
         return False
 
 
+def _none_if_false(value: Any) -> Any:  # noqa: ANN401 - whatever was sent
+    """Return None for false, which chats send where they want no log probabilities: pydantic would make it 0."""
+    return None if value is False else value
+
+
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
     prompt: Annotated[Prompt, PlainValidator(_checked_prompt, Prompt)]
     echo: bool | None = Field(None, description="Let the answer begin with the prompt.")
-    logprobs: int | None = Field(None, ge=0, lt=2**31)
+    logprobs: Annotated[int | None, BeforeValidator(_none_if_false)] = Field(None, ge=0, lt=2**31)
     best_of: int | None = None
     add_special_tokens: bool | None = Field(None, description="Whether the tokenizer adds its own; by default it does.")
     suffix: str | None = None

@@ -160,6 +160,7 @@ def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
         usage_always=always,
         logprobs=logprobs,
         token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         prompt_logprobs=asked.prompt_logprobs is not None,
         answer=answer,
     )

@@ -1,6 +1,10 @@
-"""Log probabilities of tokens in the two forms that OpenAI's API has for them."""
+"""Log probabilities of tokens in the two forms that OpenAI's API has for them.
 
-from collections.abc import Sequence
+Invariant: the keys of one position's `top_logprobs` are distinct, and the chosen token's is the name in `tokens`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -10,12 +14,48 @@ from pdserve.text.tokenizer import Tokenizer
 LEAST = -9999.0  # instead of minus infinity, which JSON cannot express
 
 
-def chat_logprobs(tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How a response writes tokens: `token_id:123` with `as_ids`, else as their texts."""
+
+    tokenizer: Tokenizer
+    as_ids: bool = False
+
+    def of(self, token_id: int) -> str:
+        r"""Return a token's name. A token that is no text by itself is written as its bytes: `bytes:\xf0\x9f`."""
+        if self.as_ids:
+            return _id_name(token_id)
+        piece = self.tokenizer.piece(token_id)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return _byte_name(piece)
+
+    def by_name(self, chosen_id: int, logprobs: inference.TokenLogprobs) -> dict[str, float]:
+        """Return the likeliest tokens and the chosen one, by distinct names.
+
+        Where several have the same text, it names the chosen one, or else the likeliest. The others are `token_id:123`.
+        """
+        top = {each.token_id: each.logprob for each in logprobs.top}
+        of_names = {self.of(token_id): token_id for token_id in (*reversed(top), chosen_id)}
+        top.setdefault(chosen_id, logprobs.chosen)
+        named = {token_id: name for name, token_id in of_names.items()}
+        return {named.get(token_id, _id_name(token_id)): _finite(logprob) for token_id, logprob in top.items()}
+
+    def num_chars(self, token_ids: Iterable[int]) -> int:
+        """Return how many characters tokens begin. The text of whole characters has as many."""
+        pieces = map(self.tokenizer.piece, token_ids)
+        return sum(byte & 0xC0 != 0x80 for piece in pieces for byte in piece)  # these bytes go on with a character
+
+
+def chat_logprobs(
+    names: TokenNames, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs], _offset: int = 0
+) -> dict[str, Any]:
     """Return them as chat.completion has them: one entry for each token."""
     content = [
         {
-            **_entry(tokens, token_id, each.chosen),
-            "top_logprobs": [_entry(tokens, top.token_id, top.logprob) for top in each.top],
+            **_entry(names, token_id, each.chosen),
+            "top_logprobs": [_entry(names, top.token_id, top.logprob) for top in each.top],
         }
         for token_id, each in zip(ids, logprobs, strict=True)
     ]
@@ -23,22 +63,22 @@ def chat_logprobs(tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[infe
 
 
 def completion_logprobs(
-    tokens: Tokenizer, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs | None], offset: int = 0
+    names: TokenNames, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs | None], offset: int = 0
 ) -> dict[str, Any]:
     """Return them as text_completion has them: parallel lists. The text offsets, in characters, begin at `offset`.
 
     `logprobs` has None for the first token of a prompt.
     """
-    texts = [_text(tokens.piece(token_id)) for token_id in ids]
     offsets = []
-    for text in texts:
+    for token_id in ids:
         offsets.append(offset)
-        offset += len(text)
+        offset += names.num_chars((token_id,))
     return {
-        "tokens": texts,
+        "tokens": list(map(names.of, ids)),
         "token_logprobs": [None if each is None else _finite(each.chosen) for each in logprobs],
         "top_logprobs": [
-            None if each is None else _likeliest(tokens, text, each) for text, each in zip(texts, logprobs, strict=True)
+            None if each is None else names.by_name(token_id, each)
+            for token_id, each in zip(ids, logprobs, strict=True)
         ],
         "text_offset": offsets,
     }
@@ -57,7 +97,7 @@ def prompt_logprobs(
                 str(found): {
                     "logprob": _finite(logprob),
                     "rank": rank or None,
-                    "decoded_token": _text(tokens.piece(found)),
+                    "decoded_token": tokens.piece(found).decode(errors="replace"),
                 }
                 for found, (rank, logprob) in ranked.items()
             }
@@ -65,21 +105,17 @@ def prompt_logprobs(
     return scored
 
 
-def _likeliest(tokens: Tokenizer, text: str, logprobs: inference.TokenLogprobs) -> dict[str, float]:
-    likeliest: dict[str, float] = {}
-    for top in logprobs.top:
-        likeliest.setdefault(_text(tokens.piece(top.token_id)), _finite(top.logprob))
-    likeliest.setdefault(text, _finite(logprobs.chosen))
-    return likeliest
+def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    name, piece = names.of(token_id), names.tokenizer.piece(token_id)
+    return {"token": name, "logprob": _finite(logprob), "bytes": list(piece)}
 
 
-def _entry(tokens: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    piece = tokens.piece(token_id)
-    return {"token": _text(piece), "logprob": _finite(logprob), "bytes": list(piece)}
+def _byte_name(piece: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _text(piece: bytes) -> str:
-    return piece.decode(errors="replace")
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _finite(logprob: float) -> float:
