@@ -118,6 +118,7 @@ class GenerationDefaults:
 
 
 NO_DEFAULTS = GenerationDefaults()
+TOOL_USE = "tool_use"  # the name of a chat template for conversations with tools
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class Checkpoint:
     weights: Callable[[], Weights]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
     tokenizer: Callable[[], Tokenizer]
     coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, if it quantizes some
+    tool_template: str | None = None  # the source of the chat template for conversations with tools; None: the same
 
     @cached_property
     def fingerprint(self) -> str:
@@ -152,11 +154,10 @@ class Checkpoint:
         """Return the end-of-sequence tokens that the tokenizer has. A model's files may name others, too."""
         return tuple(token_id for token_id in self.eos_token_ids if 0 <= token_id < tokenizer.vocab_size)
 
-    def chat(self) -> ChatTemplate | None:
-        """Compile the chat template; None if the model has none."""
-        if self.chat_template is None:
-            return None
-        return ChatTemplate(self.chat_template, self.special_tokens)
+    def chat(self, *, with_tools: bool = False) -> ChatTemplate | None:
+        """Compile the chat template, or the one for conversations with tools; None if the model has none."""
+        source = self.tool_template or self.chat_template if with_tools else self.chat_template
+        return None if source is None else ChatTemplate(source, self.special_tokens)
 
 
 def tokenizer_archive(checkpoint: Checkpoint) -> bytes:
@@ -168,8 +169,12 @@ def tokenizer_archive(checkpoint: Checkpoint) -> bytes:
         "max_position_embeddings": checkpoint.config.max_position_embeddings,
         "vocab_size": checkpoint.config.vocab_size,
     }
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **checkpoint.special_tokens}
-    if checkpoint.chat_template is not None:
+    tokenizer_config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **checkpoint.special_tokens}
+    if checkpoint.tool_template is not None:
+        templates = {"default": checkpoint.chat_template, TOOL_USE: checkpoint.tool_template}
+        named = [{"name": name, "template": source} for name, source in templates.items()]
+        tokenizer_config["chat_template"] = named
+    elif checkpoint.chat_template is not None:
         tokenizer_config["chat_template"] = checkpoint.chat_template
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:

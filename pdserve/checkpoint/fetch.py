@@ -33,8 +33,8 @@ Progress = Callable[[float], None]  # gets the share done, from 0 to 1
 
 HUB_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "chat_template.json", "model.safetensors", "model-*.safetensors"),
-    "model.safetensors.index.json",
+    *("chat_template.jinja", "additional_chat_templates/*.jinja", "chat_template.json"),
+    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
 )
 _NAME = re.compile(r"((?!\.)[\w.-]+/(?!\.)[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+", re.ASCII)

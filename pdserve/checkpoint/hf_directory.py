@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, naming
+from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, naming
 from pdserve.checkpoint.fetch import repository_of
 from pdserve.errors import ConfigError
 from pdserve.model.config import Fields, ModelConfig
@@ -29,7 +29,7 @@ def open_directory(path: Path) -> Checkpoint:
     generation = _read_json(path / "generation_config.json")
     tokenizer_config = _read_json(path / "tokenizer_config.json")
     config = ModelConfig.from_hf(raw_config)
-    special_tokens = _special_tokens(tokenizer_config)
+    special_tokens, templates = _special_tokens(tokenizer_config), _chat_templates(path, tokenizer_config)
     return Checkpoint(
         path=path,
         name=repository_of(path) or path.resolve().name,
@@ -38,7 +38,8 @@ def open_directory(path: Path) -> Checkpoint:
         generation=GenerationDefaults.from_hf(generation),
         eos_token_ids=_end_tokens(generation, tokenizer_config, config),
         special_tokens=special_tokens,
-        chat_template=_chat_template(path, tokenizer_config),
+        chat_template=templates.get("default"),
+        tool_template=templates.get(TOOL_USE),
         weight_files=_weight_files(path),
         weights=partial(read_weights, path),
         tokenizer=partial(_tokenizer, path, special_tokens),
@@ -119,16 +120,16 @@ def _content(token: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _chat_template(path: Path, tokenizer_config: Mapping[str, object]) -> str | None:
-    """Return the template from its own file, as transformers does, else the config's default template."""
+def _chat_templates(path: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
+    """Return chat templates by name, as transformers does: from files of their own, else from the config."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        by_name = {named.get("name"): named.get("template") for named in template if isinstance(named, Mapping)}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
+        files = {each.stem: each for each in (path / "additional_chat_templates").glob("*.jinja")} | {"default": file}
+        return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
+    given = tokenizer_config.get("chat_template")
+    listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = [(each.get("name"), each.get("template")) for each in listed if isinstance(each, Mapping)]
+    return {name: source for name, source in named if isinstance(name, str) and isinstance(source, str)}
 
 
 def _tokenizer(path: Path, special_tokens: Mapping[str, str]) -> Tokenizer:

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from pdserve.checkpoint import hf_directory
-from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights, naming
+from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, Weights, naming
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
@@ -35,6 +35,7 @@ def open_gguf(path: Path) -> Checkpoint:
         eos_token_ids=_end_tokens(fields, tokens),
         special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
         chat_template=fields.text("tokenizer.chat_template", "") or None,
+        tool_template=fields.text(f"tokenizer.chat_template.{TOOL_USE}", "") or None,
         weight_files=(path,),
         weights=partial(_weights, file, config),
         tokenizer=partial(_tokenizer, file, named["bos_token"]),

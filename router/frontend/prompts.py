@@ -142,9 +142,10 @@ class Prompts:
         return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=add_special)), "text")
 
     def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
-        assert self._model.chat is not None
-        messages = [_message_of(message) for message in request.chat.messages]
-        rendered = self._model.chat.render(messages, _options_of(request.chat))
+        messages, options = [_message_of(message) for message in request.chat.messages], _options_of(request.chat)
+        chat = self._model.tool_chat or self._model.chat if options.tools else self._model.chat
+        assert chat is not None
+        rendered = chat.render(messages, options)
         ids = self._model.tokenizer.encode(rendered, add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 

@@ -36,6 +36,7 @@ class ServedModel:
     model_type: str = ""  # from its config
     architectures: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # other names in requests
+    tool_chat: ChatTemplate | None = None  # for conversations with tools; None: `chat`
     archived: Callable[[], bytes] | None = None  # makes a ZIP archive of the tokenizer's files; takes a moment
 
     @property
@@ -64,7 +65,8 @@ def load_model(config: RouterConfig) -> ServedModel:
             defaults = checkpoint.generation.within(vocab_size)
         if defaults != NO_DEFAULTS:
             logger.info("sampling defaults of the model's generation_config.json: %s", defaults.sampling())
-    source, chat = checkpoint.chat_template or "", checkpoint.chat()
+    chat = checkpoint.chat()
+    tool_chat = chat if checkpoint.tool_template is None else checkpoint.chat(with_tools=True)
     parser = config.tool_call_parser
     return ServedModel(
         name=config.served_model_name or checkpoint.name,
@@ -75,7 +77,10 @@ def load_model(config: RouterConfig) -> ServedModel:
         chat=chat,
         special_tokens=checkpoint.special_tokens,
         eos_token_ids=checkpoint.ends(tokenizer),
-        tool_format=format_of(source) if parser == "auto" else FORMATS[parser],
+        tool_chat=tool_chat,
+        tool_format=format_of(tool_chat.source if tool_chat is not None else "")
+        if parser == "auto"
+        else FORMATS[parser],
         reasoning=None if chat is None else reasoning_of(config.reasoning_parser, chat),
         model_type=str(checkpoint.raw_config.get("model_type", "")),
         aliases=config.served_model_aliases,

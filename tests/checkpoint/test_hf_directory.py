@@ -1,8 +1,10 @@
 """Models in Hugging Face directories, written by transformers itself."""
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,10 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pdserve.checkpoint.checkpoint import GenerationDefaults
+from pdserve.checkpoint.checkpoint import GenerationDefaults, tokenizer_archive
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.errors import ConfigError
-from pdserve.text.chat import ChatMessage
+from pdserve.text.chat import ChatMessage, ChatOptions
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
 SHAPE = {
@@ -111,6 +113,33 @@ def test_the_template_file_goes_before_the_one_in_the_tokenizer_config(directory
     assert open_checkpoint(directory).chat_template == "the default"
     (directory / "chat_template.jinja").write_text("in its file")
     assert open_checkpoint(directory).chat_template == "in its file"
+
+
+NAMED = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0] }}: {{ messages[0].content }}", "rag": "r"}
+
+
+@pytest.mark.parametrize("are_files", [True, False])
+def test_the_template_for_tools_is_taken_where_tools_are_given_as_in_transformers(
+    directory: Path, *, are_files: bool
+) -> None:
+    """Both as transformers saves several templates, and as older models have them."""
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    reference = AutoTokenizer.from_pretrained(directory)
+    reference.chat_template = NAMED
+    reference.save_pretrained(directory, save_jinja_files=are_files)
+    assert (directory / "additional_chat_templates" / "tool_use.jinja").exists() == are_files
+    reference = AutoTokenizer.from_pretrained(directory)
+    checkpoint = open_checkpoint(directory)
+    asked = [{"role": "user", "content": "hello"}]
+    for tools in (None, [{"x": 1}]):
+        chat = checkpoint.chat(with_tools=tools is not None)
+        assert chat is not None
+        rendered = chat.render([ChatMessage("user", "hello")], ChatOptions(tools=tools))
+        assert rendered == reference.apply_chat_template(asked, tools=tools, tokenize=False)
+    unpacked = directory.parent / "unpacked"
+    zipfile.ZipFile(io.BytesIO(tokenizer_archive(checkpoint))).extractall(unpacked)
+    again = AutoTokenizer.from_pretrained(unpacked)
+    assert again.chat_template == {name: NAMED[name] for name in ("default", "tool_use")}
 
 
 def test_a_model_without_template_or_generation_config_opens(directory: Path) -> None:

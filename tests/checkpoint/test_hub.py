@@ -14,6 +14,7 @@ from pdserve.cli.models import list_models, model_name
 from pdserve.errors import ConfigError
 
 SAFE = {"config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+SAFE |= {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"}
 UNSAFE = {"pytorch_model.bin", "modeling_tiny.py", "training_args.pt", "onnx/model.onnx", "README.md"}
 SNAPSHOT = Path(f"models--acme--tiny/snapshots/{COMMIT}")
 
@@ -43,7 +44,8 @@ def test_only_files_that_run_no_code_are_fetched_and_kept_for_later(
 ) -> None:
     assert resolve_model(f"{REPOSITORY}@v1") == tmp_path / SNAPSHOT
     assert set(hub.fetched) == SAFE
-    assert {path.name for path in (tmp_path / SNAPSHOT).iterdir()} == SAFE
+    folder = tmp_path / SNAPSHOT
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} == SAFE
     visit(monkeypatch, "http://127.0.0.1:9")
     assert resolve_model(f"{REPOSITORY}@v1") == tmp_path / SNAPSHOT
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

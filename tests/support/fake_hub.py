@@ -64,7 +64,7 @@ def fake_hub(files: Mapping[str, bytes]) -> Iterator[FakeHub]:
             if is_wanted:
                 self.wfile.write(content)
                 if status == 200 and "/resolve/" in self.path:
-                    hub.fetched.append(self.path.rpartition("/")[2])
+                    hub.fetched.append(self.path.partition(f"/{COMMIT}/")[2])
 
         def log_message(self, *_: object) -> None:
             pass

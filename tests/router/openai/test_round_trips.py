@@ -184,3 +184,14 @@ async def test_an_agents_second_turn_is_served(start_http: StartHttp) -> None:
         body = {"messages": sent_back({"role": "assistant", **content, "tool_calls": [call]}).model_dump()["messages"]}
         answer = await door.post("/v1/chat/completions", **body, max_tokens=2, tools=[TOOL])
         assert answer.status_code == 200, answer.text
+
+
+def test_a_conversation_with_tools_has_the_template_for_tools() -> None:
+    model = replace(MODELS["smollm2"], tool_chat=MODELS["qwen2.5"].chat)
+    with_tools, without = (
+        sent_back({"role": "assistant", "content": "Hello"}),
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}]}),
+    )
+    assert '"name": "weather"' in rendered(model, with_tools)
+    assert "SmolLM" in rendered(model, without)
+    assert "SmolLM" in rendered(model, with_tools.model_copy(update={"tool_choice": "none"}))
