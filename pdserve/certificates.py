@@ -26,6 +26,7 @@ class Part(StrEnum):
 
     ROUTER = "router"
     WORKER = "worker"
+    FRONTEND = "frontend"
     OPERATOR = "operator"  # launches, inspects or changes the cluster
 
     @property
@@ -42,6 +43,7 @@ _URI = re.compile(rf"spiffe://([^/]+)/pdserve/({'|'.join(Part)})")
 
 CALLERS = {
     "/pdserve.v1.LinkService/": {Part.WORKER},
+    "/pdserve.v1.FrontendService/": {Part.FRONTEND},
     "/pdserve.v1.HandoffService/": {Part.WORKER},
     "/pdserve.v1.AdminService/": {Part.OPERATOR},
     "/pdserve.v1.LauncherService/": {Part.OPERATOR},

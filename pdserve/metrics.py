@@ -136,8 +136,12 @@ DENIED = _counter(
 REFUSED_KEY_FILES = _counter(
     "pdserve_api_keys_refused_total", "How often a changed file of API keys was not valid; the old one stays in force."
 )
-FRONTENDS = _gauge("pdserve_frontends", "Processes that serve clients; 1 where the router does so itself.")
-FRONTENDS_LOST = _counter("pdserve_frontends_lost_total", "Frontends that have ended while the router ran.")
+FRONTENDS = _gauge("pdserve_frontends", "Processes that serve clients now; a router that does so itself counts.")
+FRONTENDS_LOST = _counter("pdserve_frontends_lost_total", "Frontends whose connections have broken.")
+REQUESTS_WITHOUT_ROUTER = _gauge("pdserve_requests_without_router", "Requests of a frontend that wait for a router.")
+REQUESTS_RESUMED = _counter(
+    "pdserve_requests_resumed_total", "Requests of a frontend that went from a lost router to another one."
+)
 ACTIVE = _gauge("pdserve_requests_active", "Requests that are placed.")
 HELD = _gauge("pdserve_requests_held", "Requests that wait in the router for a place.")
 GOODPUT = _counter("pdserve_goodput_requests_total", "Requests that met all their objectives.", _CLASS)

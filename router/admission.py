@@ -183,19 +183,23 @@ class Admission:
 
     # ---- arrivals and ends
 
-    def arrive(self, event: RequestArrived, now_s: float) -> None:
-        """Place, hold or refuse a request."""
+    def arrive(self, event: RequestArrived, now_s: float) -> Request | None:
+        """Place, hold or refuse a request. Return one that has gained tokens from another router: it is admitted."""
         counter, hasher = self.held.counter(event.tenant), self._placements.predictor.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
         self._placements.demand.arrive(request)
         if self.is_closed:
             self._placements.report_end(request, SHUTTING_DOWN)
-            return
+            return None
         self._placements.set_alarm(request.deadline_s, request)
+        if request.num_delivered or not request.running:
+            request.is_admitted = True
+            self._placements.admit(request)
+            return request
         wait = self._try(request, now_s, may_place=not self.held)
         if wait is None:
-            return
+            return None
         self.held.push(request)
         self._note(request, wait, now_s)
         if wait.because.cause is Cause.TURN:
@@ -205,6 +209,7 @@ class Admission:
             text = f"{crowded_out.waits_for}; max_num_held: {self._limits.max_num_held} more wait"
             why = Refused(Status.RESOURCE_EXHAUSTED, text, because=crowded_out.waits_for)
             self._placements.report_end(crowded_out, why)
+        return None
 
     def end_held(self, request_id: RequestId, why: Refused) -> None:
         request = self.held.remove(request_id)

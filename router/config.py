@@ -45,8 +45,8 @@ class Limits(BaseModel):
     )
 
 
-class RouterConfig(Limits, ServingConfig):
-    """Everything that a router is configured with. Never changes afterwards."""
+class EndpointConfig(ServingConfig):
+    """Settings of a process that serves clients: a frontend, or a router that serves them itself."""
 
     served_model_aliases: tuple[str, ...] = Field(
         (), description="More names of the model in requests, listed beside the first; repeatable."
@@ -70,8 +70,6 @@ class RouterConfig(Limits, ServingConfig):
     http_port: int | None = Field(
         None, ge=0, le=65535, description="Port for OpenAI's API over HTTP; 0 takes a free one. By default it is off."
     )
-    internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
-    internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
     otlp_traces_sample_ratio: float = Field(
         1.0,
         ge=0.0,
@@ -79,15 +77,6 @@ class RouterConfig(Limits, ServingConfig):
         description="Share that is traced of the requests whose clients do not decide it.",
     )
     enable_log_requests: bool = Field(False, description="Log a line at each request's end, with its ids and figures.")
-    router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
-    placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
-    kv_events: Literal["link", "off"] = Field(
-        "link",
-        description="Whether workers report on their links which prefixes they hold.",
-    )
-    profile: Path | None = Field(
-        None, description="Measured step costs to start from (`pdserve profile` writes them); they are learnt anyway."
-    )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
     )
@@ -101,12 +90,57 @@ class RouterConfig(Limits, ServingConfig):
         description="Tokens of an answer that are written together. By default each one at once, but where steps take "
         "less than 16 ms, those of about 16 ms together. The first one is always written at once.",
     )
-    num_frontends: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Processes that serve clients, each on all public ports: they tokenize, and write answers. With 1 "
-        "that is the router's own process; with more, each can use a core beside the router's.",
-    )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
+
+    @property
+    def may_share_ports(self) -> bool:
+        """Whether other processes may listen on the same ports."""
+        return False
+
+
+class RouterConfig(Limits, EndpointConfig):
+    """Everything that a router is configured with. Never changes afterwards."""
+
+    serve_clients: bool = Field(
+        True,
+        description="Serve clients in the router's own process. Without, frontends alone do so: their connections "
+        "outlive the router.",
+    )
+    internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
+    internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
+    router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
+    placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
+    kv_events: Literal["link", "off"] = Field(
+        "link",
+        description="Whether workers report on their links which prefixes they hold.",
+    )
+    profile: Path | None = Field(
+        None, description="Measured step costs to start from (`pdserve profile` writes them); they are learnt anyway."
+    )
+
+
+class FrontendConfig(EndpointConfig):
+    """Settings of a frontend: a process of its own that serves clients, for one router or several."""
+
+    kind = "frontend"
+
+    frontend_id: str = Field("frontend", min_length=1, max_length=128, description="Name of this frontend.")
+    routers: tuple[str, ...] = Field(
+        min_length=1,
+        description="Internal addresses of all routers, host:port; a host may have several addresses. One of them has "
+        "this frontend's requests; when it is lost, another one gets them, or its successor.",
+    )
+    router_grace_s: float = Field(
+        30.0, ge=0, description="Seconds that requests wait for a router while none is attached."
+    )
+    max_num_waiting: int = Field(
+        1024, ge=0, description="Requests that wait while no router is attached; more are refused."
+    )
+    shares_ports: bool = Field(
+        False, description="Let frontends on this machine listen on the same ports, each for a share of the clients."
+    )
+
+    @property
+    def may_share_ports(self) -> bool:
+        return self.shares_ports

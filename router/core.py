@@ -107,7 +107,9 @@ class RouterCore:
     ) -> None:
         match event:
             case events.RequestArrived():
-                self._admission.arrive(event, now_s)
+                begun = self._admission.arrive(event, now_s)
+                if begun is not None:
+                    self._retry.go_on(begun, now_s)
             case events.ClientGone(request_id):
                 self._end(request_id, _CANCELLED)
             case events.ClientTooSlow(request_id, limit_bytes):

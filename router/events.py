@@ -39,6 +39,17 @@ class Registration:
 
 
 @value
+class Resumed:
+    """What a request's client has already, from a router that was lost."""
+
+    num_routers: int  # that had the request before
+    token_ids: Seq[Seq[int]]  # delivered, of each continuation
+    ended: Seq[int]  # indices of continuations that have ended
+    num_scored: int = 1  # leading tokens of the prompt whose log probabilities were delivered, if asked for
+    first_token_s: float | None = None  # when the first token was delivered; None: none was
+
+
+@value
 class RequestArrived:
     """A valid request, tokenized, asks to be placed."""
 
@@ -52,6 +63,7 @@ class RequestArrived:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     trace: TraceContext | None = None  # what workers make their spans below
+    resumed: Resumed | None = None  # set where another router had the request before
 
 
 @value

@@ -1,7 +1,6 @@
-"""The core's end of the channel to a frontend's process."""
+"""The router's end of the channel to a frontend."""
 
 import asyncio
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,28 +11,33 @@ from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.router.events import ClientTooSlow, RequestArrived, Resumed, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.backend import Readiness
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.hub import Hub
-from pdserve.token_ids import ALL_IDS
+from pdserve.router.request import ATTEMPTS_OF_A_ROUTER
+from pdserve.sampling import SamplingParams
+from pdserve.token_ids import ALL_IDS, from_wire, pack
 
 MAX_UNANSWERED = 10  # pings
+MAX_OF_TENANT = 10**6  # requests under way, as `TenantLimits.max_concurrent` may allow
+MAX_ROUTERS = 2**32 // ATTEMPTS_OF_A_ROUTER - 1  # that may have had a request: attempts are numbers of 32 bits
 
 
 class FrontendLink:
     """Carries out what a frontend asks for. When the channel ends, so does everything that the frontend began."""
 
-    def __init__(self, hub: Hub, abort: Callable[[messages.Abort], None]) -> None:
-        """`abort` forwards a message to all frontends."""
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[None] = loop.create_future()  # its endpoints are open
-        self.lost: asyncio.Future[str] = loop.create_future()  # why the channel has ended
-        self.channel = Channel(messages.frontend_decoder, self._take, self._end)
+    def __init__(
+        self, hub: Hub, abort: Callable[[messages.Abort], None], greeted: Callable[[], None] = lambda: None
+    ) -> None:
+        """`abort` forwards a message to all frontends; `greeted` is called once the frontend has a name."""
+        self.frontend_id = ""  # empty: it has not said its first message
+        self.channel = Channel(messages.frontend_decoder, self._take)
         self._hub = hub
         self._abort = abort
+        self._greeted = greeted
         self._answers: dict[RequestId, _Forwarding] = {}  # until the frontend has reported what it sent
         self._begun: Counter[str] = Counter()  # requests under way, by tenant
         self._replies: set[asyncio.Task[None]] = set()
@@ -55,6 +59,9 @@ class FrontendLink:
         self.channel.post(messages.Ping())
 
     def _take(self, message: messages.FromFrontend) -> None:
+        if not self.frontend_id:
+            self._greet(message)
+            return
         hub = self._hub
         match message:
             case messages.Arrive(event, token_ids):
@@ -71,26 +78,43 @@ class FrontendLink:
                 task.add_done_callback(self._replies.discard)
             case messages.Abort():
                 self._abort(message)
-            case messages.Ready():
-                self.ready.set_result(None)
             case messages.Pong():
                 self._num_unanswered = 0
                 before, self._counted = self._counted, message
                 hub.num_spans.update(Counter(message.num_spans) - Counter(before.num_spans))
                 hub.connections.num_opened += message.num_opened - before.num_opened
                 hub.connections.num_called += message.num_called - before.num_called
+            case messages.Attached():
+                raise ProtocolError("Attached comes first, and once")
             case _:
                 self._take_use(message)
+
+    def _greet(self, message: messages.FromFrontend) -> None:
+        if not isinstance(message, messages.Attached) or not message.frontend_id:
+            raise ProtocolError(f"the first message is {type(message).__name__}, and not Attached with a name")
+        if message.version != messages.PROTOCOL_VERSION:
+            text = f"protocol version {message.version} of the frontend is not {messages.PROTOCOL_VERSION}"
+            raise ProtocolError(f"{text}, which this router speaks")
+        self.frontend_id = message.frontend_id
+        self._greeted()
 
     def _admit(self, event: RequestArrived, token_ids: bytes) -> None:
         request_id = event.request_id
         if request_id in self._answers or self._hub.shell.core.find(request_id) is not None:
             raise ProtocolError(f"request {request_id.hex()} has come before")
-        if not token_ids:
+        prompt = from_wire(token_ids, "token_ids")
+        if not prompt:
             raise ProtocolError(f"request {request_id.hex()} has no tokens")
         event.params.validate(ALL_IDS)  # frontends know the model's vocabulary
+        if event.resumed is not None:
+            _check_resumed(event.resumed, event.params, len(prompt))
+        if not self._hub.readiness().is_live:
+            self.show(self._hub.readiness())  # first, so that it is not sent here again
+            self.channel.post(messages.Returned(request_id))
+            return
+        event = at(event, self._hub.clock.now_s())
         answer = self._answers[request_id] = _Forwarding(event, self.channel)
-        self._hub.admit(replace(event, token_ids=array("I", token_ids)), answer)
+        self._hub.admit(replace(event, token_ids=prompt), answer)
 
     def _take_news(
         self, answer: "_Forwarding", message: messages.Leave | messages.TooSlow | messages.Stopped | messages.Counted
@@ -114,7 +138,9 @@ class FrontendLink:
                 del self._answers[request_id]
                 self._hub.outcomes.end(answer.event, outcome, finish_reasons)
 
-    def _take_use(self, message: messages.Begin | messages.Spend | messages.Done | messages.Deny) -> None:
+    def _take_use(
+        self, message: messages.Begin | messages.Using | messages.Spend | messages.Done | messages.Deny
+    ) -> None:
         tenants = self._hub.tenants
         match message:
             case messages.Begin(number, tenant, limits):
@@ -122,6 +148,11 @@ class FrontendLink:
                 if refused is None:
                     self._begun[tenant] += 1
                 self.channel.post(messages.Reply(number, msgspec.msgpack.encode(refused)))
+            case messages.Using(tenant, num_requests):
+                if not 0 < num_requests <= MAX_OF_TENANT:
+                    raise ProtocolError(f"num_requests: {num_requests} is outside [1, {MAX_OF_TENANT}]")
+                tenants.take_over(tenant, num_requests)
+                self._begun[tenant] += num_requests
             case messages.Spend(tenant, num_tokens):
                 self._check_begun(tenant)
                 tenants.spend(tenant, num_tokens)
@@ -155,8 +186,8 @@ class FrontendLink:
             case "engine":
                 return msgspec.msgpack.encode(await hub.engine())
 
-    def _end(self, why: str) -> None:
-        """End what the frontend began, as if its clients had left."""
+    def end(self) -> None:
+        """End what the frontend began, as if its clients had left: the channel has ended."""
         for task in self._replies:
             task.cancel()
         answers, self._answers = self._answers, {}
@@ -168,7 +199,32 @@ class FrontendLink:
                 self._hub.outcomes.end(answer.event, answer.outcome, answer.finish_reasons)
         for tenant in self._begun.elements():
             self._hub.tenants.end(tenant)
-        self.lost.set_result(why)
+
+
+def at(event: RequestArrived, now_s: float) -> RequestArrived:
+    """Return a request whose times count from now as one whose times are on a clock that shows `now_s`."""
+    resumed = event.resumed
+    if resumed is not None and resumed.first_token_s is not None:
+        resumed = replace(resumed, first_token_s=now_s + resumed.first_token_s)
+    return replace(event, received_s=now_s + event.received_s, deadline_s=now_s + event.deadline_s, resumed=resumed)
+
+
+def _check_resumed(resumed: Resumed, params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raise ProtocolError for what no client can have."""
+    lengths = [len(ids) for ids in resumed.token_ids]
+    if len(lengths) != params.n or any(length > params.max_tokens for length in lengths):
+        raise ProtocolError(f"resumed: tokens {lengths} of {params.n} continuations of {params.max_tokens} each")
+    if not set(resumed.ended) <= set(range(params.n)):
+        raise ProtocolError(f"resumed: ended {resumed.ended} of {params.n} continuations")
+    try:
+        for ids in resumed.token_ids:
+            pack(ids)
+    except OverflowError as error:
+        raise ProtocolError(f"resumed: {error}") from error
+    if not 0 < resumed.num_routers <= MAX_ROUTERS or not 0 < resumed.num_scored <= num_prompt_tokens:
+        raise ProtocolError(f"resumed: {resumed.num_routers} routers, {resumed.num_scored} tokens scored")
+    if any(lengths) == (resumed.first_token_s is None):
+        raise ProtocolError(f"resumed: tokens {lengths}, and the first one came at {resumed.first_token_s}")
 
 
 class _Forwarding:

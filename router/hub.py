@@ -40,14 +40,13 @@ class Hub:
         self._live = Live(shell.core, self.admin.status, shell.clock.now_s())
         self._packed = b""  # the last state that frontends in other processes were sent
         self._packed_s = -inf  # when it was made
-        self.num_frontends = 1  # processes that serve clients now
         self.num_frontends_lost = 0
         self.num_spans: Counter[str] = Counter()  # of frontends in other processes, by what became of them
         self.span_counts: Callable[[], Mapping[str, int]] = lambda: self.num_spans
         self.aborts: list[Abort] = []
         self.shell = shell
         self._model = model
-        self._shows_metrics = config.metrics
+        self._shows_metrics, self._serves_clients = config.metrics, config.serve_clients
         self._is_stopping = is_stopping
         self._grace_s = config.pool_grace_s
         self._ready_until_s = -inf
@@ -64,7 +63,7 @@ class Hub:
         was_ready = core.is_ready or now_s < self._ready_until_s
         return Readiness(
             is_live=is_live,
-            is_ready=was_ready and is_live and self.num_frontends > 0,
+            is_ready=was_ready and is_live,
             can_serve=core.is_ready and is_live,
             max_model_len=core.workers.max_model_len(),
         )
@@ -95,7 +94,7 @@ class Hub:
 
     def samples(self) -> Iterator[Sample]:
         """Yield all that the router shows."""
-        yield Sample(FRONTENDS, self.num_frontends)
+        yield Sample(FRONTENDS, self.admin.num_frontends + self._serves_clients)
         yield Sample(FRONTENDS_LOST, self.num_frontends_lost)
         yield from connection_samples(self.ports)
         counts = self.span_counts()

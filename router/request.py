@@ -16,7 +16,7 @@ from pdserve.processes import Process
 from pdserve.reports import Stage
 from pdserve.router.because import Because
 from pdserve.router.commands import Fetch, SequenceSpec
-from pdserve.router.events import LinkId, PromptScored, RequestArrived, TokenDelta
+from pdserve.router.events import LinkId, PromptScored, RequestArrived, Resumed, TokenDelta
 from pdserve.router.prefix_index import Hashes, block_hashes
 from pdserve.router.routing import Demand
 from pdserve.router.timeline import Ledger, Timeline, Usage
@@ -24,6 +24,7 @@ from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.sampling import PromptLogprobs
 from pdserve.token_ids import pack
 
+ATTEMPTS_OF_A_ROUTER = 2**16  # numbers of attempts that each router has of a request
 OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the paper that `HoldQueue` follows
 
 
@@ -148,6 +149,20 @@ class Request:
         self.early: list[tuple[WorkerView, TokenDelta]] = []  # tokens that came before the prompt was
         self._num_scored = 1
         self._num_attempts = 0
+        if event.resumed is not None:
+            self._resume(event.resumed)
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Go on from what the client has. Attempts of routers that were lost may still run: none has our numbers."""
+        self._num_attempts = resumed.num_routers * ATTEMPTS_OF_A_ROUTER
+        self._num_scored = resumed.num_scored
+        self.awaits_prompt = self.awaits_prompt and resumed.num_scored < len(self.prompt_ids)
+        for sequence, token_ids in zip(self.sequences, resumed.token_ids, strict=True):
+            sequence.token_ids = list(token_ids)
+            sequence.ended = sequence.index in resumed.ended
+            sequence.first_s = sequence.last_s = resumed.first_token_s or 0.0
+        if resumed.first_token_s is not None:
+            self.timeline.reach(Stage.FIRST_TOKEN, resumed.first_token_s)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id.hex()})"

@@ -174,6 +174,13 @@ class Retry:
 
     # ---- trying again
 
+    def go_on(self, request: Request, now_s: float) -> None:
+        """Place what is left of a request that another router had begun, or end it if nothing is."""
+        if request.running:
+            self._again(request, request.running, "the request's router was lost", now_s)
+        else:
+            self._placements.finish(request, now_s)
+
     def explain(self, process: Process, now_s: float) -> None:
         """Note that no request ended a process; those that were suspected of it go on."""
         for request in self._placements.requests.values():

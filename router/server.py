@@ -8,7 +8,7 @@ LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdser
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import grpc
@@ -31,7 +31,7 @@ from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.frontend.endpoints import LAST_WORDS_S, Endpoints, open_endpoints
 from pdserve.router.frontend.served import ServedModel, load_model
-from pdserve.router.frontend_processes import run_frontends
+from pdserve.router.frontends import Frontends
 from pdserve.router.hub import Hub
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
@@ -84,13 +84,16 @@ async def run(
     hub.ports |= credentials.ports("internal")
     async with showing(config, hub.samples, credentials.identity) as metrics, answering(config) as answers:
         hub.admin.metrics_address = metrics
+        frontends = Frontends(hub)
         server = _internal_server(config, credentials, shell, hub.admin)
+        frontends.add_to(server)
         async with (
             asyncio.TaskGroup() as tasks,
             _listening(config, credentials, server) as internal,
             _endpoints(config, model, hub, port_key) as endpoints,
         ):
             watching = tasks.create_task(_report_health(shell, endpoints.changed), name="health")
+            showing_frontends = tasks.create_task(frontends.watch(), name="frontends")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
             await server.start()  # after the endpoints: launchers take a cluster for ready by what is said here
             answers.start(lambda: hub.readiness().is_ready)
@@ -98,8 +101,12 @@ async def run(
             logger.info("workers on %s", internal)
             await stop.wait()
             endpoints.changed()
+            frontends.show()
             has_drained = await _drain(shell, config.drain_timeout_s)
+            frontends.close()
+            shell.post(ShutdownDue())
             watching.cancel()
+            showing_frontends.cancel()
             guarding.cancel()
             tasks.create_task(server.stop(LAST_WORDS_S), name="internal server's end")  # beside the endpoints'
     return has_drained
@@ -108,10 +115,10 @@ async def run(
 def _endpoints(
     config: RouterConfig, model: ServedModel, hub: Hub, port_key: str
 ) -> AbstractAsyncContextManager[Endpoints]:
-    """Serve clients in this process, or in others."""
-    if config.num_frontends == 1:
-        return open_endpoints(config, model, hub, hub.clients, port_key)
-    return run_frontends(config, hub)
+    """Serve clients in this process, unless frontends alone do so."""
+    if config.serve_clients:
+        return open_endpoints(config, model, hub, hub.clients, instance=config.router_id, port_key=port_key)
+    return nullcontext(Endpoints("", "", lambda: None))
 
 
 @asynccontextmanager
@@ -150,10 +157,7 @@ async def _raise_when_broken(shell: Shell) -> None:
 
 
 async def _drain(shell: Shell, timeout_s: float) -> bool:
-    """Take no more requests and let those that run finish; end those that are left in the end.
-
-    Returns whether none was left.
-    """
+    """Take no more requests and let those that run finish. Returns whether none was left."""
     shell.post(ShutdownAsked())
     logger.info("draining %d requests", shell.core.num_active + shell.core.num_held)
     try:
@@ -164,5 +168,4 @@ async def _drain(shell: Shell, timeout_s: float) -> bool:
         has_drained = False
     else:
         has_drained = True
-    shell.post(ShutdownDue())
     return has_drained

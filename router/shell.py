@@ -103,6 +103,10 @@ class Shell:
         except Exception as error:
             self.fail(error)
             raise
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Wake those who wait for something that may have changed."""
         self.num_changes += 1
         for news, holds in self._awaited.items():
             if holds():

@@ -91,9 +91,10 @@ class LocalCluster:
         return (worker.name, worker.incarnation) in self._serving
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Let running requests finish, then end every process: first the router, which knows the requests."""
-        first = Stage(("autoscaler", "router"), drain_timeout_s + ROUTERS_END_S)
-        await self._supervisor.stop((first, Stage(WORKER_ROLES, drain_timeout_s + WORKERS_END_S)))
+        """Let running requests finish, then end every process: first those that know the requests."""
+        within_s = drain_timeout_s + ROUTERS_END_S
+        first = (Stage(("autoscaler", "frontend"), within_s), Stage(("router",), within_s))
+        await self._supervisor.stop((*first, Stage(WORKER_ROLES, drain_timeout_s + WORKERS_END_S)))
 
     async def end_elsewhere(self) -> None:
         """Let the workers on other machines drain and end, while the router is there to take note of it."""
@@ -183,7 +184,7 @@ class LocalCluster:
                     before, self._published = self._published, self._endpoints(status)
                     ready = (each.registration for each in status.workers if each.registration.ready)
                     self._serving = {(worker.worker_id, worker.incarnation) for worker in ready}
-                    if not self.ready.is_set() and self._is_complete():
+                    if not self.ready.is_set() and self._is_complete(status.num_frontends):
                         self.ready.set()
                         self._publish()
                     elif self._published != before:
@@ -194,7 +195,9 @@ class LocalCluster:
                     raise LaunchError(f"the router does not report its state: {error.details()}") from error
             await asyncio.sleep(RECONNECT_S)  # the router is gone; its successor needs longer than this to listen
 
-    def _is_complete(self) -> bool:
+    def _is_complete(self, num_frontends: int) -> bool:
+        if num_frontends < sum(each.role == "frontend" for each in self._supervisor.processes):
+            return False
         if self._state.elsewhere is not None:
             return len(self._serving) >= self._state.elsewhere.spec.num_workers
         return all(map(self.serves, (each for each in self._supervisor.processes if each.role in WORKER_ROLES)))

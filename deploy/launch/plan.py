@@ -14,10 +14,11 @@ from pdserve.ids import Incarnation
 from pdserve.roles import Role
 
 Flags = Mapping[str, object]
-ProcessRole = Role | Literal["router", "autoscaler"]
+ProcessRole = Role | Literal["router", "frontend", "autoscaler"]
 WORKER_ROLES = tuple(Role)
 WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")  # a log file is called so
 MAX_CHILDREN = 1024  # workers with which a cluster begins on this machine; more are a typing error
+MAX_FRONTENDS = 64
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
 # -P: the working folder is not searched for modules; ours has some with other packages' names.
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
@@ -38,9 +39,11 @@ class ClusterSpec:
     internal_port: int | None = None  # of the router, for workers; None: any that is free
     worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers
     router_flags: Flags = field(default_factory=dict)
+    frontend_flags: Flags = field(default_factory=dict)  # what is set for the router and holds for frontends too
     role_flags: Mapping[str, Flags] = field(default_factory=dict)  # of the workers of a role; `worker_flags` go first
     autoscaler_flags: Flags = field(default_factory=dict)
     num_mixed: int = 0
+    num_frontends: int = 0  # 0: the router serves clients itself
     max_workers: int | None = None  # that there may be at once; None: as many as it begins with
     autoscaling: Path | None = None  # the policy file that an autoscaler follows
     elsewhere: bool = False  # whether the autoscaler starts all workers, on machines of its own
@@ -159,23 +162,45 @@ class Wiring:
         if spec.autoscaling is not None:
             flags = {"policy": spec.autoscaling, "name": spec.name, **spec.autoscaler_flags}
             children.append(_child("autoscaler", "autoscaler", flags, "autoscale", "run"))
-        return (self._router(), *children)
+        return (self._router(), *map(self._frontend, range(spec.num_frontends)), *children)
 
     def _router(self) -> ChildSpec:
-        spec = self.spec
         flags: dict[str, object] = {
             **self._common(Part.ROUTER),
-            "host": spec.host,
-            "port": self.public_port,
-            "http_host": spec.host,
-            "http_port": self.http_port,
             "internal_host": self.internal_host,
             "internal_port": self.internal_port,
-            "drain_timeout_s": spec.drain_timeout_s,
+            "drain_timeout_s": self.spec.drain_timeout_s,
+        }
+        if self.spec.num_frontends:
+            flags["serve_clients"] = False
+        else:
+            flags |= self._endpoints()
+        return _child("router", "router", {**flags, **self.spec.router_flags}, "router")
+
+    def _frontend(self, number: int) -> ChildSpec:
+        """Return a process that serves clients."""
+        name = f"frontend-{number}"
+        flags: dict[str, object] = {
+            **self._common(Part.FRONTEND),
+            **self._endpoints(),
+            "routers": (self.router,),
+            "frontend_id": name,
+            "shares_ports": self.spec.num_frontends > 1,
+            "drain_timeout_s": self.spec.drain_timeout_s,
+            **self.spec.frontend_flags,
+        }
+        return _child(name, "frontend", flags, "frontend")
+
+    def _endpoints(self) -> dict[str, object]:
+        flags: dict[str, object] = {
+            "host": self.spec.host,
+            "port": self.public_port,
+            "http_host": self.spec.host,
+            "http_port": self.http_port,
         }
         if self.certificates is not None:
             flags["ssl_certfile"], flags["ssl_keyfile"] = public_files(self.certificates)
-        return _child("router", "router", {**flags, **spec.router_flags}, "router")
+        return flags
 
     def _common(self, part: Part) -> Flags:
         return {

@@ -109,7 +109,7 @@ def frontend(
     output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream, after one that is not counted.")] = 4,
     num_frontends: Annotated[
-        list[int] | None, typer.Option(help="Frontend processes of the router; repeatable.")
+        list[int] | None, typer.Option(help="Frontends in processes of their own; 0, the default: none. Repeatable.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")] = 1,
     cpu_share: Annotated[
@@ -127,7 +127,7 @@ def frontend(
     loads = [
         Load(each, ms / 1e3, num, tokens, rounds, count)
         for ms, each, num, tokens in kinds
-        for count in num_frontends or (1,)
+        for count in num_frontends or (0,)
     ]
     found = run(measure_frontend(model, loads, repeats, report, cpu_share))
     core = measure_steps(num_sequences=256, num_steps=64)

@@ -17,7 +17,8 @@ from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, OperatorFlags, RouterFlags
 from pdserve.config import WorkerConfig
 from pdserve.errors import CommandError, ConfigError
-from pdserve.router.config import RouterConfig
+from pdserve.launch.plan import MAX_FRONTENDS
+from pdserve.router.config import EndpointConfig, RouterConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.actuator import PoolSizes
@@ -86,7 +87,7 @@ def _fixed_policy(
 # What the launcher decides for each process.
 PER_PROCESS = (
     *("role", "model", "served_model_name", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
-    *("identity_dir", "launch_id", "termination_message_file", "name", "http_host"),
+    *("identity_dir", "launch_id", "termination_message_file", "name", "http_host", "serve_clients"),
 )
 ADDRESSES = (
     *("handoff_host", "handoff_port", "handoff_advertise"),
@@ -120,6 +121,15 @@ class ClusterFlags:
         int | None,
         typer.Option(
             help="Workers that there may be at once; by default those it begins with, or the policy's budget."
+        ),
+    ] = None
+    num_frontends: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_FRONTENDS,
+            help="Processes of their own that serve clients: they tokenize and write answers. When the router is "
+            "lost, their connections and streams go on. With 0, the default, the router serves clients itself.",
         ),
     ] = None
     name: Annotated[str | None, typer.Option(envvar="PDSERVE_CLUSTER", help="What to call it; by default default.")] = (
@@ -212,7 +222,9 @@ def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, a
     num_mixed = replicas.pop("mixed", 0)
     sizes = replace(PoolSizes(1, 1, None) if policy is None else sizes_at_start(policy), **replicas)
     check_platform(on, sizes, num_mixed, address)
-    secret_file, router_flags = settings.pop("workers_secret_file", None), settings.pop("router_flags", {})
+    secret_file = settings.pop("workers_secret_file", None)
+    of_router = {key: value for key, value in flags.items() if key in RouterConfig.model_fields}
+    router_flags = settings.pop("router_flags", {}) | of_router
     return ClusterSpec(
         **{"served_model_name": model_name(model), "max_workers": sizes.max_workers, **settings},
         model=str(fetched(model)),
@@ -223,7 +235,8 @@ def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, a
         elsewhere=sizes.elsewhere,
         workers_secret_file=None if secret_file is None else secret_file.absolute(),
         worker_flags={key: value for key, value in flags.items() if key in WorkerConfig.model_fields},
-        router_flags=router_flags | {key: value for key, value in flags.items() if key in RouterConfig.model_fields},
+        router_flags=router_flags,
+        frontend_flags={key: value for key, value in router_flags.items() if key in EndpointConfig.model_fields},
     )
 
 

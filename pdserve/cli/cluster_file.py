@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from pdserve.cli.cluster import PER_PROCESS
 from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
+from pdserve.launch.plan import MAX_FRONTENDS
 from pdserve.router.config import RouterConfig
 from pdserve.yaml_models import read_model
 
@@ -51,6 +52,10 @@ ClusterFile = _model(
     served_model_name=(str | None, Field(None, min_length=1, description="Name of the model in requests.")),
     name=(str | None, Field(None, description="Name of the cluster on this machine.")),
     max_workers=(int | None, Field(None, ge=1, description="Workers that there may be at once.")),
+    num_frontends=(
+        int | None,
+        Field(None, ge=0, le=MAX_FRONTENDS, description="Processes that serve clients; 0: the router does so itself."),
+    ),
     tls=(bool | None, Field(None, description="Certificates made for this run, inside and for clients.")),
     router=(_Router, Field(_Router(), description="Settings of the router.")),
     workers=(_Workers, Field(_Workers(), description="Settings of the workers, by their role.")),

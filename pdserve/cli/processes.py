@@ -1,4 +1,4 @@
-"""Commands that become one process of a cluster: a router, a worker, or a watcher of pods."""
+"""Commands that become one process of a cluster: a router, a frontend, a worker, or a watcher of pods."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from pdserve.cli.options import ConfigFile
 from pdserve.config import AutoscalerConfig, ProcessConfig, WatcherConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
 from pdserve.garbage import collect_rarely
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import FrontendConfig, RouterConfig
 from pdserve.signals import end_on_signals, end_served
 from pdserve.telemetry import configure_logging
 from pdserve.worker.threads import thread_defaults
@@ -25,9 +25,10 @@ MAX_OPEN_FILES = 65_536
 _Config = TypeVar("_Config", bound=ProcessConfig)
 
 
-ConfiguredName = Literal["router", "worker", "autoscaler", "watch-pods", "cluster"]
+ConfiguredName = Literal["router", "frontend", "worker", "autoscaler", "watch-pods", "cluster"]
 CONFIGS: dict[str, type[ProcessConfig]] = {
     "router": RouterConfig,
+    "frontend": FrontendConfig,
     "worker": WorkerConfig,
     "autoscaler": AutoscalerConfig,
     "watch-pods": WatcherConfig,
@@ -39,6 +40,16 @@ def router(config: ConfigFile = None, **flags: object) -> None:
     """Run a router: the public endpoint and the cluster's decisions."""
     settings = settings_of(RouterConfig, config, flags)
     from pdserve.router.server import serve
+
+    collect_rarely()
+    run_process(serve, settings)
+
+
+@config_flags(FrontendConfig)
+def frontend(config: ConfigFile = None, **flags: object) -> None:
+    """Run a frontend: it serves clients for routers, and keeps their streams when a router is lost."""
+    settings = settings_of(FrontendConfig, config, flags)
+    from pdserve.router.frontend.process import serve
 
     collect_rarely()
     run_process(serve, settings)

@@ -28,7 +28,7 @@ from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
 from pdserve.measure.client import Door
 from pdserve.measure.cpu_share import cpu_s, held
-from pdserve.measure.live import Report, router_process
+from pdserve.measure.live import Report, serving_process
 from pdserve.measure.outcomes import Percentiles, percentiles
 from pdserve.measure.replayed import replay
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -58,7 +58,7 @@ class Load:
     num_streams: int
     output_tokens: int
     rounds: int
-    num_frontends: int = 1
+    num_frontends: int = 0  # processes beside the router; 0: it serves clients itself
 
     def __str__(self) -> str:
         streams = f"{self.num_streams} x {self.output_tokens} tokens"
@@ -186,15 +186,12 @@ class HttpStream(asyncio.Protocol):
 class _Router:
     """A running router and its doors' addresses."""
 
-    process: psutil.Process
+    processes: Sequence[psutil.Process]  # its own, and its frontends'
     doors: Mapping[Door, str]
 
     def cpu_s(self) -> Counter[int]:
         """Return the CPU time of the router's processes so far, by their ids."""
-        return Counter({each.pid: cpu_s(each.pid) for each in self.processes()})
-
-    def processes(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
+        return Counter({each.pid: cpu_s(each.pid) for each in self.processes})
 
     def stream(self, door: Door) -> Stream:
         return (GrpcStream if door is Door.GRPC else HttpStream)(self.doors[door])
@@ -221,7 +218,8 @@ async def measure_frontend(
                 serving = _serving(model, step_s, count)
                 router = routers[count] = await stack.enter_async_context(serving)
                 if cpu_share is not None:
-                    stack.enter_context(held([each.pid for each in router.processes()], count * cpu_share))
+                    share = max(1, count) * cpu_share
+                    stack.enter_context(held([each.pid for each in router.processes], share))
             for load in own * repeats:
                 text = f"{load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms"
                 report(f"{load.door}, frontends: {load.num_frontends}: {text}")
@@ -252,20 +250,23 @@ async def _serving(model: str, step_s: float, num_frontends: int) -> AsyncIterat
         secret_file.touch(mode=0o600)
         secret_file.write_text(secrets.token_hex(32))
         public, internal, http = (free_port(_HOST) for _ in range(3))
-        flags = {
-            "model": path, "served_model_name": _MODEL, "secret_file": secret_file, "port": public,
-            "internal_port": internal, "http_port": http, "worker_silence_s": _READY_TIMEOUT_S,
-            "num_frontends": num_frontends,
-        }  # fmt: skip
+        common = {"model": path, "served_model_name": _MODEL, "secret_file": secret_file}
+        ports = {"port": public, "http_port": http}
+        flags = {**common, "internal_port": internal, "worker_silence_s": _READY_TIMEOUT_S}
+        flags |= {"serve_clients": False} if num_frontends else ports
+        of_frontends = {**common, **ports, "routers": (f"{_HOST}:{internal}",), "shares_ports": num_frontends > 1}
         worker = multiprocessing.get_context("spawn").Process(
             target=replay, args=(f"{_HOST}:{internal}", secret_file, _MODEL, answer, step_s, 1024), daemon=True
         )
-        async with router_process(flags) as process:
+        async with AsyncExitStack() as stack:
+            started = [serving_process("router", flags)]
+            started += [serving_process("frontend", of_frontends) for _ in range(num_frontends)]
+            processes = [await stack.enter_async_context(each) for each in started]
             worker.start()
             try:
                 doors = {Door.GRPC: f"{_HOST}:{public}", Door.HTTP: f"{_HOST}:{http}"}
                 await _ready(doors[Door.GRPC])
-                yield _Router(psutil.Process(process.pid), doors)
+                yield _Router([psutil.Process(process.pid) for process in processes], doors)
             finally:
                 worker.terminate()
                 worker.join()
@@ -306,7 +307,7 @@ async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, rng: rando
 def gains(found: Sequence[FrontendCost]) -> Iterator[str]:
     """Yield lines that compare each number of frontends with the fewest: what is served, and what could be."""
     by_load = {each.load: each for each in found}
-    least = min((load.num_frontends for load in by_load), default=1)
+    least = min((load.num_frontends for load in by_load), default=0)
     for load, each in by_load.items():
         base = by_load.get(replace(load, num_frontends=least))
         if base is None or base is each:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import CommandError
@@ -260,10 +261,10 @@ async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
 
 
 @asynccontextmanager
-async def router_process(flags: Flags) -> AsyncIterator[Process]:
-    """Run a router, which ends with this process, for the length of the block."""
+async def serving_process(kind: Literal["router", "frontend"], flags: Flags) -> AsyncIterator[Process]:
+    """Run a router or a frontend, which ends with this process, for the length of the block."""
     wrapper = (sys.executable, "-P", "-m", "pdserve.signals", str(os.getpid()))
-    command = (*wrapper, *PDSERVE, "router", *flag_arguments(flags))
+    command = (*wrapper, *PDSERVE, kind, *flag_arguments(flags))
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL)
     try:
         yield process

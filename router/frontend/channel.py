@@ -1,13 +1,15 @@
-"""The private channel between a router's core and a frontend's process: its messages and their encoding.
+"""The channel between a router's core and a frontend: its messages, their encoding, and how a stream carries them.
 
-Messages posted in one turn of the event loop travel together, in order, as one frame: the length in four bytes,
-little-endian, then an array in MessagePack.
+Messages posted in one turn of the event loop travel together, in order, as one frame: an array in MessagePack. Frames
+are the messages of a gRPC stream, which the frontend opens at the router's internal port.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
+import grpc
 import msgspec
 
 from pdserve.errors import ProtocolError, Status
@@ -17,27 +19,30 @@ from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.backend import Readiness
 from pdserve.sampling import PromptLogprobs
 
-MAX_FRAME_BYTES = 256 * 1024 * 1024
-MAX_UNREAD_BYTES = 64 * 1024 * 1024  # that may wait for a peer which does not read
-_LENGTH_BYTES = 4
+SERVICE, METHOD = "pdserve.v1.FrontendService", "Attach"
+ATTACH = f"/{SERVICE}/{METHOD}"
+STREAM_ENDED = "it has ended the stream"
+PROTOCOL_VERSION = 1  # of the messages; both ends need the same
+MAX_UNREAD_BYTES = 48 * 1024 * 1024  # that may wait for a peer which does not read; a gRPC message may have 64 MiB
+DRAINED_BYTES = 1024 * 1024  # that may wait when much more is to be sent
 
 What = Literal["live", "request", "metrics", "engine"]
 
 
-class _Message(msgspec.Struct, array_like=True, gc=False):
+class Message(msgspec.Struct, array_like=True, gc=False):
     """A message is an array: its tag, then its fields in order."""
 
 
 # ---- from the core
 
 
-class ReadinessChanged(_Message, tag=1):
+class ReadinessChanged(Message, tag=1):
     """What `Backend.readiness` returns from now on."""
 
     readiness: Readiness
 
 
-class Tokens(_Message, tag=2):
+class Tokens(Message, tag=2):
     """The command Deliver; `logprobs` are serialized protobuf messages."""
 
     request_id: RequestId
@@ -48,7 +53,7 @@ class Tokens(_Message, tag=2):
     prompt_logprobs: PromptLogprobs | None
 
 
-class Ended(_Message, tag=3):
+class Ended(Message, tag=3):
     """A request's end: either `finished` or `refused` is set."""
 
     request_id: RequestId
@@ -56,50 +61,57 @@ class Ended(_Message, tag=3):
     refused: Refused | None
 
 
-class Reply(_Message, tag=4):
+class Reply(Message, tag=4):
     """The answer to the Begin or Ask of that number."""
 
     number: int
     data: bytes
 
 
-class Stop(_Message, tag=6):
-    """Close the endpoints, then end the process."""
+class Returned(Message, tag=6):
+    """A request that arrived while the router was shutting down: nothing was done with it."""
+
+    request_id: RequestId
 
 
-class Ping(_Message, tag=7):
+class Ping(Message, tag=7):
     """Answer with a Pong at once."""
 
 
 # ---- from a frontend
 
 
-class Ready(_Message, tag=16):
-    """The endpoints are open."""
+class Attached(Message, tag=16):
+    """The first message. The router's first one is ReadinessChanged."""
+
+    frontend_id: str
+    version: int
 
 
-class Arrive(_Message, tag=17):
-    event: RequestArrived  # without its token ids
-    token_ids: bytes  # packed, in this machine's byte order
+class Arrive(Message, tag=17):
+    """A request, perhaps one that another router had before. Clocks differ: its times are seconds before now."""
+
+    event: RequestArrived  # without its token ids; its deadline is seconds after now
+    token_ids: bytes  # as `token_ids.to_wire` packs them
 
 
-class Leave(_Message, tag=18):
+class Leave(Message, tag=18):
     request_id: RequestId
 
 
-class TooSlow(_Message, tag=19):
+class TooSlow(Message, tag=19):
     request_id: RequestId
     limit_bytes: int
 
 
-class Stopped(_Message, tag=20):
+class Stopped(Message, tag=20):
     """A continuation's text has reached a stop string."""
 
     request_id: RequestId
     index: int
 
 
-class Counted(_Message, tag=21):
+class Counted(Message, tag=21):
     """The answer to Ended: what was sent to the client."""
 
     request_id: RequestId
@@ -108,11 +120,11 @@ class Counted(_Message, tag=21):
     refused: Refused | None  # set also if the core finished the request, but the client read too slowly
 
 
-class Rejected(_Message, tag=22):
+class Rejected(Message, tag=22):
     status: Status
 
 
-class Begin(_Message, tag=23):
+class Begin(Message, tag=23):
     """Ask whether a tenant may begin a request; the reply is a Refused, or None."""
 
     number: int
@@ -120,22 +132,29 @@ class Begin(_Message, tag=23):
     limits: bytes  # TenantLimits as JSON
 
 
-class Spend(_Message, tag=24):
+class Using(Message, tag=26):
+    """A tenant has so many requests under way that another router admitted."""
+
+    tenant: str
+    num_requests: int
+
+
+class Spend(Message, tag=24):
     tenant: str
     num_tokens: int
 
 
-class Done(_Message, tag=25):
+class Done(Message, tag=25):
     """A request that a Begin admitted has ended."""
 
     tenant: str
 
 
-class Deny(_Message, tag=27):
+class Deny(Message, tag=27):
     reason: str
 
 
-class Ask(_Message, tag=28):
+class Ask(Message, tag=28):
     """Ask for the live page's state, everything about one request, metrics as text, or an EngineState."""
 
     number: int
@@ -143,14 +162,14 @@ class Ask(_Message, tag=28):
     data: bytes
 
 
-class Abort(_Message, tag=29):
+class Abort(Message, tag=29):
     """A client wants requests of its tenant ended. The core forwards this to all frontends."""
 
     tenant: str
     names: Sequence[str]
 
 
-class Pong(_Message, tag=31):
+class Pong(Message, tag=31):
     """The answer to Ping, with counts so far: spans by result, and connections as `Connections` has them."""
 
     num_spans: dict[str, int]
@@ -158,80 +177,116 @@ class Pong(_Message, tag=31):
     num_called: int
 
 
-FromCore = ReadinessChanged | Tokens | Ended | Reply | Abort | Stop | Ping
+FromCore = ReadinessChanged | Tokens | Ended | Reply | Abort | Returned | Ping
 FromFrontend = (
-    Ready | Arrive | Leave | TooSlow | Stopped | Counted | Rejected | Begin | Spend | Done | Deny | Ask | Abort | Pong
+    Attached
+    | (Arrive | Leave | TooSlow | Stopped | Counted | Rejected)
+    | (Begin | Using | Spend | Done | Deny | Ask | Abort | Pong)
 )
 
 _encoder = msgspec.msgpack.Encoder()
 core_decoder = msgspec.msgpack.Decoder(list[FromCore])
 frontend_decoder = msgspec.msgpack.Decoder(list[FromFrontend])
+Read = Callable[[], Awaitable[object]]  # the stream's next frame; anything but bytes is its end
+Write = Callable[[bytes], Awaitable[None]]
 
 
-def frame(messages: Sequence[_Message]) -> bytes:
+def frame(messages: Sequence[Message]) -> bytes:
     """Return messages as one frame."""
-    packed = _encoder.encode(messages)
-    return len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    return _encoder.encode(messages)
 
 
-class Channel(asyncio.Protocol):
+class Channel:
     """One end of the channel."""
 
-    def __init__(
-        self, decoder: "msgspec.msgpack.Decoder[Any]", take: Callable[[Any], None], lost: Callable[[str], None]
-    ) -> None:
-        """`take` gets each message of the peer. `lost` is called last, with the reason why the channel ended."""
+    def __init__(self, decoder: "msgspec.msgpack.Decoder[Any]", take: Callable[[Any], None]) -> None:
+        """`take` gets each message of the peer. What it raises ends the channel."""
         self._decoder = decoder
         self._take = take
-        self._lost = lost
-        self._transport: asyncio.Transport | None = None
-        self._posted: list[_Message] = []
-        self._received = bytearray()
-        self._why = "it has closed the channel"
+        self._posted: list[Message] = []
+        self._frames: deque[bytes] = deque()  # to be written
+        self._num_bytes = 0  # of these
+        self._has_frames, self._is_drained = asyncio.Event(), asyncio.Event()
+        self._is_drained.set()
+        self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
 
-    def post(self, message: _Message) -> None:
+    def post(self, message: Message) -> None:
         """Send a message at the end of this turn of the event loop. After the channel's end it is dropped."""
+        if self._closed.done():
+            return
         if not self._posted:
             asyncio.get_running_loop().call_soon(self._flush)
         self._posted.append(message)
 
+    async def drain(self) -> None:
+        """Return once no more than DRAINED_BYTES wait to be written, or the channel has ended."""
+        await asyncio.sleep(0)  # what was posted in this turn counts
+        await self._is_drained.wait()
+
     def close(self, why: str) -> None:
         """End the channel at once."""
-        self._why = why
-        if self._transport is not None:
-            self._transport.abort()
+        if not self._closed.done():
+            self._closed.set_result(why)
+            self._is_drained.set()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._lost(self._why)
-
-    def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        start, end = 0, _LENGTH_BYTES
+    async def run(self, read: Read, write: Write) -> str:
+        """Carry messages until the channel is closed, or the stream ends; return why it ended."""
+        ends = [asyncio.ensure_future(self._read(read)), asyncio.ensure_future(self._write(write))]
         try:
-            while len(received) >= end:
-                num_bytes = int.from_bytes(received[start:end], "little")
-                if num_bytes > MAX_FRAME_BYTES:
-                    raise ProtocolError(f"a frame has {num_bytes} bytes, over the limit of {MAX_FRAME_BYTES}")
-                if len(received) < end + num_bytes:
-                    break
-                for message in self._decoder.decode(received[end : end + num_bytes]):
+            await asyncio.shield(self._closed)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.wait(ends)
+        for end in ends:
+            if not end.cancelled() and (error := end.exception()) is not None:
+                raise error
+        return self._closed.result()
+
+    async def _read(self, read: Read) -> None:
+        try:
+            while isinstance(packed := await read(), bytes):
+                for message in self._decoder.decode(packed):
                     self._take(message)
-                start = end + num_bytes
-                end = start + _LENGTH_BYTES
+            self.close(STREAM_ENDED)
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self.close(_reason(error))
+        except (ProtocolError, ValueError) as error:  # ValueError: msgspec's and pydantic's, of what the peer sent
+            self.close(f"{type(error).__name__}: {error}")
         except Exception as error:
             self.close(f"{type(error).__name__}: {error}")
             raise
-        del received[:start]
+
+    async def _write(self, write: Write) -> None:
+        try:
+            while True:
+                await self._has_frames.wait()
+                packed = self._frames.popleft()
+                if not self._frames:
+                    self._has_frames.clear()
+                await write(packed)
+                self._num_bytes -= len(packed)
+                if self._num_bytes <= DRAINED_BYTES:
+                    self._is_drained.set()
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self.close(_reason(error))
 
     def _flush(self) -> None:
         posted, self._posted = self._posted, []
-        if self._transport is None or self._transport.is_closing():
+        if self._closed.done():
             return
-        self._transport.write(frame(posted))
-        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+        packed = frame(posted)
+        if self._num_bytes > MAX_UNREAD_BYTES - len(packed):
             self.close(f"it does not read: over {MAX_UNREAD_BYTES} bytes wait")
+            return
+        self._frames.append(packed)
+        self._num_bytes += len(packed)
+        self._has_frames.set()
+        if self._num_bytes > DRAINED_BYTES:
+            self._is_drained.clear()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return type(error).__name__

@@ -16,7 +16,7 @@ from pdserve.credentials import Connections, NoteCallers, public_credentials
 from pdserve.errors import ConfigError
 from pdserve.health import HealthMethods
 from pdserve.proto.v1.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.dialects.open_inference import OpenInference
@@ -52,7 +52,7 @@ class Endpoints:
     changed: Callable[[], None]  # to be called when the router's readiness may have changed
 
 
-def check_endpoints(config: RouterConfig) -> None:
+def check_endpoints(config: EndpointConfig) -> None:
     """Raise ConfigError if other machines could reach a port that identifies no callers, or TLS files are unusable."""
     has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
     remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or {} to 127.0.0.1"
@@ -62,7 +62,7 @@ def check_endpoints(config: RouterConfig) -> None:
     _credentials(config, Connections())
 
 
-def http_url(config: RouterConfig, port: int) -> str:
+def http_url(config: EndpointConfig, port: int) -> str:
     """Return the URL of the HTTP endpoint; `port`: the bound one."""
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://{join_address(config.http_host, port)}"
@@ -70,15 +70,21 @@ def http_url(config: RouterConfig, port: int) -> str:
 
 @asynccontextmanager
 async def open_endpoints(
-    config: RouterConfig, model: ServedModel, backend: Backend, clients: Clients, port_key: str = "port"
+    config: EndpointConfig,
+    model: ServedModel,
+    backend: Backend,
+    clients: Clients,
+    *,
+    instance: str,
+    port_key: str = "port",
 ) -> AsyncIterator[Endpoints]:
     """Serve a model's clients for the length of the block. ConfigError as `check_endpoints`, or for a port in use.
 
-    `port_key`: the setting that has the port of gRPC.
+    `instance`: the process's name in spans. `port_key`: the setting that has the port of gRPC.
     """
     check_endpoints(config)
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
-    export = _span_export(config)
+    export = _span_export(config, instance)
     records = Records(model.name, config, export)
     backend.span_counts = records.span_counts
     intake = Intake(backend, model, prompts, clients, config, records)
@@ -98,21 +104,21 @@ async def open_endpoints(
             await export.close()
 
 
-def _span_export(config: RouterConfig) -> "SpanExport | None":
+def _span_export(config: EndpointConfig, instance: str) -> "SpanExport | None":
     if config.otlp_traces_endpoint is None:
         return None
     from pdserve.tracing import SpanExport  # noqa: PLC0415 - takes long to import
 
-    return SpanExport(config.otlp_traces_endpoint, "pdserve-router", config.router_id)
+    return SpanExport(config.otlp_traces_endpoint, "pdserve-router", instance)
 
 
-def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
+def _server(config: EndpointConfig, intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
     interceptors: list[grpc.aio.ServerInterceptor] = [RequireKey(intake.clients), LimitSizes()]
     if config.ssl_certfile is not None:
         interceptors.insert(0, NoteCallers(intake.backend.connections))
     server = grpc.aio.server(
         interceptors=interceptors,
-        options=server_options(HARD_LIMIT_BYTES, shares_port=config.num_frontends > 1),
+        options=server_options(HARD_LIMIT_BYTES, shares_port=config.may_share_ports),
     )
     InferenceEndpoint(intake).add_to(server)
     shown.add_to(server, may_watch=True)
@@ -128,7 +134,7 @@ def _server(config: RouterConfig, intake: Intake, shown: HealthMethods) -> grpc.
     return server
 
 
-def _credentials(config: RouterConfig, connections: Connections) -> grpc.ServerCredentials | None:
+def _credentials(config: EndpointConfig, connections: Connections) -> grpc.ServerCredentials | None:
     match config.ssl_certfile, config.ssl_keyfile:
         case Path() as certificate, Path() as key:
             return public_credentials(certificate, key, connections)
@@ -139,7 +145,7 @@ def _credentials(config: RouterConfig, connections: Connections) -> grpc.ServerC
 
 
 @asynccontextmanager
-async def _listening_http(config: RouterConfig, intake: Intake) -> AsyncIterator[str]:
+async def _listening_http(config: EndpointConfig, intake: Intake) -> AsyncIterator[str]:
     """Serve HTTP for the length of the block; yield its URL, empty if HTTP is off."""
     if config.http_port is None:
         yield ""

@@ -9,7 +9,7 @@ from math import inf
 from pdserve.errors import RequestError, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import EndpointConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Outcome, Pace, Sink
 from pdserve.router.frontend.backend import Backend
@@ -31,7 +31,7 @@ class Intake:
         model: ServedModel,
         prompts: Prompts,
         clients: Clients,
-        config: RouterConfig,
+        config: EndpointConfig,
         records: Records,
     ) -> None:
         self.backend = backend

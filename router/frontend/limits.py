@@ -91,6 +91,10 @@ class Uses:
             self.over_limit[refused.because.cause] += 1
         return refused
 
+    def take_over(self, tenant: str, num_requests: int) -> None:
+        """Count requests under way that another router has admitted."""
+        self._uses.setdefault(tenant, Use()).num_running += num_requests
+
     def spend(self, tenant: str, num_tokens: int) -> None:
         self._uses[tenant].spend(num_tokens)
 

@@ -1,227 +1,154 @@
-"""A frontend in a process of its own. The router's core is at the other end of a channel.
+"""A frontend: serves clients in a process of its own, for the routers that it attaches to.
 
-Arguments: the descriptor of the channel, the frontend's number, the router's process id, and the router's
-configuration as JSON. The router decides when a frontend ends. If the router's process ends, the frontend ends at once.
+At SIGTERM or SIGINT health becomes NOT_SERVING. Requests that run or wait may finish for `drain_timeout_s`. What is
+left then is ended with UNAVAILABLE.
 """
 
 import asyncio
-import os
-import signal
-import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
-import msgspec
-import uvloop
+import grpc
 
-from pdserve.clock import MonotonicClock
-from pdserve.credentials import Connections
-from pdserve.errors import ProtocolError, Status
-from pdserve.garbage import collect_rarely, freeze_objects
-from pdserve.ids import RequestId
-from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.config import RouterConfig
-from pdserve.router.desk import Answer
-from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
-from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend.backend import Abort, EngineState, Readiness, State
-from pdserve.router.frontend.channel import Channel
-from pdserve.router.frontend.clients import Clients, TenantLimits
+from pdserve.certificates import Part
+from pdserve.credentials import Credentials
+from pdserve.garbage import freeze_objects
+from pdserve.health import answering
+from pdserve.metrics import REQUESTS_RESUMED, REQUESTS_WITHOUT_ROUTER, Sample, connection_samples
+from pdserve.metrics_server import showing
+from pdserve.names import Lookups
+from pdserve.router.config import FrontendConfig
+from pdserve.router.frontend.channel import ATTACH
+from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.endpoints import open_endpoints
+from pdserve.router.frontend.routers import RouterLink, Routers
 from pdserve.router.frontend.served import ServedModel, load_model
-from pdserve.signals import STOP_SIGNALS, die_with_parent, end_served
-from pdserve.telemetry import configure_logging
-from pdserve.token_ids import pack
+from pdserve.rpc import identify
+from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
-ABANDONED_STATUS = 1
-_LIMITS = set(TenantLimits.model_fields)
+logger = logging.getLogger(__name__)
 
-
-class Remote:
-    """The `Backend` in a frontend's process: sends what endpoints ask of the core, and delivers the core's messages."""
-
-    def __init__(self) -> None:
-        self.clock = MonotonicClock()  # the core's, too: a machine has one
-        self.channel = Channel(messages.core_decoder, self.take, self._end)
-        self.tenants = _Tenants(self)
-        self.outcomes = _Outcomes(self.channel)
-        self.connections = Connections()
-        self.aborts: list[Abort] = []
-        self.span_counts: Callable[[], Mapping[str, int]] = dict
-        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why; empty: by the router
-        self.changed: Callable[[], None] = lambda: None  # called when `readiness` has changed
-        self._readiness = Readiness(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
-        self._answers: dict[RequestId, Answer] = {}
-        self._num_asked = 0
-        self._replies: dict[int, asyncio.Future[bytes]] = {}  # replies that are still to come, by number
-
-    def readiness(self) -> Readiness:
-        return self._readiness
-
-    def admit(self, event: RequestArrived, answer: Answer) -> None:
-        self._answers[event.request_id] = answer
-        self.channel.post(messages.Arrive(replace(event, token_ids=()), pack(event.token_ids).tobytes()))
-
-    def leave(self, request_id: RequestId) -> None:
-        if request_id in self._answers:
-            self.channel.post(messages.Leave(request_id))
-
-    def fail(self, error: Exception) -> None:
-        if not self.stopped.done():
-            self.stopped.set_exception(error)
-
-    async def connect(self, ours: socket.socket) -> None:
-        """Begin to use the channel."""
-        await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=ours)
-
-    async def live(self) -> State:
-        return msgspec.msgpack.decode(await self._ask("live"), type=State)
-
-    async def live_request(self, name: str) -> dict[str, Any] | None:
-        return msgspec.msgpack.decode(await self._ask("request", name.encode()), type=dict[str, Any] | None)
-
-    async def metrics(self) -> bytes:
-        return await self._ask("metrics")
-
-    async def engine(self) -> EngineState:
-        return msgspec.msgpack.decode(await self._ask("engine"), type=EngineState)
-
-    def abort(self, tenant: str, names: Sequence[str]) -> None:
-        self.channel.post(messages.Abort(tenant, names))
-
-    def _ask(self, what: messages.What, data: bytes = b"") -> asyncio.Future[bytes]:
-        number, reply = self.new_reply()
-        self.channel.post(messages.Ask(number, what, data))
-        return reply
-
-    def new_reply(self) -> tuple[int, asyncio.Future[bytes]]:
-        """Return a number for a message that the core will reply to, and its future reply."""
-        self._num_asked += 1
-        reply = self._replies[self._num_asked] = asyncio.get_running_loop().create_future()
-        return self._num_asked, reply
-
-    def take(self, message: messages.FromCore) -> None:
-        """Carry out a message of the core's."""
-        match message:
-            case messages.Tokens():
-                self._deliver(message)
-            case messages.Ended(request_id, finished, refused):
-                outcome = finished or refused
-                if outcome is None:
-                    raise ProtocolError("an end of a request says neither finished nor refused")
-                self._answers.pop(request_id).end(outcome)
-            case messages.Reply(number, data):
-                self._take_reply(number, data)
-            case messages.ReadinessChanged(readiness):
-                self._readiness = readiness
-                self.changed()
-            case messages.Abort(tenant, names):
-                for abort in self.aborts:
-                    abort(tenant, names)
-            case messages.Ping():
-                counted = self.connections
-                self.channel.post(messages.Pong(dict(self.span_counts()), counted.num_opened, counted.num_called))
-            case messages.Stop():
-                self._end("")
-
-    def _take_reply(self, number: int, data: bytes) -> None:
-        reply = self._replies.pop(number)
-        if not reply.done():
-            reply.set_result(data)
-
-    def _deliver(self, tokens: messages.Tokens) -> None:
-        request_id, index = tokens.request_id, tokens.index
-        logprobs = [inference.TokenLogprobs.FromString(packed) for packed in tokens.logprobs]
-        command = Deliver(request_id, index, tokens.token_ids, logprobs, tokens.finish_reason, tokens.prompt_logprobs)
-        match self._answers[request_id].deliver(command):
-            case StopStringFound():
-                self.channel.post(messages.Stopped(request_id, index))
-            case ClientTooSlow(_, limit_bytes):
-                self.channel.post(messages.TooSlow(request_id, limit_bytes))
-            case _:
-                pass
-
-    def _end(self, why: str) -> None:
-        if not self.stopped.done():
-            self.stopped.set_result(why)
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.5  # between two attempts to attach: a router that starts is found that soon
 
 
-class _Tenants:
-    """The `Tenants` in a frontend's process: the core counts."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-        self._channel = remote.channel
-
-    async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
-        number, reply = self._remote.new_reply()
-        own = limits.model_dump_json(include=_LIMITS)  # without the keys, which a tenant's entry in the file has
-        self._channel.post(messages.Begin(number, tenant, own.encode()))
-        try:
-            return _refused(await asyncio.shield(reply))
-        except asyncio.CancelledError:
-            reply.add_done_callback(lambda reply: None if _refused(reply.result()) else self.end(tenant))
-            raise
-
-    def spend(self, tenant: str, num_tokens: int) -> None:
-        self._channel.post(messages.Spend(tenant, num_tokens))
-
-    def end(self, tenant: str) -> None:
-        self._channel.post(messages.Done(tenant))
-
-    def deny(self, reason: str) -> None:
-        self._channel.post(messages.Deny(reason))
-
-
-def _refused(reply: bytes) -> Refused | None:
-    return msgspec.msgpack.decode(reply, type=Refused | None)
-
-
-class _Outcomes:
-    """The `Outcomes` in a frontend's process: the core counts."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def reject(self, status: Status) -> None:
-        self._channel.post(messages.Rejected(status))
-
-    def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
-        refused = outcome if isinstance(outcome, Refused) else None
-        num_tokens = outcome.usage.completion_tokens if isinstance(outcome, Finished) else 0
-        self._channel.post(messages.Counted(event.request_id, list(finish_reasons), num_tokens, refused))
-
-
-def main() -> None:
-    descriptor, number, router = map(int, sys.argv[1:4])
-    os.set_inheritable(descriptor, False)  # a child with it would keep the channel open after this process
-    for stop in STOP_SIGNALS:  # a terminal and systemd send them to all processes of a router
-        signal.signal(stop, signal.SIG_IGN)
-    die_with_parent(router)
-    config = RouterConfig.model_validate_json(sys.argv[4])
-    collect_rarely()
-    configure_logging(f"frontend-{number}", config.log_level, config.log_format)
-    model = load_model(config)
+async def serve(config: FrontendConfig) -> int:
+    """Serve until SIGTERM or SIGINT, then finish what runs; return the exit status."""
+    model = await asyncio.to_thread(load_model, config)
     freeze_objects()
-    with socket.socket(fileno=descriptor) as ours:
-        uvloop.run(serve(config, model, ours))
-    end_served(0)
+    stop = asyncio.Event()
+    with drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s + CLOSING_S):
+        has_drained = await run(config, model, stop)
+    return 0 if has_drained else DRAIN_TIMED_OUT_STATUS
 
 
-async def serve(config: RouterConfig, model: ServedModel, ours: socket.socket) -> None:
-    """Serve a model's clients until the router asks for the end."""
-    remote = Remote()
-    await remote.connect(ours)
-    async with open_endpoints(config, model, remote, Clients(config.api_keys_file, remote.tenants)) as endpoints:
-        remote.changed = endpoints.changed
-        remote.channel.post(messages.Ready())
-        why = await remote.stopped
-        if why:
-            os._exit(ABANDONED_STATUS)  # the core is gone
+async def run(config: FrontendConfig, model: ServedModel, stop: asyncio.Event) -> bool:
+    """Serve a model until `stop` is set, then drain; return whether all requests finished in time."""
+    credentials = Credentials.read(config.secret_file, config.identity_dir, Part.FRONTEND)
+    routers = Routers(config)
+    attaching = Attaching(config.routers, credentials, routers)
+    clients = Clients(config.api_keys_file, routers.tenants)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(showing(config, lambda: _samples(config, routers), credentials.identity))
+        answers = await stack.enter_async_context(answering(config))
+        endpoints = await stack.enter_async_context(
+            open_endpoints(config, model, routers, clients, instance=config.frontend_id)
+        )
+        routers.changed = endpoints.changed
+        answers.start(lambda: routers.readiness().is_ready)
+        async with asyncio.TaskGroup() as tasks:
+            serving = [
+                tasks.create_task(attaching.run(), name="routers"),
+                tasks.create_task(_raise_when_broken(routers), name="guard"),
+            ]
+            await stop.wait()
+            routers.is_draining = True
+            endpoints.changed()
+            has_drained = await _drain(routers, config.drain_timeout_s)
+            for task in serving:
+                task.cancel()
+    return has_drained
 
 
-if __name__ == "__main__":
-    main()
+async def _drain(routers: Routers, timeout_s: float) -> bool:
+    """Let requests finish; end those that are left in the end. Returns whether none was left."""
+    logger.info("draining %d requests", routers.num_underway)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await routers.idle()
+    except TimeoutError:
+        logger.warning("%d requests did not finish within %g s", routers.num_underway, timeout_s)
+        routers.end_all()
+        return False
+    return True
+
+
+async def _raise_when_broken(routers: Routers) -> None:
+    await routers.failed
+
+
+def _samples(config: FrontendConfig, routers: Routers) -> Iterator[Sample]:
+    yield Sample(REQUESTS_WITHOUT_ROUTER, routers.num_waiting)
+    yield Sample(REQUESTS_RESUMED, routers.num_resumed)
+    yield from connection_samples({} if config.ssl_certfile is None else {"public": routers.connections})
+
+
+class Attaching:
+    """Keeps a stream to each router."""
+
+    def __init__(self, names: tuple[str, ...], credentials: Credentials, routers: Routers) -> None:
+        """`names`: host:port each, ConfigError where one is not."""
+        self._lookups = Lookups(names, "routers", self._note_addresses)
+        self._credentials = credentials
+        self._routers = routers
+        self._found: dict[str, frozenset[str]] = {}  # addresses, by name
+        self._kept: dict[str, asyncio.Task[None]] = {}  # by address
+        self._tasks = asyncio.TaskGroup()
+        self._problems: dict[str, str] = {}  # what was wrong last, by address
+
+    async def run(self) -> None:
+        """Attach to all routers, and again whenever a stream is lost, until cancelled."""
+        async with self._tasks:
+            self._tasks.create_task(self._lookups.run(), name="names of routers")
+
+    def _note_addresses(self, name: str, addresses: frozenset[str]) -> None:
+        self._found[name] = addresses
+        for address in sorted(addresses - self._kept.keys()):
+            self._kept[address] = self._tasks.create_task(self._keep(address), name=f"router {address}")
+
+    async def _keep(self, address: str) -> None:
+        """Keep a stream to a router for as long as a name leads to it."""
+        backoff_s = MIN_BACKOFF_S
+        while any(address in addresses for addresses in self._found.values()):
+            if await self._attach(address):
+                backoff_s = MIN_BACKOFF_S
+            self._lookups.again()  # a lost router may have a successor elsewhere
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        del self._kept[address]
+
+    async def _attach(self, address: str) -> bool:
+        """Attach to a router until the stream ends; return whether the router took this frontend."""
+        link = RouterLink(address, self._routers)
+        why = ""
+        async with self._credentials.channel(address, Part.ROUTER) as channel:
+            try:
+                proof = await identify(channel, self._credentials.secret, ATTACH)
+                call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(ATTACH)(metadata=proof)
+                self._routers.attach(link)
+                try:
+                    why = await link.channel.run(call.read, call.write)
+                finally:
+                    call.cancel()
+                    self._routers.lose(link)
+            except grpc.aio.AioRpcError as error:
+                why = f"{error.code().name}: {error.details()}"
+        self._warn(address, why)
+        return link.readiness is not None
+
+    def _warn(self, address: str, problem: str) -> None:
+        """Log why a router is not attached: as a warning the first time, and at level DEBUG while it stays the same."""
+        level = logging.DEBUG if self._problems.get(address) == problem else logging.WARNING
+        self._problems[address] = problem
+        logger.log(level, "router %s: %s", address, problem)

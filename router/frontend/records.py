@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import FINISH_REASONS, Stage
 from pdserve.router.commands import Finished, Refused
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.answer import Answer, Outcome
 from pdserve.router.frontend.prompts import MAX_LABEL_BYTES
 from pdserve.router.timeline import parts
@@ -45,7 +45,7 @@ class Opened:
 class Records:
     """Follows requests from their arrival to their end."""
 
-    def __init__(self, model: str, config: RouterConfig, export: "SpanExport | None" = None) -> None:
+    def __init__(self, model: str, config: EndpointConfig, export: "SpanExport | None" = None) -> None:
         self._model = model
         self._export = export
         self._sample_ratio = config.otlp_traces_sample_ratio

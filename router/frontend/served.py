@@ -10,7 +10,7 @@ from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults, namin
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.errors import RequestError, Status, echo
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import EndpointConfig
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.reasoning import Reasoning, reasoning_of
 from pdserve.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def check_model(name: str, model: ServedModel) -> None:
         )
 
 
-def load_model(config: RouterConfig) -> ServedModel:
+def load_model(config: EndpointConfig) -> ServedModel:
     """Read the model's config, tokenizer and chat template."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a prompt has few new words: waking threads costs more
     checkpoint = open_checkpoint(resolve_model(config.model))

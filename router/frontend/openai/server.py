@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from pdserve.certificates import read_pair
 from pdserve.errors import ConfigError
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.endpoints import LAST_WORDS_S, http_url
 from pdserve.router.frontend.openai.app import App
 from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
@@ -122,7 +122,7 @@ class RotatingContext:
 
 
 @asynccontextmanager
-async def serving_http(config: RouterConfig, app: App, on_failed: Callable[[], None]) -> AsyncIterator[str]:
+async def serving_http(config: EndpointConfig, app: App, on_failed: Callable[[], None]) -> AsyncIterator[str]:
     """Serve for the length of the block; yields the URL. ConfigError where the port cannot be had.
 
     `on_failed` is called for each connection whose TLS handshake fails.
@@ -165,11 +165,11 @@ def _uvicorn(app: App) -> uvicorn.Config:
     return config
 
 
-async def _listen(config: RouterConfig, connect: Callable[[], asyncio.Protocol]) -> asyncio.Server:
+async def _listen(config: EndpointConfig, connect: Callable[[], asyncio.Protocol]) -> asyncio.Server:
     host, port = config.http_host, config.http_port
     try:
         return await asyncio.get_running_loop().create_server(
-            connect, host, port, backlog=BACKLOG, reuse_port=config.num_frontends > 1
+            connect, host, port, backlog=BACKLOG, reuse_port=config.may_share_ports
         )
     except OSError as error:
         raise ConfigError(f"http_port: cannot listen on {host}:{port}: {error.strerror or error}") from error

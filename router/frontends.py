@@ -1,0 +1,82 @@
+"""A router's frontends: the streams that they attach with, at the internal port.
+
+Invariant: when a frontend's stream ends, its requests are cancelled, and nothing of them is left here.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+
+import grpc
+
+from pdserve.router.frontend.channel import METHOD, SERVICE, STREAM_ENDED, Abort
+from pdserve.router.frontend_link import FrontendLink
+from pdserve.router.hub import Hub
+from pdserve.rpc import AnyContext, abort
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1  # between two looks at whether the router serves, which depends on time too
+PINGS_EVERY = 10  # looks; a frontend may leave `frontend_link.MAX_UNANSWERED` pings unanswered
+SHUTTING_DOWN = "this router is shutting down"
+
+
+class Frontends:
+    """The frontends that are attached to a router."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._links: set[FrontendLink] = set()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Let frontends attach at a server. Its messages are frames, as bytes."""
+        attach: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._attach)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: attach}),))
+
+    def show(self) -> None:
+        """Tell frontends whether the router serves."""
+        readiness = self._hub.readiness()
+        for link in self._links:
+            link.show(readiness)
+
+    def close(self) -> None:
+        """End all streams. Frontends take their requests to another router, or to this one's successor."""
+        for link in self._links:
+            link.channel.close(SHUTTING_DOWN)
+
+    async def watch(self) -> None:
+        """Tell frontends what changes, and ping them, until cancelled."""
+        while True:
+            for look in range(PINGS_EVERY):
+                await asyncio.sleep(LOOK_S)
+                self.show()
+                if look == 0:
+                    for link in self._links:
+                        link.ping()
+
+    async def _attach(self, requests: AsyncIterator[bytes], context: AnyContext) -> None:
+        link = FrontendLink(self._hub, self._abort, self._count)
+        link.show(self._hub.readiness())
+        self._links.add(link)
+        why = "its connection has ended"  # gRPC cancels this call then
+        try:
+            why = await link.channel.run(partial(anext, requests, None), context.write)
+        finally:
+            self._links.remove(link)
+            self._count()
+            link.end()
+            if why not in (STREAM_ENDED, SHUTTING_DOWN):
+                self._hub.num_frontends_lost += 1
+                logger.warning("frontend %s is lost: %s", link.frontend_id or "without a name", why)
+        if why != STREAM_ENDED:
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+
+    def _count(self) -> None:
+        """Count those that have said who they are: their endpoints are open."""
+        self._hub.admin.num_frontends = sum(bool(link.frontend_id) for link in self._links)
+        self._hub.shell.note_change()
+
+    def _abort(self, asked: Abort) -> None:
+        for link in self._links:
+            link.channel.post(asked)
