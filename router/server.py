@@ -30,7 +30,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.frontend.endpoints import LAST_WORDS_S, Endpoints, open_endpoints
-from pdserve.router.frontend.served import ServedModel, load_model
+from pdserve.router.frontend.served import ServedModel, load_model, served_name
 from pdserve.router.frontends import Frontends
 from pdserve.router.hub import Hub
 from pdserve.router.policies import POLICIES
@@ -55,7 +55,7 @@ class Addresses:
 
 async def serve(config: RouterConfig) -> int:
     """Serve until SIGTERM or SIGINT, then finish what runs; return the exit status."""
-    model = await asyncio.to_thread(load_model, config)
+    model = await asyncio.to_thread(load_model, config) if config.serve_clients else None
     freeze_objects()
     stop = asyncio.Event()
     with drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s + CLOSING_S):
@@ -65,22 +65,24 @@ async def serve(config: RouterConfig) -> int:
 
 async def run(
     config: RouterConfig,
-    model: ServedModel,
+    model: ServedModel | None,
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None] = lambda _: None,
     port_key: str = "port",
 ) -> bool:
     """Serve a model until `stop` is set, then drain; return whether all requests finished in time.
 
+    `model` is None where frontends serve the clients.
     `on_ready` gets the addresses. `port_key` is how the operator sets the port for clients.
     """
     start = None if config.profile is None else read_profile(config.profile).configuration(1).costs()
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
-    hasher = PrefixHasher(credentials.secret, model.name)
+    name = served_name(config) if model is None else model.name
+    hasher = PrefixHasher(credentials.secret, name)
     predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher)
-    core = RouterCore(model.name, config, POLICIES[config.placement](predictor), predictor)
+    core = RouterCore(name, config, POLICIES[config.placement](predictor), predictor)
     shell = Shell(core, MonotonicClock())
-    hub = Hub(shell, config, model.name, stop.is_set)
+    hub = Hub(shell, config, name, stop.is_set)
     hub.ports |= credentials.ports("internal")
     async with showing(config, hub.samples, credentials.identity) as metrics, answering(config) as answers:
         hub.admin.metrics_address = metrics
@@ -113,10 +115,10 @@ async def run(
 
 
 def _endpoints(
-    config: RouterConfig, model: ServedModel, hub: Hub, port_key: str
+    config: RouterConfig, model: ServedModel | None, hub: Hub, port_key: str
 ) -> AbstractAsyncContextManager[Endpoints]:
     """Serve clients in this process, unless frontends alone do so."""
-    if config.serve_clients:
+    if model is not None:
         return open_endpoints(config, model, hub, hub.clients, instance=config.router_id, port_key=port_key)
     return nullcontext(Endpoints("", "", lambda: None))
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import grpc
 import msgspec
 
-from pdserve.errors import ProtocolError, Status
+from pdserve.errors import ProtocolError, RequestError, Status
 from pdserve.ids import RequestId
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.events import RequestArrived
@@ -251,7 +251,7 @@ class Channel:
             self.close(STREAM_ENDED)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             self.close(_reason(error))
-        except (ProtocolError, ValueError) as error:  # ValueError: msgspec's and pydantic's, of what the peer sent
+        except (ProtocolError, RequestError, ValueError) as error:  # ValueError: msgspec's and pydantic's
             self.close(f"{type(error).__name__}: {error}")
         except Exception as error:
             self.close(f"{type(error).__name__}: {error}")

@@ -137,6 +137,7 @@ class Attaching:
                 proof = await identify(channel, self._credentials.secret, ATTACH)
                 call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(ATTACH)(metadata=proof)
                 self._routers.attach(link)
+                logger.info("attached to router %s", address)
                 try:
                     why = await link.channel.run(call.read, call.write)
                 finally:

@@ -73,7 +73,9 @@ class RouterLink:
                 self.readiness = readiness
                 self._routers.look()
             case messages.Reply(number, data):
-                reply = self.replies.pop(number)
+                reply = self.replies.pop(number, None)
+                if reply is None:
+                    raise ProtocolError(f"reply {number} was not asked for")
                 if not reply.done():
                     reply.set_result(data)
             case messages.Ping():

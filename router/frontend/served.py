@@ -53,6 +53,11 @@ def check_model(name: str, model: ServedModel) -> None:
         )
 
 
+def served_name(config: EndpointConfig) -> str:
+    """Return the model's name in requests."""
+    return config.served_model_name or open_checkpoint(resolve_model(config.model)).name
+
+
 def load_model(config: EndpointConfig) -> ServedModel:
     """Read the model's config, tokenizer and chat template."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a prompt has few new words: waking threads costs more
