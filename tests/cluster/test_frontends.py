@@ -1,4 +1,4 @@
-"""Two frontends: the end of one costs its own connections alone."""
+"""Two frontends: the end of one costs its own connections alone, and the router's end costs none."""
 
 import http.client
 import json
@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 from frontend_owners import frontends, own_ports, owner
-from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
+from live_cluster import LiveCluster, greedy, is_idle, live_cluster, load_of
 from looking import PATIENCE_S, until
 from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
@@ -99,12 +98,12 @@ class HttpClient(Client):
 def clients_of_each(cluster: LiveCluster) -> dict[int, list[Client]]:
     """Connect over both protocols until each frontend has its clients; the kernel chooses."""
     http_address = cluster.state.http.removeprefix("http://")
-    found: dict[int, list[Client]] = {process.pid: [] for process in frontends(cluster.pid_of("router"))}
+    found: dict[int, list[Client]] = {process.pid: [] for process in frontends(cluster.process.pid)}
     for make in (lambda: GrpcClient(cluster.endpoint), lambda: HttpClient(http_address)):
         wanted = dict.fromkeys(found, NUM_OF_EACH)
         while any(wanted.values()):
             client = make()
-            pid = owner(cluster.pid_of("router"), client.port)
+            pid = owner(cluster.process.pid, client.port)
             if wanted[pid]:
                 wanted[pid] -= 1
                 found[pid].append(client)
@@ -141,10 +140,10 @@ def test_a_killed_frontend_costs_its_own_connections_alone(cluster: LiveCluster,
 
 
 def test_another_frontend_takes_its_place(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
-    until(lambda: len(frontends(cluster.pid_of("router"))) == 2)
-    running = {process.pid for process in frontends(cluster.pid_of("router"))}
+    until(lambda: len(frontends(cluster.process.pid)) == 2)
+    running = {process.pid for process in frontends(cluster.process.pid)}
     until(lambda: metric(cluster, "pdserve_frontends") == 2)
-    assert metric(cluster, "pdserve_frontends_lost_total") == 1
+    assert until(lambda: metric(cluster, "pdserve_frontends_lost_total")) == 1
     of_each = clients_of_each(cluster)
     assert of_each.keys() == running
     for client in (client for pid in of_each for client in of_each[pid]):
@@ -155,21 +154,42 @@ def test_another_frontend_takes_its_place(cluster: LiveCluster, oracle: PreTrain
     cluster.wait_for(is_idle, 5)
 
 
-def test_frontends_end_with_their_router(cluster: LiveCluster) -> None:
-    router = cluster.pid_of("router")
-    ended = frontends(router)
-    os.kill(router, signal.SIGKILL)
-    gone, left = psutil.wait_procs(ended, timeout=5)
-    assert (len(gone), left) == (2, [])
-    until(lambda: cluster.pid_of("router") != router and len(frontends(cluster.pid_of("router"))) == 2)
-    cluster.wait_for(all_ready(2), 30)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_streams_go_on_when_the_router_ends(
+    cluster: LiveCluster, oracle: PreTrainedModel, number: signal.Signals
+) -> None:
+    rng = random.Random(int(number))
+    router, running = cluster.pid_of("router"), {process.pid for process in frontends(cluster.process.pid)}
+    of_each = clients_of_each(cluster)
+    clients = [client for pid in of_each for client in of_each[pid]]
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(20)] for _ in clients]
+    late = GrpcClient(cluster.endpoint)
+    with ThreadPoolExecutor(len(clients) + 1) as pool:
+        reading = [
+            pool.submit(client.read, prompt, NUM_TOKENS) for client, prompt in zip(clients, prompts, strict=True)
+        ]
+        until(lambda: all(client.tokens for client in clients))
+        os.kill(router, number)
+        until(lambda: cluster.state.pid_of("router") != router)
+        reading.append(pool.submit(late.read, [4, 5, 6], 8))
+        for done in reading:
+            done.result()
+    for client, prompt in zip(clients, prompts, strict=True):
+        assert not client.has_failed
+        assert len(client.tokens) == NUM_TOKENS
+        assert first_disagreement(oracle, prompt, client.tokens) is None
+    assert len(late.tokens) == 8
+    for client in (*clients, late):
+        client.close()
+    assert {process.pid for process in frontends(cluster.process.pid)} == running
+    cluster.wait_for(is_idle, 30)
 
 
-def metric(cluster: LiveCluster, name: str) -> float:
+def metric(cluster: LiveCluster, name: str) -> float | None:
+    """Return what any frontend shows; None from one that has no router yet."""
     connection = http.client.HTTPConnection(cluster.state.http.removeprefix("http://"), timeout=10)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
     found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    return None if found is None else float(found[1])

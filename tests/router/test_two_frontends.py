@@ -1,50 +1,38 @@
-"""Two frontends are one router to tenants, gateways and operators, and end with it."""
+"""Two frontends are one router to tenants, gateways and operators."""
 
 import asyncio
 import json
 import os
-import sys
-from collections.abc import AsyncIterator
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import grpc
-import psutil
 import pytest
-from frontend_owners import frontends, own_ports, owner
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from frontend_owners import own_ports, owner
 from looking import until
-from probing import health_flags, served
-from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, collect, model_folder, text_of, tokens_of
+from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, model_folder, text_of, tokens_of
 from scraping import scrape, snapshot
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from pdserve.errors import ConfigError
 from pdserve.launch.authority import Authority
 from pdserve.launch.folder import free_port
+from pdserve.measure.live import serving_process
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.router.frontend.clients import new_key
 
-# A frontend that begins once somebody has opened the pipe of its number, and closed it.
-GATED = """
-import sys
-open(f"{sys.argv.pop(1)}/{sys.argv[2]}").read()
-from pdserve.router.frontend.process import main
-main()
-"""
+START_S = 120.0  # for two processes to start on a busy machine
 NUM_OF_EACH = 8  # connections, so that each frontend has some
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return model_folder(tmp_path)
+StartBoth = Callable[..., Awaitable["TwoFrontends"]]
 
 
 class Side:
@@ -67,10 +55,42 @@ class Side:
         await VllmEngineStub(self.channel).Abort(vllm.AbortRequest(request_ids=[name]), metadata=self._metadata)
 
 
+@dataclass
+class TwoFrontends:
+    """A router that serves no clients itself, and two frontends on the same ports."""
+
+    router: RouterUnderTest
+    public: str  # host:port
+    http: str
+    processes: list[Process]
+
+
+@pytest.fixture
+async def start_both(
+    start_router: StartRouter, secret_file: Path, tmp_path: Path
+) -> AsyncIterator[Callable[..., Awaitable[TwoFrontends]]]:
+    """Start a router and two frontends, with settings of the frontends."""
+    model = model_folder(tmp_path)
+    async with AsyncExitStack() as stack:
+
+        async def start(**settings: object) -> TwoFrontends:
+            router = await start_router(serve_clients=False, served_model_name=MODEL)
+            port, http_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+            flags = {
+                "model": model, "served_model_name": MODEL, "secret_file": secret_file, "port": port,
+                "http_port": http_port, "routers": (router.addresses.internal,), "shares_ports": True, **settings,
+            }  # fmt: skip
+            processes = [await stack.enter_async_context(serving_process("frontend", flags)) for _ in range(2)]
+            await router.until_status(lambda status: status.num_frontends == 2, START_S)
+            return TwoFrontends(router, f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", processes)
+
+        yield start
+
+
 @asynccontextmanager
-async def both_sides(router: RouterUnderTest, key: str) -> AsyncIterator[list[Side]]:
+async def both_sides(address: str, key: str) -> AsyncIterator[list[Side]]:
     """Connect until both frontends are reached."""
-    address, options = router.addresses.public, [("grpc.use_local_subchannel_pool", 1)]
+    options = [("grpc.use_local_subchannel_pool", 1)]
     sides: dict[int, Side] = {}
     async with AsyncExitStack() as stack:
         while len(sides) < 2:
@@ -82,16 +102,15 @@ async def both_sides(router: RouterUnderTest, key: str) -> AsyncIterator[list[Si
         yield list(sides.values())
 
 
-async def test_two_frontends_are_one_router(start_router: StartRouter, model: Path, tmp_path: Path) -> None:
+async def test_two_frontends_are_one_router(start_both: StartBoth, tmp_path: Path) -> None:
     key, digest = new_key()
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"tenants: {{acme: {{keys: [{{id: web, sha256: {digest}}}], max_concurrent: 2}}}}")
     keys.chmod(0o600)
-    served = {"model": str(model), "served_model_name": MODEL, "api_keys_file": keys, "num_frontends": 2}
-    router = await start_router(**served)
-    assert not any(map(shares_channel, frontends(os.getpid())))
+    both = await start_both(api_keys_file=keys, router_grace_s=1)
+    router = both.router
     prefill, _ = await router.pair()
-    async with both_sides(router, key) as (one, other):
+    async with both_sides(both.public, key) as (one, other):
         for side in (one, other):
             replies = [reply async for reply in side.generate(5)]
             assert text_of(replies) == TOKENIZER.decode(tokens_of(TOKENIZER.encode("hello", add_special=False), 5))
@@ -122,67 +141,25 @@ async def test_two_frontends_are_one_router(start_router: StartRouter, model: Pa
         last = one.generate(1)
         await prefill.until(lambda: len(prefill.prefills) == 6)
         router.stop.set()
-        for side in (one, other):
-            await not_serving(side)
-        with pytest.raises(grpc.aio.AioRpcError, match="this router is shutting down"):
-            await other.generate(1).read()
+        late = other.generate(1)
         await prefill.step([prefill.delta(prefill.prefills[5].spec, 0, 0, is_last=True)])
         assert len(text_of([reply async for reply in last])) == 1
+        with pytest.raises(grpc.aio.AioRpcError, match="router_grace_s: no router has been attached for 1 s"):
+            await late.read()
+        assert len(prefill.prefills) == 6, "a router that shuts down gets no more requests"
 
 
-def shares_channel(frontend: psutil.Process) -> bool:
-    """Whether processes that a frontend starts have its channel."""
-    flags = Path(f"/proc/{frontend.pid}/fdinfo/{frontend.cmdline()[-4]}").read_text().split()[3]
-    return not int(flags, 8) & os.O_CLOEXEC
-
-
-async def not_serving(side: Side) -> None:
-    """Return once a frontend says that it does not serve."""
-    async for state in health_pb2_grpc.HealthStub(side.channel).Watch(health_pb2.HealthCheckRequest()):
-        if state.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-            return
-
-
-async def test_a_router_says_nothing_of_being_ready_until_the_doors_of_all_frontends_are_open(
-    start_router: StartRouter, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gates = [tmp_path / "0", tmp_path / "1"]
-    for gate in gates:
-        os.mkfifo(gate)
-    monkeypatch.setattr("pdserve.router.frontend_processes.COMMAND", (sys.executable, "-P", "-c", GATED, str(tmp_path)))
-    ports = {key: free_port("127.0.0.1") for key in ("port", "internal_port", "metrics_port")} | health_flags()
-
-    def address(key: str) -> str:
-        return f"127.0.0.1:{ports[key]}"
-
-    async def open_doors() -> None:
-        await asyncio.to_thread(gates[0].write_text, "")
-        async with grpc.aio.insecure_channel(address("port")) as public:
-            await public.channel_ready()
-        async with grpc.aio.insecure_channel(address("internal_port")) as internal:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(internal.channel_ready(), 1)
-        assert await asyncio.to_thread(served, ports["health_port"]) == ["live"]
-        assert (await asyncio.to_thread(scrape, address("metrics_port"))).value("pdserve_frontends") == 1
-        await asyncio.to_thread(gates[1].write_text, "")
-
-    async with asyncio.TaskGroup() as tasks:
-        opening = tasks.create_task(open_doors())
-        router = await start_router(model=str(model), served_model_name=MODEL, num_frontends=2, **ports)
-        assert opening.done()
-    assert (await asyncio.to_thread(scrape, address("metrics_port"))).value("pdserve_frontends") == 2
-    await router.pair()
-    assert await asyncio.to_thread(served, ports["health_port"]) == ["live", "started", "ready"]
-
-
-async def test_each_frontend_shows_the_live_page_of_the_router(start_router: StartRouter, model: Path) -> None:
-    router = await start_router(model=str(model), served_model_name=MODEL, num_frontends=2, http_port=0)
-    await router.pair()
-    await collect(router.generate(text="hello", max_tokens=2))
-    await router.until_idle()
-    page = f"{router.addresses.http}/page"
+async def test_each_frontend_shows_the_live_page_of_the_router(start_both: StartBoth) -> None:
+    both = await start_both()
+    await both.router.pair()
+    async with grpc.aio.insecure_channel(both.public) as channel:
+        sampling = inference.SamplingParams(max_tokens=2)
+        request = inference.GenerateRequest(text="hello", sampling=sampling)
+        assert [reply async for reply in InferenceServiceStub(channel).Generate(request)]
+    await both.router.until_idle()
+    page = f"{both.http}/page"
     for _ in range(NUM_OF_EACH):
-        state = await asyncio.to_thread(snapshot, router.addresses.http)
+        state = await asyncio.to_thread(snapshot, both.http)
         (ended,) = state["ended"].values()
         assert (set(state["workers"]), ended["completion_tokens"]) == ({"p0", "d0"}, 2)
         asked = f"{page}/requests/{ended['request_id']}"
@@ -193,27 +170,29 @@ async def test_each_frontend_shows_the_live_page_of_the_router(start_router: Sta
             await asyncio.to_thread(urlopen, f"{page}/requests/00", timeout=10)
 
 
-async def test_a_port_that_others_listen_on_is_refused_by_all_frontends_at_once(
-    start_router: StartRouter, model: Path
+async def test_a_frontend_refuses_a_port_that_others_listen_on(
+    start_router: StartRouter, secret_file: Path, tmp_path: Path
 ) -> None:
     first = await start_router()
-    port = int(first.addresses.public.rpartition(":")[2])
-    with pytest.raises(ExceptionGroup) as refused:
-        await start_router(model=str(model), served_model_name=MODEL, port=port, num_frontends=2)
-    assert refused.group_contains(ConfigError, match=f"port: cannot listen on 127.0.0.1:{port}")
-    assert not frontends(os.getpid())
+    port = first.addresses.public.rpartition(":")[2]
+    flags = {
+        "model": model_folder(tmp_path), "secret_file": secret_file, "port": port,
+        "routers": (first.addresses.internal,), "shares_ports": True,
+    }  # fmt: skip
+    async with serving_process("frontend", flags) as process:
+        assert await process.wait() == 2
 
 
 async def test_a_connection_that_any_frontend_refuses_is_counted_by_the_router(
-    start_router: StartRouter, model: Path, tmp_path: Path
+    start_both: StartBoth, tmp_path: Path
 ) -> None:
     authority = Authority.new()
     authority.write_public(tmp_path / "tls", ("127.0.0.1",), timedelta(days=1))
     files = {"ssl_certfile": tmp_path / "tls" / "tls.crt", "ssl_keyfile": tmp_path / "tls" / "tls.key"}
-    router = await start_router(model=str(model), served_model_name=MODEL, num_frontends=2, **files)
+    both = await start_both(**files)
 
     def counted() -> tuple[float, float]:
-        found = scrape(router.addresses.metrics)
+        found = scrape(both.router.addresses.metrics)
         names = ("pdserve_tls_connections_total", "pdserve_tls_connections_called_total")
         opened, called = (found.value(name, port="public") for name in names)
         return opened, called
@@ -221,9 +200,9 @@ async def test_a_connection_that_any_frontend_refuses_is_counted_by_the_router(
     assert await asyncio.to_thread(counted) == (0, 0)
     believed, alone = grpc.ssl_channel_credentials(authority.pem), [("grpc.use_local_subchannel_pool", 1)]
     for _ in range(NUM_OF_EACH):
-        async with grpc.aio.secure_channel(router.addresses.public, believed, options=alone) as channel:
+        async with grpc.aio.secure_channel(both.public, believed, options=alone) as channel:
             await InferenceServiceStub(channel).ListModels(inference.ListModelsRequest())
-        async with grpc.aio.insecure_channel(router.addresses.public, options=alone) as channel:
+        async with grpc.aio.insecure_channel(both.public, options=alone) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await InferenceServiceStub(channel).ListModels(inference.ListModelsRequest())
     await asyncio.to_thread(until, lambda: counted()[1] == NUM_OF_EACH and counted()[0] >= 2 * NUM_OF_EACH)

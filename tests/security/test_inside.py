@@ -88,10 +88,19 @@ async def call(caller: Credentials, address: str, method: str, listener: Part = 
         return error.code()
 
 
+CALLERS = {
+    ATTACH: Part.WORKER,
+    "/pdserve.v1.HandoffService/Attach": Part.WORKER,
+    "/pdserve.v1.FrontendService/Attach": Part.FRONTEND,
+    STATUS: Part.OPERATOR,
+    "/pdserve.v1.LauncherService/StopWorker": Part.OPERATOR,
+}
+
+
 def allowed() -> Iterator[tuple[Part, str, bool]]:
-    for method in (ATTACH, STATUS, "/pdserve.v1.HandoffService/Attach", "/pdserve.v1.LauncherService/StopWorker"):
+    for method, caller in CALLERS.items():
         for part in Part:
-            yield part, method, (part is Part.WORKER) == method.endswith("/Attach") and part is not Part.ROUTER
+            yield part, method, part is caller
 
 
 @pytest.mark.parametrize(("part", "method", "may"), list(allowed()))

@@ -360,9 +360,11 @@ class RouterUnderTest:
         request = inference.GenerateRequest(**fields)  # type: ignore[arg-type]
         return self.inference.Generate(request, timeout=timeout_s)
 
-    async def until_status(self, condition: Callable[[admin.ClusterStatus], bool]) -> None:
+    async def until_status(
+        self, condition: Callable[[admin.ClusterStatus], bool], patience_s: float = PATIENCE_S
+    ) -> None:
         """Wait until the router's own account of the cluster fulfils a condition."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             call = self.admin.WatchStatus(admin.WatchStatusRequest(), metadata=await self.proof("WatchStatus"))
             async for reply in call:
                 if condition(reply.status):
@@ -427,7 +429,7 @@ async def running_router(
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-        tasks.create_task(run(config, model, stop, ready.set_result))
+        tasks.create_task(run(config, model if config.serve_clients else None, stop, ready.set_result))
         router = RouterUnderTest(await ready, secret, stack)
         router.stop = stop
         await router.start()

@@ -18,6 +18,7 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
         *(m.DRAINING, m.PAGES, m.LEAKED, m.HANDOFFS, m.WAITING_TOKENS, m.KV_TOKENS, m.DIGEST_MISMATCHES),
         *(m.STALLED_PEERS, *_SHARED),
     ),
+    "frontend": (m.REQUESTS_WITHOUT_ROUTER, m.REQUESTS_RESUMED),
     "autoscaler": (m.DESIRED, m.REPLICAS, m.DECISIONS, m.LEADS),
     "watcher": (m.REPORTED_ENDS, m.UNPROVED_ENDS),  # an autoscaler on Kubernetes has one
     "any": (m.TLS_CONNECTIONS, m.TLS_CONNECTIONS_CALLED, m.CERTIFICATE_END),  # that has certificates
