@@ -29,7 +29,7 @@ OF_THE_CHART = {
     *("handoff_host", "handoff_port", "handoff_rdma_devices", "dialect_host", "dialect_port"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
     *("role", "routers", "router_id", "worker_id", "launch_id", "incarnation", "termination_message_file"),
-    *("tensor_parallel_size", "policy", "policy_resource", "name"),
+    *("tensor_parallel_size", "policy", "policy_resource", "name", "serve_clients"),
 }
 
 
