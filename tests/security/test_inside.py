@@ -88,7 +88,7 @@ async def call(caller: Credentials, address: str, method: str, listener: Part = 
         return error.code()
 
 
-CALLERS = {
+ALLOWED = {
     ATTACH: Part.WORKER,
     "/pdserve.v1.HandoffService/Attach": Part.WORKER,
     "/pdserve.v1.FrontendService/Attach": Part.FRONTEND,
@@ -98,7 +98,7 @@ CALLERS = {
 
 
 def allowed() -> Iterator[tuple[Part, str, bool]]:
-    for method, caller in CALLERS.items():
+    for method, caller in ALLOWED.items():
         for part in Part:
             yield part, method, part is caller
 
