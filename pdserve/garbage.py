@@ -1,5 +1,6 @@
-"""When Python's garbage collector runs. It stops every thread of a process."""
+"""When memory is collected and returned to the system. Python's collector stops every thread of a process."""
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,3 +36,10 @@ def garbage_left() -> Iterator[None]:
         if was_enabled:
             gc.collect(0)
             gc.enable()
+
+
+def trim_memory() -> None:
+    """Return what malloc holds free, in whole pages, to the system. Takes milliseconds, in which other threads run."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)

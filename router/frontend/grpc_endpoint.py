@@ -174,7 +174,14 @@ class LimitSizes(grpc.aio.ServerInterceptor):
                 request = parse(raw)
             except DecodeError as error:
                 await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
-            return await serve(request, context)
+            try:
+                return await serve(request, context)
+            except grpc.aio.AbortError as error:
+                # gRPC keeps it with the call's state, in a cycle. It must not refer to frames that have the request.
+                error.__context__ = None
+                raise error.with_traceback(None) from None
+            finally:
+                del raw, request
 
         make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
         return make(check, response_serializer=handler.response_serializer)

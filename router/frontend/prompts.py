@@ -1,7 +1,8 @@
 """Prepares a request before the core knows it: checks its terms, and makes token ids of its prompt.
 
 Long prompts are tokenized in threads, so that other requests need not wait. A short prompt takes less time than the
-way to a thread and back. Errors name the field, its value and the limit.
+way to a thread and back. A text whose length alone says that it has too many tokens is refused without tokenizing it.
+Errors name the field, its value and the limit.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.garbage import trim_memory
 from pdserve.grammar.checker import Checker
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -34,6 +36,8 @@ MAX_ANSWER_TOKENS = 2**31 - 1
 NUM_THREADS = 2
 INLINE_BYTES = 2048  # of a request tokenized on the event loop, in under half a millisecond
 INLINE_BAD_WORDS = 8  # of a request tokenized on the event loop; each word is tokenized twice
+LONG_BYTES = 2**18  # of a request after which memory is trimmed: tokenizing takes a hundred times as much
+TRIM_AFTER_S = 1.0  # once for all requests within this time
 SLICE_TOKENS = 16384  # packed without a pause: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
 Check = Callable[[StructuredOutput], Awaitable[None]]  # RequestError for what cannot be compiled
@@ -48,10 +52,13 @@ class Prompts:
         self._max_num_tokenizing = max_num_tokenizing
         self._timeout_s = timeout_s
         self._num_tokenizing = 0
+        self._trimming: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenize")
         self._grammars = Checker(model.tokenizer.to_json, model.eos_token_ids)
 
     async def close(self) -> None:
+        if self._trimming is not None:
+            self._trimming.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._grammars.close()
 
@@ -63,11 +70,13 @@ class Prompts:
             case "text":
                 if not request.text:
                     raise invalid("text", "it is empty, at least 1 character is needed")
+                self._trim_later(request.ByteSize())
+                self._check_length("text", request.text, max_model_len)
                 return await self._encoded(request, self._encode_text, remaining_s)
             case "chat":
                 if self._model.chat is None:
                     raise invalid("chat", "the model has no chat template; send text or token_ids")
-                return await self._encoded(request, self._encode_chat, remaining_s)
+                return await self._encoded(request, partial(self._encode_chat, max_model_len), remaining_s)
             case _:
                 raise invalid("prompt", "none was given; exactly one of text, token_ids and chat is needed")
 
@@ -137,15 +146,23 @@ class Prompts:
             raise invalid(field, f"token id {token_id} at position {position} is outside [0, {limit}]")
         return ids
 
+    def _check_length(self, field: str, text: str, max_model_len: int) -> None:
+        """Raise RequestError for a text whose length alone says that it has too many tokens."""
+        num_tokens = self._model.tokenizer.fewest_tokens(text)
+        if num_tokens > max_model_len:
+            problem = f"{len(text)} characters are at least {num_tokens} tokens, over the limit of {max_model_len}"
+            raise invalid(field, f"{problem} (max_model_len)")
+
     def _encode_text(self, request: inference.GenerateRequest) -> TokenIds:
         add_special = not request.HasField("add_special_tokens") or request.add_special_tokens
         return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=add_special)), "text")
 
-    def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
+    def _encode_chat(self, max_model_len: int, request: inference.GenerateRequest) -> TokenIds:
         messages, options = [_message_of(message) for message in request.chat.messages], _options_of(request.chat)
         chat = self._model.tool_chat or self._model.chat if options.tools else self._model.chat
         assert chat is not None
         rendered = chat.render(messages, options)
+        self._check_length("chat", rendered, max_model_len)
         ids = self._model.tokenizer.encode(rendered, add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 
@@ -165,8 +182,8 @@ class Prompts:
             raise RequestError(Status.RESOURCE_EXHAUSTED, text)
         self._num_tokenizing += 1
         work = self._threads.submit(encode, request)
-        loop = asyncio.get_running_loop()
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._note_done))
+        loop, num_bytes = asyncio.get_running_loop(), request.ByteSize()
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._note_done, num_bytes))
         try:
             async with asyncio.timeout(min(self._timeout_s, remaining_s)):
                 return await asyncio.wrap_future(work)
@@ -176,10 +193,22 @@ class Prompts:
                 raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
             text = f"tokenize_timeout_s: the prompt was not tokenized within {self._timeout_s} s"
             raise RequestError(Status.RESOURCE_EXHAUSTED, text) from error
+        finally:
+            del work  # its error refers to this frame: together they would hold the request until a full collection
 
-    def _note_done(self) -> None:
+    def _note_done(self, num_bytes: int) -> None:
         # Called when the thread is done, which may be after a time-out: a stuck thread counts until then.
         self._num_tokenizing -= 1
+        self._trim_later(num_bytes)
+
+    def _trim_later(self, num_bytes: int) -> None:
+        """Return free memory to the system a moment after a request of so many bytes, if it was long."""
+        if num_bytes >= LONG_BYTES and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        self._threads.submit(trim_memory)
 
 
 def check_terms(
