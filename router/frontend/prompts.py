@@ -6,7 +6,6 @@ Errors name the field, its value and the limit.
 """
 
 import asyncio
-import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable
@@ -14,7 +13,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
@@ -23,9 +22,9 @@ from pdserve.grammar.checker import Checker
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.events import RequestArrived
+from pdserve.router.frontend.conversations import message_of, options_of
 from pdserve.router.frontend.served import ServedModel
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
-from pdserve.text.chat import ChatMessage, ChatOptions
 from pdserve.text.stop import check_stops
 from pdserve.token_ids import TokenIds, largest, pack
 from pdserve.wire import given_params
@@ -158,7 +157,7 @@ class Prompts:
         return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=add_special)), "text")
 
     def _encode_chat(self, max_model_len: int, request: inference.GenerateRequest) -> TokenIds:
-        messages, options = [_message_of(message) for message in request.chat.messages], _options_of(request.chat)
+        messages, options = [message_of(message) for message in request.chat.messages], options_of(request.chat)
         chat = self._model.tool_chat or self._model.chat if options.tools else self._model.chat
         assert chat is not None
         rendered = chat.render(messages, options)
@@ -309,52 +308,3 @@ def _sampling(asked: inference.SamplingParams, defaults: GenerationDefaults) -> 
     if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
         return params
     return replace(params, max_tokens=defaults.max_tokens)
-
-
-# ---- conversations
-
-
-def _options_of(chat: inference.Chat) -> ChatOptions:
-    begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
-    return ChatOptions(
-        tools=_objects("tools", chat.tools_json) if chat.tools_json else None,
-        documents=_objects("documents", chat.documents_json) if chat.documents_json else None,
-        template_kwargs=json_object("chat_template_kwargs", chat.template_kwargs_json or "{}"),
-        add_generation_prompt=begins,
-        continue_final_message=chat.continue_final_message,
-    )
-
-
-def _message_of(message: inference.ChatMessage) -> ChatMessage:
-    calls = _objects("tool_calls", message.tool_calls_json) if message.tool_calls_json else []
-    return ChatMessage(
-        role=message.role,
-        content=message.content if message.HasField("content") or not calls else None,
-        tool_calls=calls,
-        tool_call_id=message.tool_call_id,
-        name=message.name,
-        reasoning_content=message.reasoning_content,
-    )
-
-
-def json_object(field: str, text: str) -> dict[str, Any]:
-    """Parse a field's text as a JSON object; RequestError(INVALID_ARGUMENT) if it is none."""
-    value = _decoded(field, text)
-    if not isinstance(value, dict):
-        raise invalid(field, f"{echo(text, repr)} is no JSON object")
-    return value
-
-
-def _objects(field: str, text: str) -> list[dict[str, Any]]:
-    values = _decoded(field, text)
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise invalid(field, f"{echo(text, repr)} is no JSON array of objects")
-    return values
-
-
-def _decoded(field: str, text: str) -> object:
-    """Parse as Python's json does: endpoints that have parsed a body write its parts with the same module."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid(field, f"{echo(text, repr)} is no JSON: {error}") from error

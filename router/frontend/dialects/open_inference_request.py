@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import open_inference_pb2 as protocol
-from pdserve.router.frontend.prompts import json_object
+from pdserve.router.frontend.conversations import json_object
 
 VERSION = "1"  # of the one model
 TEXT_INPUT, STREAM, SAMPLING = "text_input", ("stream", "streaming"), "sampling_parameters"
