@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # What serving needs, and what tests and checks need beside it.
 SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
+# For pipes, each part of which may fail.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 
 # make serve: what is served and how many workers of each kind.
 MODEL ?= smollm2-135m-instruct
@@ -17,10 +20,10 @@ SEEDS ?= 200
 .PHONY: demo serve unit test test-long test-page test-kubernetes test-arm check sim gpu bench-cpu images audit scan clean
 
 demo: $(SERVING)
-	$(BIN)/pdserve demo
+	@$(BIN)/pdserve demo
 
 serve: $(SERVING)
-	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
+	@$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
 # About a minute on two cores: no processes, no large models.
 UNIT := $(addprefix tests/,checkpoint cli cpu_kernels engine kvtransfer measure model perfmodel router security text workers)
@@ -41,7 +44,7 @@ test-long: $(INSTALLED)
 # The live page in headless Chromium, over a cluster of its own; renews the pictures of docs/page.md.
 test-page: $(INSTALLED)
 	@command -v chromium >/dev/null || { echo "a browser is needed: apt-get install chromium" >&2; exit 1; }
-	$(PIP_INSTALL) -e ".[page]"
+	$(call install,$(VENV),a browser's driver,-c constraints.txt -e ".[page]")
 	mkdir -p docs/images
 	PDSERVE_PICTURES=docs/images $(BIN)/pytest -q tests/cluster/browse_live_page.py
 
@@ -52,10 +55,10 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed
 	PDSERVE_CLIENTS="$(CURDIR)/$(CLIENTS)/bin" PDSERVE_FUZZING_S=$(FUZZING_S) \
 		$(BIN)/pytest -q tests/clients tests/cluster/test_openai.py tests/cluster/test_live_structured.py
 $(CLIENTS)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(CLIENTS)
-	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/requirements.txt
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r $(CLIENTS)/requirements.txt
-	touch $@
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/requirements.txt
+	$(call install,$(CLIENTS),other people's clients,-r $(CLIENTS)/requirements.txt)
+	@touch $@
 
 # tests/kubernetes on a real API server, which KUBECONFIG names with an administrator's account.
 # Python has warned there of connections that were collected unclosed, their transports or sockets: no test fails by it.
@@ -104,8 +107,8 @@ FORCE:
 
 # Asks PyPI for known vulnerabilities of everything that is pinned. Fails where a package cannot be asked about, as at a mirror.
 audit:
-	$(PYTHON) -m venv build/audit
-	build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	@$(PYTHON) -m venv build/audit
+	$(call install,build/audit,pip-audit,pip-audit==2.10.1)
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r deploy/images/constraints-cuda.txt
 
@@ -113,8 +116,8 @@ audit:
 # operator's values say (digests 43, pull policy 15), the operator's token (38), IPC_LOCK for RDMA (25), and of the pod that
 # tests its probes (8, 9) and its key in a variable (35).
 scan: $(INSTALLED)
-	$(PYTHON) -m venv build/scan
-	build/scan/bin/pip install --quiet --disable-pip-version-check checkov==3.3.30
+	@$(PYTHON) -m venv build/scan
+	$(call install,build/scan,checkov,checkov==3.3.30)
 	$(BIN)/helm template chat deploy/helm/pdserve --namespace llm --values deploy/helm/pdserve/values/several-nodes.yaml > build/scan.yaml
 	build/scan/bin/checkov --file build/scan.yaml --framework kubernetes --compact --quiet --skip-download \
 		--skip-check CKV_K8S_11,CKV_K8S_43,CKV_K8S_15,CKV_K8S_38,CKV_K8S_25,CKV_K8S_8,CKV_K8S_9,CKV_K8S_35
@@ -123,17 +126,23 @@ clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
-# Pinned: a loose torch would bring gigabytes of CUDA to a machine without a GPU. Not compiled: that takes pip a minute for
-# all modules, of which most are never imported; the others are compiled then, once.
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# $(call install,ENVIRONMENT,WHAT,ARGUMENTS): a line a step on the screen. All that pip says is in a log, which an error names.
+# Not compiled: that takes pip a minute for all modules, of which most are never imported; the others are compiled then, once.
+define install
+@echo "fetching $(2): may take minutes, and is logged in $(1)/install.log"
+@$(1)/bin/pip install --disable-pip-version-check --no-compile $(3) 2>&1 | tee $(1)/install.log \
+	| sed -un 's/^Installing collected packages.*/installing $(2)/p' \
+	|| { tail -n 20 $(1)/install.log >&2; echo "pip could not install $(2): see $(1)/install.log" >&2; exit 1; }
+endef
 unexport PYTHONDONTWRITEBYTECODE
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
+# Pinned: a loose torch would bring gigabytes of CUDA to a machine without a GPU.
 $(SERVING): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e ".[worker]"
-	touch $@
+	$(call install,$(VENV),what serving needs,-c constraints.txt -e ".[worker]")
+	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e ".[dev]"
-	touch $@ $(SERVING)
+	$(call install,$(VENV),what tests need,-c constraints.txt -e ".[dev]")
+	@touch $@ $(SERVING)

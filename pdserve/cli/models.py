@@ -51,7 +51,7 @@ def cluster_of(model: str, name: str) -> "ClusterSpec":
 
 
 def fetched(name_or_path: str) -> Path:
-    """Return the path of a model, fetching it with a progress bar and a note on its licence if need be."""
+    """Return the path of a model, fetching it if need be: with a bar, or a line where there is no terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -61,10 +61,12 @@ def fetched(name_or_path: str) -> Path:
         return resolve_model(name_or_path)
     console = Console(stderr=True)
     shares: list[float] = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"fetching {name_or_path}", total=1.0)
 
         def report(share: float) -> None:
+            if not shares and share < 1.0 and progress.disable:
+                console.print(f"fetching {name_or_path}", highlight=False)
             shares.append(share)
             progress.update(task, completed=share)
 

