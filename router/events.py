@@ -6,7 +6,7 @@ from typing import NewType, Protocol
 
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.perfmodel.curve import IDLE, Step
+from pdserve.perfmodel.curve import IDLE, Step, TimedStep
 from pdserve.reports import Failure, ReportedLoad, Stage
 from pdserve.roles import Role
 from pdserve.sampling import PromptLogprobs, SamplingParams
@@ -36,6 +36,7 @@ class Registration:
     age_s: float = 0.0  # of its process, when it said this
     device: str = ""  # what it computes on; empty: unknown
     role_epoch: int = 0  # how often its role has changed
+    trial: Seq[TimedStep] = ()  # what it computed before it was ready
 
 
 @value

@@ -5,7 +5,7 @@ from math import exp
 
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import StepCosts
-from pdserve.perfmodel.model import LATELY_S, LATEST, MEMORY, LearntCosts
+from pdserve.perfmodel.model import LATELY_S, LATEST, MEMORY, LearntCosts, costs_of_trial
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.view import WorkerView
@@ -34,7 +34,7 @@ class CostsByKind:
     """
 
     def __init__(self, start: dict[Role, StepCosts]) -> None:
-        """`start`: what a kind of which nothing was seen is taken to cost."""
+        """`start`: what a kind of which nothing was seen is taken to cost; else what its first worker has measured."""
         self._start = start
         self._by_kind: dict[Kind, LearntCosts] = {}  # the kind whose first worker came last comes last
         self._by_link: dict[LinkId, tuple[Registration, LearntCosts]] = {}
@@ -48,7 +48,8 @@ class CostsByKind:
         kind = Kind(role, registration.device, registration.layout)
         costs = self._by_kind.get(kind)
         if costs is None:
-            costs = self._by_kind[kind] = LearntCosts(self._start.get(kind.role))
+            start = self._start.get(kind.role) or costs_of_trial(registration.trial)
+            costs = self._by_kind[kind] = LearntCosts(start)
         self._by_link[worker.link] = registration, costs
         return costs
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.curve import Step, TimedStep
 from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -37,6 +37,7 @@ from pdserve.wire import ROLE_NUMBERS, ROLES, layout_from_proto, params_to_proto
 MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128
 MAX_LAUNCH_ID_BYTES = 64
+MAX_TRIAL_STEPS = 64
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
 _STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
@@ -70,8 +71,13 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
 def _step(
     link_id: LinkId, deltas: Seq[link.TokenDelta], cost: link.StepCost, prompts: Seq[PromptScored]
 ) -> StepReported:
+    timed = _timed(cost)
+    return StepReported(link_id, deltas, timed.step, timed.elapsed_s, prompts, cost.age_us / 1e6)
+
+
+def _timed(cost: link.StepCost) -> TimedStep:
     step = Step(cost.prefill_tokens, cost.prefill_work, cost.decode_sequences, cost.decode_kv_tokens)
-    return StepReported(link_id, deltas, step, cost.elapsed_us / 1e6, prompts, cost.age_us / 1e6)
+    return TimedStep(step, cost.elapsed_us / 1e6)
 
 
 def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None) -> WorkerEvent:
@@ -163,6 +169,8 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         raise ProtocolError(f"register.device: {len(register.device.encode())} bytes, {MAX_DEVICE_BYTES} are allowed")
     if len(register.launch_id.encode()) > MAX_LAUNCH_ID_BYTES:
         raise ProtocolError(f"register.launch_id: at most {MAX_LAUNCH_ID_BYTES} bytes are allowed")
+    if len(register.trial_steps) > MAX_TRIAL_STEPS:
+        raise ProtocolError(f"register.trial_steps: {len(register.trial_steps)}, {MAX_TRIAL_STEPS} are allowed")
     if register.incarnation == 0:
         raise ProtocolError("register.incarnation: 0 stands for unknown")
     if register.ready and not (register.max_num_seqs and register.max_model_len and register.max_num_batched_tokens):
@@ -184,6 +192,7 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         age_s=register.age_ms / 1000,
         device=register.device,
         role_epoch=register.role_epoch,
+        trial=tuple(map(_timed, register.trial_steps)),
     )
 
 

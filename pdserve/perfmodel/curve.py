@@ -49,6 +49,14 @@ class Step:
 IDLE = Step()
 
 
+@value
+class TimedStep:
+    """What a step computed, and how long that took."""
+
+    step: Step
+    elapsed_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePiece:
     max_sequences: int | None  # None: for all larger ones

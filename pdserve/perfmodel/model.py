@@ -5,13 +5,14 @@ The router predicts with them; the planner and the autoscaler size pools with th
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from itertools import combinations
 from math import ceil, exp, inf, log
 
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.perfmodel.curve import ENOUGH_STEPS, Curve, DecodePiece, Step, StepCosts
+from pdserve.perfmodel.curve import ENOUGH_STEPS, Curve, DecodePiece, Step, StepCosts, TimedStep
 
 # So many of the latest observations count: of steps, of answers' lengths, of how predictions came out.
 MEMORY = 100
@@ -273,6 +274,15 @@ class LearntCosts:
         below_s = below.seconds(whole, whole * kv_each)
         above_s = self.decode_fits.curve(whole + 1).seconds(whole + 1, (whole + 1) * kv_each)
         return below_s + part * (above_s - below_s)
+
+
+def costs_of_trial(steps: Sequence[TimedStep]) -> StepCosts | None:
+    """Return the costs that a few steps of an engine on trial show; None without steps."""
+    learnt, largest = LearntCosts(), 1
+    for each in steps:
+        learnt.observe(each.step, each.elapsed_s, 0.0)
+        largest = max(largest, each.step.sequences)
+    return learnt.step_costs(largest) if steps else None
 
 
 class LearntLinks:

@@ -33,6 +33,7 @@ from pdserve.processor import read_cpu_info
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.signals import drain_on_signals
 from pdserve.wire import ROLE_NUMBERS, layout_to_proto
+from pdserve.worker import wire
 from pdserve.worker.admission import Rules
 from pdserve.worker.boot import Engine, build_engine, build_mover, check_network, device_name, kv_region, open_model
 from pdserve.worker.core import WorkerCore
@@ -48,6 +49,7 @@ from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples
 from pdserve.worker.spans import TaskSpans
 from pdserve.worker.threads import Seat, engine_thread
+from pdserve.worker.warm_up import warm_up
 from pdserve.worker.watchdog import DISMISSED_EXIT_STATUS, end_process
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,9 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
             await loop.run_in_executor(thread, seat.use, loaded)
         _describe(engine, config.device, register)
         start_step = step_starter(engine.runner, config.test_step_s, thread)
+        if not config.test_step_s:
+            for each in await warm_up(engine.scheduler.limits, engine.scheduler.cache, start_step):
+                wire.write_cost(each.step, each.elapsed_s, register.trial_steps.add())
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))

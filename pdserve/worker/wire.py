@@ -69,6 +69,14 @@ def computed(plan: StepPlan) -> Step:
     return Step(prefill_tokens, prefill_work, num_decoding, kv_tokens)
 
 
+def write_cost(step: Step, elapsed_s: float, cost: link.StepCost) -> None:
+    cost.elapsed_us = round(elapsed_s * 1e6)
+    if step.prefill_tokens:
+        cost.prefill_tokens, cost.prefill_work = step.prefill_tokens, step.prefill_work
+    if step.sequences:
+        cost.decode_sequences, cost.decode_kv_tokens = step.sequences, step.kv_tokens
+
+
 def step_report(
     costs: Iterable[messages.StepCost],
     tokens: Iterable[Seq[messages.Tokens]],
@@ -83,14 +91,10 @@ def step_report(
     message = link.AttachRequest()
     report = message.step
     for each in costs:
-        step, cost = each.step, report.costs.add()
-        cost.elapsed_us = round(each.elapsed_s * 1e6)
+        cost = report.costs.add()
+        write_cost(each.step, each.elapsed_s, cost)
         if now_s > each.at_s:
             cost.age_us = round((now_s - each.at_s) * 1e6)
-        if step.prefill_tokens:
-            cost.prefill_tokens, cost.prefill_work = step.prefill_tokens, step.prefill_work
-        if step.sequences:
-            cost.decode_sequences, cost.decode_kv_tokens = step.sequences, step.kv_tokens
     deltas = report.deltas
     for gained in tokens:
         _write_delta(gained, deltas.add())

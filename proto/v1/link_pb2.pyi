@@ -346,6 +346,7 @@ class Register(_message.Message):
     ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
+    TRIAL_STEPS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -394,6 +395,12 @@ class Register(_message.Message):
     def layout(self) -> Global___KvLayout:
         """Layout of its pages."""
 
+    @_builtins.property
+    def trial_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepCost]:
+        """Steps that it computed before it was ready, at most 64: routers that have seen no other of its kind of worker
+        predict by them.
+        """
+
     def __init__(
         self,
         *,
@@ -417,10 +424,11 @@ class Register(_message.Message):
         role_epoch: _builtins.int = ...,
         metrics_address: _builtins.str = ...,
         launch_id: _builtins.str = ...,
+        trial_steps: _abc.Iterable[Global___StepCost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "launch_id", b"launch_id", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "launch_id", b"launch_id", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "trial_steps", b"trial_steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -153,6 +153,9 @@ def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
         with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
             assert router.holds_request.wait(90)
             assert served(flags["health_port"]) == ["live", "started", "ready"]
+            trial = router.registered.trial_steps
+            assert any(step.prefill_tokens for step in trial)
+            assert any(step.decode_sequences and step.elapsed_us for step in trial)
             assert (router.registered.launch_id, router.registered.incarnation) == (
                 "6f1c-pod",
                 int(message.read_text()),

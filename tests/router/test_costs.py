@@ -1,23 +1,26 @@
 """Workers of one role, device and layout share what is learnt of their steps, and no others do."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from goodput_cluster import Cluster, placed
 
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.curve import Step, TimedStep
 from pdserve.reports import ReportedLoad
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, LinkLost, LoadReported, StepReported
-from pdserve.router.learnt import MAX_KINDS
+from pdserve.router.learnt import MAX_KINDS, CostsByKind
 from pdserve.router.view import WorkerView
 
 
-def attach(cluster: Cluster, name: str, device: str) -> WorkerView:
+def attach(cluster: Cluster, name: str, device: str, trial: Sequence[TimedStep] = ()) -> WorkerView:
     """Attach a worker like another of its role, but for its device."""
     like = next(worker for worker in cluster.core.workers if worker.name[0] == name[0])
     link = cluster.links[name] = LinkId(len(cluster.links) + 1)
-    told = replace(like.registration, link=link, worker_id=WorkerId(name), incarnation=Incarnation(link), device=device)
+    name_of = {"link": link, "worker_id": WorkerId(name), "incarnation": Incarnation(link)}
+    told = replace(like.registration, **name_of, device=device, trial=trial)
     cluster.post(told)
     return cluster.core.workers.known(link)
 
@@ -49,6 +52,27 @@ def test_a_slow_device_in_a_pool_has_a_curve_of_its_own() -> None:
     place = placed(cluster.arrive(1000))
     assert place.prefill is not None
     assert place.prefill.worker_id == "p1", "it waits for one prompt there, and is done sooner"
+
+
+def test_the_first_prediction_is_by_what_the_first_worker_measured_before_it_was_ready() -> None:
+    """Without it, a router believes in an accelerator: on a CPU the first TTFT came out as 17 times the prediction."""
+    cluster = Cluster(workers="p0 d0", knows=False)
+    cluster.predictor.costs = CostsByKind({})
+    prefill, decode = Step(prefill_tokens=100, prefill_work=100**2), Step(sequences=1, kv_tokens=100)
+    trial = (TimedStep(prefill, 2.0), TimedStep(decode, 0.25))
+    slow = [attach(cluster, name, "slow", trial) for name in ("p1", "d1")]
+    costs = [cluster.predictor.costs.of(worker) for worker in slow]
+    assert costs[0].prefill_s(100, 100**2, 1024) == pytest.approx(2.0, rel=0.1)
+    assert costs[1].decode_s(1, 100) == pytest.approx(0.25, rel=0.1)
+    assert not costs[0].knows_prefill(cluster.now_s), "nothing is refused on the word of a trial"
+    cluster.post(StepReported(slow[0].link, [], prefill, 1.0))
+    assert costs[0].prefill_s(100, 100**2, 1024) < 1.5, "what requests show soon counts for more"
+
+
+def test_costs_that_the_operator_gave_stand_before_measured_ones() -> None:
+    cluster = Cluster(workers="p0 d0", knows=False)
+    worker = attach(cluster, "p1", "other", (TimedStep(Step(prefill_tokens=100, prefill_work=100**2), 2.0),))
+    assert cluster.predictor.costs.of(worker).prefill_s(100, 0, 1024) == pytest.approx(0.03)
 
 
 def test_what_is_learnt_of_a_kind_outlives_its_workers_and_kinds_are_bounded() -> None:

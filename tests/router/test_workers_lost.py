@@ -131,6 +131,11 @@ async def test_a_worker_that_is_silent_is_dropped(start_router: StartRouter) -> 
         {"register": link.Register(worker_id="", incarnation=1, role=link.ROLE_DECODE)},
         {"register": link.Register(worker_id="w", role=link.ROLE_DECODE)},
         {"register": link.Register(worker_id="w", incarnation=1, role=link.ROLE_DECODE, launch_id=65 * "u")},
+        {
+            "register": link.Register(
+                worker_id="w", incarnation=1, role=link.ROLE_DECODE, trial_steps=65 * [link.StepCost()]
+            )
+        },
         {"register": link.Register(worker_id="w", incarnation=1, role=link.ROLE_DECODE, ready=True)},
     ],
 )

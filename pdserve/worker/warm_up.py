@@ -1,0 +1,64 @@
+"""Computes a few steps before a worker is ready: no request meets the first ones, and routers learn what steps cost.
+
+The first step of a kind takes several times as long as the next: memory is taken, kernels are compiled or recorded.
+Routers start from the costs of the steps that follow (`Register.trial_steps`).
+
+Invariant: pages that the trial has written are held by nobody when it is over.
+"""
+
+from math import inf
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Sequence
+from pdserve.ids import MAX_WORKER_TASKS, Attempt, RequestId
+from pdserve.perfmodel.curve import TimedStep
+from pdserve.sampling import SamplingParams
+from pdserve.worker import wire
+from pdserve.worker.loop import StartStep
+
+_NUM_DECODED = 3  # steps after a prompt's: so many samples of a short time
+_RUNS = 2  # of each size; only the last one counts
+# More tokens are tried until a step of twice as many takes this many times as long: then tokens set its time, no longer
+# what every step costs, and the rest follows from that.
+_GROWS = 1.5
+
+
+async def warm_up(limits: Limits, pool: KvCache, start_step: StartStep) -> tuple[TimedStep, ...]:
+    """Compute prompts of a page each, 1, 2, 4, .. at once, and a few tokens after them; return what the steps took.
+
+    `pool`: whose pages nobody uses yet. What a step raises, this raises.
+    """
+    found: list[TimedStep] = []
+    length, before_s = min(pool.page_size, limits.max_model_len - _NUM_DECODED - 1), inf
+    num_pages, count = pool.num_pages(length + _NUM_DECODED + 1), 1
+    while _fits(count * length, count, count * num_pages, limits, pool):
+        steps: list[TimedStep] = []
+        for _ in range(_RUNS):
+            steps = await _run(count, length, limits, pool, start_step)
+        found += steps
+        if not steps or steps[0].elapsed_s > _GROWS * before_s:
+            break
+        before_s, count = steps[0].elapsed_s, 2 * count
+    return tuple(found)
+
+
+def _fits(num_tokens: int, count: int, num_pages: int, limits: Limits, pool: KvCache) -> bool:
+    within = num_tokens <= limits.max_num_batched_tokens and count <= min(limits.max_num_seqs, MAX_WORKER_TASKS)
+    return num_tokens > 0 and within and num_pages <= pool.pool.num_pages
+
+
+async def _run(count: int, length: int, limits: Limits, pool: KvCache, start_step: StartStep) -> list[TimedStep]:
+    """Compute so many prompts at once, and what is decoded after them."""
+    scheduler = Scheduler(KvCache(pool.pool.num_pages, pool.page_size, None), limits)
+    params = SamplingParams(max_tokens=_NUM_DECODED + 1, ignore_eos=True)
+    for order in range(count):
+        job = Job(RequestId(bytes(16)), Attempt(0), (0,) * length, length, params, (0,))
+        scheduler.add(Sequence(job, (0,), [0] * length, order))
+    found = []
+    while (plan := scheduler.plan()) is not None:
+        result = await start_step(plan)
+        scheduler.commit(plan, result)
+        if not result.failed:  # one that is computed again in halves takes longer
+            found.append(TimedStep(wire.computed(plan), result.elapsed_s))
+    return found
