@@ -1,6 +1,6 @@
 """Results as JSON, and as tables that fit where they are printed: a header is never cut.
 
-Where not all columns fit, each row becomes a block of lines. Output that is no terminal gets lines of any length.
+Where not all columns fit, each row becomes a block of lines. Output that is no terminal gets lines of 100 columns.
 """
 
 import json
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import chain, zip_longest
 from math import isfinite
+from textwrap import wrap
 from typing import Literal
 
 from rich.cells import cell_len
@@ -20,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-_UNBOUNDED = 10_000  # columns of output that is no terminal
+_WIDTH = 100  # columns of output that is no terminal
+_NAME = 40  # of a run that heads a line; a longer one wraps
 _WRAPPED = 24  # cells that a column whose cells wrap gets at least
 _MARGIN = 2  # blanks between columns
 _SECONDS = re.compile(r"(?<!_per)_s\b")  # at the end of a field's name
@@ -58,7 +60,8 @@ class Sheet:
 
     def _width(self, place: int) -> int:
         column, cells = self.columns[place], max((cell_len(row[place]) for row in self.rows), default=0)
-        return max(cell_len(column.name), min(cells, _WRAPPED) if column.wraps else cells)
+        header = max(map(cell_len, column.name.splitlines()), default=0)
+        return max(header, min(cells, _WRAPPED) if column.wraps else cells)
 
     def _table(self, widths: Sequence[int]) -> Table:
         table = Table(box=None, pad_edge=False)
@@ -70,7 +73,7 @@ class Sheet:
         return table
 
     def _blocks(self) -> Iterator[Text]:
-        names = [column.name for column in self.columns]
+        names = [column.name.replace("\n", " ") for column in self.columns]
         longest = max(map(cell_len, names))
         for row in self.rows:
             yield Text("")
@@ -79,7 +82,11 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One column a run, one row a quantity; runs that do not fit beside the others get a table of their own."""
+    """Runs beside each other, one row a quantity, where all of them fit; else one row a run.
+
+    Then what is the same in all runs stands above, and quantities that do not fit beside the others get a table of
+    their own.
+    """
 
     title: str
     runs: Sequence[str]
@@ -89,12 +96,40 @@ class Comparison:
         if self.title:
             yield Text(self.title)
         left = max((cell_len(name) for name, _ in self.rows), default=0)
-        widest = max(map(cell_len, (*self.runs, *(cell for _, cells in self.rows for cell in cells))), default=0)
-        count = max(1, (options.max_width - left) // (widest + _MARGIN))
-        for begin in range(0, len(self.runs), count):
-            shown = slice(begin, begin + count)
-            columns = (Column("", is_text=True), *map(Column, self.runs[shown]))
-            yield Sheet("", columns, [(name, *cells[shown]) for name, cells in self.rows])
+        widths = [max(map(cell_len, (run, *cells))) for run, *cells in zip(self.runs, *self._cells(), strict=True)]
+        if left + sum(widths) + _MARGIN * len(widths) <= options.max_width:
+            columns = (Column("", is_text=True), *map(Column, self.runs))
+            yield Sheet("", columns, [(name, *cells) for name, cells in self.rows])
+        elif len(self.runs) == 1:
+            yield from map(Text, (*self.runs, *(f"{name}: {cell}" for name, (cell,) in self.rows)))
+        else:
+            yield from self._runs_as_rows(options.max_width)
+
+    def _cells(self) -> Iterator[Sequence[str]]:
+        return (cells for _, cells in self.rows)
+
+    def _runs_as_rows(self, max_width: int) -> Iterator[Text | Sheet]:
+        same = [f"{name}: {cells[0]}" for name, cells in self.rows if len(set(cells)) == 1]
+        if same:
+            yield Text(f"In all runs: {'; '.join(same)}")
+        longest = max(map(cell_len, self.runs))
+        head = Column("", is_text=True, wraps=longest > _NAME)
+        tables: list[list[tuple[Column, Sequence[str]]]] = []
+        left = 0
+        for name, cells in self.rows:
+            if len(set(cells)) == 1:
+                continue
+            room = max(map(cell_len, (*cells, *name.split())))
+            column = Column("\n".join(wrap(name, room, break_long_words=False, break_on_hyphens=False)))
+            if not tables or room + _MARGIN > left:
+                tables.append([])
+                left = max_width - min(longest, _NAME)
+            left -= room + _MARGIN
+            tables[-1].append((column, cells))
+        for table in tables or [[]]:
+            columns = [head, *(column for column, _ in table)]
+            yield Text("")
+            yield Sheet("", columns, list(zip(self.runs, *(cells for _, cells in table), strict=True)))
 
 
 def compared(results: Iterable[object], title: str = "") -> Comparison:
@@ -144,10 +179,10 @@ def _numbers(path: str, *values: float) -> str:
 
 
 def output() -> Console:
-    """Return standard output; where it is no terminal, and no width is set, lines may have any length."""
+    """Return standard output; where it is no terminal, and no width is set, lines have 100 columns at most."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _UNBOUNDED
+        console.width = _WIDTH
     return console
 
 

@@ -1,12 +1,15 @@
 """Tables fit where they are printed, and never cut a header."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 from cluster_states import printed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.cli.status import render
 from pdserve.measure import tables
@@ -47,10 +50,42 @@ def test_no_header_is_ever_cut(width: int) -> None:
         assert "…" not in printed(shown, width)
 
 
-def test_runs_that_do_not_fit_beside_the_others_get_a_table_of_their_own() -> None:
-    runs = Comparison("", ["first", "second", "third"], [("TTFT p50 ms", ["1.0", "2.0", "3.0"])])
-    lines = [line.split() for line in printed(runs, 30).splitlines()]
-    assert lines == [["first", "second"], ["TTFT", "p50", "ms", "1.0", "2.0"], ["third"], ["TTFT", "p50", "ms", "3.0"]]
+def test_runs_that_do_not_all_fit_beside_each_other_are_rows_and_what_is_the_same_in_all_stands_above() -> None:
+    rows = [("TTFT p50 ms", ["1.0", "2.0", "3.0"]), ("door", ["http"] * 3), ("requests per s", ["7", "8", "9"])]
+    lines = [line.split() for line in printed(Comparison("", ["first", "second", "third"], rows), 24).splitlines()]
+    assert lines[0] == ["In", "all", "runs:", "door:", "http"]
+    assert [line[1:] for line in lines if line and line[0] == "second"] == [["2.0", "8"]]
+
+
+def test_quantities_that_do_not_fit_beside_the_others_get_a_table_of_their_own() -> None:
+    rows = [(f"quantity {number}", [f"{number}.{run}" for run in range(9)]) for number in range(9)]
+    text = printed(Comparison("", [f"run {run}" for run in range(9)], rows), 40)
+    assert text.count("run 8") > 1
+    assert all(f"{number}.{run}" in text.split() for run in range(9) for number in range(9))
+
+
+WORDS = st.text("abcdefgh", min_size=1, max_size=12)
+NAMES = st.lists(WORDS, min_size=1, max_size=8).map(" ".join)  # up to a hundred columns: most do not fit as they are
+CELLS = st.one_of(NAMES, st.sampled_from(["-", "0.25 / 0.5 / 0.75 / 1 ms", "3 OK, 1 UNAVAILABLE"]))
+
+
+@st.composite
+def comparisons(draw: st.DrawFn) -> Comparison:
+    runs = draw(st.lists(NAMES, min_size=1, max_size=20))
+    names = draw(st.lists(NAMES, max_size=12, unique=True))
+    cells = st.lists(CELLS, min_size=len(runs), max_size=len(runs)) | CELLS.map(lambda cell: [cell] * len(runs))
+    return Comparison(draw(NAMES), runs, [(name, draw(cells)) for name in names])
+
+
+@settings(deadline=None)
+@given(table=comparisons(), width=st.integers(40, 160))
+def test_no_table_has_a_line_over_the_width_or_loses_a_word(table: Comparison, width: int) -> None:
+    text = printed(table, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    kept = Counter(text.replace(";", " ").replace(":", " ").split())
+    said = [table.title, *table.runs, *(word for name, cells in table.rows for word in (name, *set(cells)))]
+    lost = {word for text in said for word in text.replace(":", " ").split()} - kept.keys()
+    assert not lost
 
 
 def test_the_status_of_a_worker_fits_on_a_line_of_a_small_terminal() -> None:
@@ -60,9 +95,9 @@ def test_the_status_of_a_worker_fits_on_a_line_of_a_small_terminal() -> None:
     assert "prefill-0  prefill  ready  20000 / 9999 / 0 / 0 / 0  256 / 0" in " ".join(text.split(" " * 3))
 
 
-def test_output_that_is_no_terminal_gets_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_is_no_terminal_has_a_hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert tables.output().width > 1000
+    assert tables.output().width == 100
     monkeypatch.setenv("COLUMNS", "90")
     assert tables.output().width == 90
 

@@ -1,6 +1,7 @@
 """Every measurement has a table and JSON of the same fields: numbers that JSON can hold, and units that can be read."""
 
 import json
+from itertools import product
 from math import inf
 
 import pytest
@@ -10,6 +11,8 @@ from pdserve.capacity.loads import Findings
 from pdserve.cli.results import fail_unless_right
 from pdserve.errors import CommandError
 from pdserve.measure.chaos import Fault, Verdict, tally
+from pdserve.measure.client import Door
+from pdserve.measure.frontend import FrontendCost, Load
 from pdserve.measure.outcomes import ANY, Objective, Outcome, Percentiles, summarize
 from pdserve.measure.tables import as_json, compared
 
@@ -67,6 +70,21 @@ def test_results_stand_beside_each_other_and_what_one_lacks_is_a_dash() -> None:
     assert (table.title, table.runs) == ("title", ["a", "b"])
     assert list(table.rows) == [("x", ["1", "-"]), ("y", ["2", "3"])]
     assert printed(table).splitlines()[0] == "title"
+
+
+def test_many_loads_of_a_router_fit_into_a_hundred_columns() -> None:
+    kinds = product((0.02, 0.002), Door, (64, 256), (64, 8))
+    loads = [Load(door, step_s, streams, tokens, 4) for step_s, door, streams, tokens in kinds]
+    costs = [
+        FrontendCost(str(load), load, {"median": s, "least": s / 2, "most": 2 * s}, s / 3, 65.0, 1234.5, TIMES)
+        for s, load in enumerate(loads, 1)
+    ]
+    lines = printed(compared(costs, "Prompts of 200 words"), 100).splitlines()
+    assert len(loads) == 16
+    assert all(len(line) <= 100 for line in lines)
+    assert sum(line.startswith("grpc, 2 ms, 256 x 8 tokens, frontends: 1") for line in lines) >= 1
+    assert "In all runs: " in lines[1]
+    assert "load rounds: 4" in " ".join(lines)
 
 
 def test_percentiles_that_one_result_lacks_have_one_row() -> None:
