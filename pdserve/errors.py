@@ -104,7 +104,7 @@ EXTRAS = {  # by the imported module
     "nixl_cu12": "worker",
     "zmq": "worker",
     "ray": "ray",
-    "lightkube": "kubernetes",
+    "kubernetes": "kubernetes",
 }
 
 

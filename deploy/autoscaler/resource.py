@@ -50,7 +50,7 @@ class PolicyResource:
     @asynccontextmanager
     async def opened(cls, reference: str) -> AsyncIterator[Self]:
         """Have the policy in a file for the length of the block; ConfigError where there is no such resource."""
-        async with Client() as client:
+        async with Client.connected() as client:
             with tempfile.TemporaryDirectory(prefix="pdserve-policy-") as folder:
                 resource = cls(client, reference, Path(folder))
                 try:

@@ -82,7 +82,7 @@ def opened_resource(reference: str) -> "AbstractAsyncContextManager[PolicyResour
     try:
         from pdserve.autoscaler.resource import PolicyResource  # noqa: PLC0415 - Kubernetes' client is an extra
     except ModuleNotFoundError as error:
-        raise not_installed("lightkube") from error
+        raise not_installed("kubernetes") from error
     return PolicyResource.opened(reference)
 
 
@@ -105,7 +105,7 @@ async def connected(policy: Policy, target: Target) -> AsyncIterator[Actuator]:
             from pdserve.autoscaler.kubernetes import PodActuator  # noqa: PLC0415 - its client is an extra
             from pdserve.kubernetes.client import Client  # noqa: PLC0415
 
-            async with Client() as client:
+            async with Client.connected() as client:
                 yield PodActuator(client, router, policy.actuator)
 
 
@@ -130,19 +130,19 @@ async def _beside(settings: Settings, actuator: Actuator, target: Target) -> "As
     if of_pods is None and not publishes_there:
         yield None
         return
-    try:
-        from pdserve.autoscaler.kubernetes import InCluster  # noqa: PLC0415 - Kubernetes' client is an extra
-        from pdserve.kubernetes.client import Client  # noqa: PLC0415
+    async with AsyncExitStack() as stack:
+        try:
+            from pdserve.autoscaler.kubernetes import InCluster  # noqa: PLC0415 - Kubernetes' client is an extra
+            from pdserve.kubernetes.client import Client  # noqa: PLC0415
 
-        client = Client()
-    except (ModuleNotFoundError, ConfigError) as error:
-        if of_pods is not None:
-            raise
-        logger.warning("pods are not watched, and ends of processes not reported: %s", error)
-        yield None
-        return
-    async with client:
-        yield InCluster(client, actuator, of_pods, target.clients, MonotonicClock())
+            client = await stack.enter_async_context(Client.connected())
+        except (ModuleNotFoundError, ConfigError) as error:
+            if of_pods is not None:
+                raise
+            logger.warning("pods are not watched, and ends of processes not reported: %s", error)
+            yield None
+        else:
+            yield InCluster(client, actuator, of_pods, target.clients, MonotonicClock())
 
 
 async def end_all(policy_file: Path, target: Target) -> None:

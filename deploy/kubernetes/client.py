@@ -1,33 +1,43 @@
 """A thin client of Kubernetes' API, with the account of the pod that it runs in, or else with KUBECONFIG.
 
-lightkube reads the settings and renews tokens, httpx2 speaks HTTP, and msgspec decodes what is asked for.
+Kubernetes' own client reads the settings, renews credentials and speaks HTTP; msgspec decodes what is asked for.
 """
 
 import asyncio
-import logging
+import os
 import random
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import httpx2
 import msgspec
-from lightkube.config.client_adapter import AsyncClient, ConnectionParams
-from lightkube.config.kubeconfig import KubeConfig
-from lightkube.core.exceptions import ConfigError as SettingsError
+import yaml
+from aiohttp import ClientError, ClientResponse, ClientTimeout
+from aiohttp.http_exceptions import HttpProcessingError
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import ConfigException, load_incluster_config
+from kubernetes.aio.config.incluster_config import SERVICE_TOKEN_FILENAME
+from kubernetes.aio.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
 from pdserve.errors import CommandError, ConfigError
 from pdserve.kubernetes.objects import Object, Pod, PodList, Status
 
-TIMEOUT_S = 10.0  # of a request, without the waits that the API asks for
+TIMEOUT_S = 10.0  # until a connection is there, and between two parts of an answer
+REPEAT_S = 4.0  # in which a request is repeated; less than callers wait, so that they get the API's last answer
 QUIET_S = 90.0  # without a line of a watch, after which its connection counts as lost: a bookmark comes each minute
 WATCH_S = 300  # after which the API ends a watch
+RENEW_S = 60.0  # between two looks at the credentials of a KUBECONFIG
 PAGE = 250  # objects in a page of a list
 MAX_LINE_BYTES = 8 << 20  # of a watch; etcd keeps no object above 1.5 MiB
 FIRST_WAIT_S, MAX_WAIT_S = 0.1, 30.0
 
-T = TypeVar("T", bound=Object)
+MERGE = "application/merge-patch+json"
 
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it writes a line for each request
+FAILURES = (ClientError, HttpProcessingError, ConfigException, OSError, ValueError)  # of a request
+
+T = TypeVar("T", bound=Object)
 
 
 class ApiError(CommandError):
@@ -66,21 +76,25 @@ class Backoff:
 class Client:
     """A connection to the API. Calls raise ApiError; callers limit their time."""
 
-    def __init__(self) -> None:
-        """ConfigError where this process has no account, and no usable KUBECONFIG."""
+    def __init__(self, api: ApiClient, namespace: str) -> None:
+        self._api = api
+        self.namespace = namespace
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls) -> AsyncIterator[Self]:
+        """Have a client for the length of the block.
+
+        ConfigError where this process has no account, and no usable KUBECONFIG.
+        """
+        settings = Configuration()
         try:
-            config = KubeConfig.from_env().get()
-            assert config is not None  # without a default, it raises
-            self._http = AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S)))
-        except (SettingsError, OSError, KeyError, ValueError) as error:
+            namespace = await _load(settings)
+            api = ApiClient(settings)
+        except (ConfigException, OSError, LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
             raise ConfigError(f"Kubernetes: neither a service account nor a usable KUBECONFIG: {error}") from error
-        self.namespace = config.namespace
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        async with api:
+            yield cls(api, namespace)
 
     async def get(self, path: str, kind: type[T]) -> T:
         return decoded(await self._ask("GET", path), kind)
@@ -105,52 +119,82 @@ class Client:
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> None:
         """Change the fields that `body` has; a field that is None is removed."""
-        await self._ask("PATCH", path, body, content_type="application/merge-patch+json")
+        await self._ask("PATCH", path, body)
 
-    async def changes(self, path: str, version: str) -> AsyncIterator[bytes]:
+    async def changes(self, path: str, version: str) -> AsyncGenerator[bytes, None]:
         """Yield each line of a watch that begins at a version of a list, until it ends."""
         params = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
-        params["resourceVersion"] = version
-        timeout = httpx2.Timeout(TIMEOUT_S, read=QUIET_S)
-        try:
-            async with self._http.stream("GET", path, params=params, timeout=timeout) as response:
-                if response.status_code >= 400:
-                    await response.aread()
-                    raise _refusal(response)
-                rest = b""
-                async for part in response.aiter_bytes():
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines:
-                        yield line
-                    if len(rest) > MAX_LINE_BYTES:
-                        raise UnreachableError(f"{path}: a watch sent a line of more than {MAX_LINE_BYTES} bytes")
-        except (httpx2.HTTPError, OSError) as error:
-            raise UnreachableError(f"{path}: {_in_words(error)}") from error
+        async with self._answer("GET", path, params=params | {"resourceVersion": version}, quiet_s=QUIET_S) as answer:
+            while (line := await answer.content.readline(max_line_length=MAX_LINE_BYTES)).endswith(b"\n"):
+                yield line
 
-    async def _ask(
+    async def _ask(self, method: str, path: str, body: object = None, params: Mapping[str, str] | None = None) -> bytes:
+        """Make a request.
+
+        For REPEAT_S it is repeated while the API is too busy (429), and a GET also while the API fails (5xx).
+        """
+        backoff, last_s = Backoff(), time.monotonic() + REPEAT_S
+        while True:
+            try:
+                async with self._answer(method, path, body, params) as answer:
+                    return await answer.read()
+            except RefusedError as refusal:
+                may_repeat = refusal.status == 429 or (method == "GET" and refusal.status >= 500)
+                if not may_repeat or time.monotonic() + (refusal.wait_s or 0.0) >= last_s:
+                    raise
+                await backoff.wait(refusal)
+
+    @asynccontextmanager
+    async def _answer(
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
+        body: object = None,
         params: Mapping[str, str] | None = None,
-        content_type: str = "application/json",
-    ) -> bytes:
-        """Make a request. It is repeated while the API is too busy (429), and a GET also while the API fails (5xx)."""
-        content = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"Content-Type": content_type}
-        backoff = Backoff()
-        while True:
-            try:
-                response = await self._http.request(method, path, params=params, content=content, headers=headers)
-            except (httpx2.HTTPError, OSError) as error:
-                raise UnreachableError(f"{method} {path}: {_in_words(error)}") from error
-            if response.status_code < 400:
-                return response.content
-            refusal = _refusal(response)
-            if refusal.status != 429 and (method != "GET" or refusal.status < 500):
-                raise refusal
-            await backoff.wait(refusal)
+        quiet_s: float = TIMEOUT_S,
+    ) -> AsyncIterator[ClientResponse]:
+        """Make a request once, and read its answer in the block. `quiet_s`: between two parts of it."""
+        headers = {"Accept": "application/json"} | ({"Content-Type": MERGE} if method == "PATCH" else {})
+        try:
+            request = await self._api.param_serialize(
+                method,
+                path,
+                query_params=dict(params or {}),
+                header_params=headers,
+                body=msgspec.to_builtins(body),
+                auth_settings=["BearerToken"],
+            )
+            limits = ClientTimeout(sock_connect=TIMEOUT_S, sock_read=quiet_s)
+            async with (await self._api.call_api(*request, _request_timeout=limits)).response as answer:
+                if answer.status >= 400:
+                    raise _refusal(answer, await answer.read())
+                yield answer
+        except FAILURES as error:
+            raise UnreachableError(f"{method} {path}: {_in_words(error)}") from error
+
+
+async def _load(settings: Configuration) -> str:
+    """Read the account of this process's pod, or else KUBECONFIG; return the namespace that it names."""
+    if (token := Path(SERVICE_TOKEN_FILENAME)).exists():
+        load_incluster_config(settings)  # the token is read again each minute
+        return token.with_name("namespace").read_text(encoding="utf-8")
+    file = os.environ.get("KUBECONFIG", "~/.kube/config")
+    loader = KubeConfigLoader(KubeConfigMerger(file).config, config_base_path=None)
+    next_s = 0.0
+
+    async def renew(settings: Configuration) -> None:
+        """Load the settings the first time, and later what has become of the credentials."""
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + RENEW_S
+            await loader.load_and_set(settings)
+            settings.api_key = {name: key.strip() for name, key in settings.api_key.items()}  # a file ends in a newline
+
+    await renew(settings)
+    if settings.host.startswith("https") and not settings.api_key and not settings.cert_file:
+        raise ConfigException(f"{file}: its user has no credentials")
+    settings.refresh_api_key_hook = renew
+    return loader.current_context["context"].get("namespace") or "default"
 
 
 def decoded(text: bytes, kind: type[T]) -> T:
@@ -161,13 +205,13 @@ def decoded(text: bytes, kind: type[T]) -> T:
         raise UnreachableError(f"the API answered something else: {error}") from error
 
 
-def _refusal(response: httpx2.Response) -> RefusedError:
+def _refusal(answer: ClientResponse, content: bytes) -> RefusedError:
     try:
-        text = msgspec.json.decode(response.content, type=Status).message
+        text = msgspec.json.decode(content, type=Status).message
     except msgspec.MsgspecError:
-        text = response.reason_phrase
-    wait = response.headers.get("Retry-After", "")
-    return RefusedError(response.status_code, text[:500], float(wait) if wait.isdecimal() else None)
+        text = answer.reason or ""
+    wait = answer.headers.get("Retry-After", "")
+    return RefusedError(answer.status, text[:500], float(wait) if wait.isdecimal() else None)
 
 
 def _in_words(error: Exception) -> str:

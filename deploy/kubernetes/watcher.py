@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 
 import grpc
 import msgspec
@@ -115,12 +115,13 @@ class PodWatcher:
                     pods, version = await self._client.pods(self._path)
                     failures = 0
                     self._report(self._ends.listed(pods, self._clock.now_s()))
-                async for text in self._client.changes(self._path, version):
-                    kind, pod = _read(text)
-                    version = pod.metadata.resource_version or version
-                    backoff.reset()
-                    warning, failures = "", 0
-                    self._report(self._changed(kind, pod))
+                async with aclosing(self._client.changes(self._path, version)) as lines:
+                    async for text in lines:
+                        kind, pod = _read(text)
+                        version = pod.metadata.resource_version or version
+                        backoff.reset()
+                        warning, failures = "", 0
+                        self._report(self._changed(kind, pod))
             except ApiError as raised:
                 error = raised
                 failures += 1
@@ -226,7 +227,7 @@ async def serve(config: WatcherConfig) -> None:
 
     async with AsyncExitStack() as stack:
         stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))
-        client = await stack.enter_async_context(Client())
+        client = await stack.enter_async_context(Client.connected())
         watcher = PodWatcher(client, client.namespace, routers, MonotonicClock())
         health = await stack.enter_async_context(answering(config))
         await stack.enter_async_context(showing(config, watcher.samples, first.credentials.identity))

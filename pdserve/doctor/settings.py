@@ -208,7 +208,7 @@ async def _gather_rights(actuator: KubernetesActuator | None, policy_resource: s
     from pdserve.kubernetes.client import Client  # noqa: PLC0415 - its packages are an extra
 
     try:
-        async with Client() as client, asyncio.timeout(ASKED_WITHIN_S):
+        async with Client.connected() as client, asyncio.timeout(ASKED_WITHIN_S):
             actions = needed(actuator, client.namespace or "default", policy_resource)
             return [*_rights_findings({action: await _may(client, action) for action in actions})]
     except (CommandError, ConfigError, TimeoutError) as error:

@@ -88,7 +88,7 @@ async def _grow_and_shrink(cluster: Cluster) -> None:
     """Add a decode worker through the scale subresource, then drain the one that was there before."""
     prefill, decode = (ScaleTarget(name=f"chat-pdserve-{pool}") for pool in ("prefill", "decode"))
     settings = KubernetesActuator(namespace=NAMESPACE, prefill=prefill, decode=decode)
-    async with Client() as client, asyncio.timeout(120):
+    async with Client.connected() as client, asyncio.timeout(120):
         actuator = PodActuator(client, cluster.operator(), settings)
 
         async def decoding() -> dict[str, State]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helm_chart import CHART
+from kube_api import KubeApi
 from kube_cluster import KubeCluster, kube_cluster
 
 
@@ -32,3 +33,17 @@ async def definition(kube: KubeCluster) -> AsyncIterator[None]:
         async with asyncio.timeout(60):
             while await kube.status(own) != 404:  # the next test makes it anew
                 pass
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of this process's KUBECONFIG, which is yet to be written."""
+    path = tmp_path / "kubeconfig"
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    return path
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[KubeApi]:
+    async with KubeApi().serving() as api:
+        yield api

@@ -150,7 +150,7 @@ class Autoscaler:
 
 @pytest.fixture
 async def client(kube: KubeCluster) -> AsyncIterator[Client]:
-    async with Client() as client:
+    async with Client.connected() as client:
         yield client
 
 

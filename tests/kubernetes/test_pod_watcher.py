@@ -78,9 +78,10 @@ async def watching(kube: KubeCluster, tmp_path: Path, monkeypatch: pytest.Monkey
     for name, quick_s in (("LOOK_S", 0.05), ("NODE_S", 0.02)):
         monkeypatch.setattr(f"pdserve.kubernetes.watcher.{name}", quick_s)
     monkeypatch.setattr("pdserve.kubernetes.client.MAX_WAIT_S", 0.2)
+    monkeypatch.setattr("pdserve.kubernetes.client.REPEAT_S", 0.2)
     monkeypatch.setattr("pdserve.kubernetes.ends.MARGIN_S", 0.2)
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client())
+        client = await stack.enter_async_context(Client.connected())
 
         async def routers() -> list[AdminClient]:
             return list(watching.operators)
@@ -151,6 +152,28 @@ async def test_ends_are_seen_after_the_api_was_restored_from_a_backup(watching: 
     await api.cut_watches()
     await watching.terminate("decode-5", 5)
     await watching.until(lambda: router.gone == [("decode-5", 5)])
+
+
+@double_only
+async def test_a_list_that_fails_once_the_watch_has_failed_is_warned_of_once(
+    watching: Watching, caplog: pytest.LogCaptureFixture
+) -> None:
+    (router,), api = watching.routers, watching.double
+    await watching.until(lambda: api.num_watches == 1)
+    await watching.start("decode-a", 5)
+    for status in (503, 429):
+        caplog.clear()
+        failing = Fault("GET", "/pods", status=status, times=1_000_000)
+        api.faults.append(failing)
+        api.expire()
+        await api.cut_watches()
+        await watching.until(lambda failing=failing: failing.times <= 1_000_000 - 40)
+        warnings = [record.getMessage() for record in caplog.records if f"fault {status}" in record.getMessage()]
+        assert len(warnings) == 1, warnings
+        api.faults.clear()
+        await watching.until(lambda: api.num_watches == 1)
+    await watching.terminate("decode-a", 5)
+    await watching.until(lambda: router.gone == [("decode-a", 5)])
 
 
 class Node:

@@ -50,7 +50,7 @@ async def account(ask: Ask, namespace: str, admin: Path, file: Path) -> AsyncIte
         await _until_bound(ask, namespace)
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
         token = await ask("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts/{NAME}/token", request)
-        write_kubeconfig(file, _cluster(admin), namespace, token["status"]["token"])
+        write_kubeconfig(file, _cluster(admin), namespace, {"token": token["status"]["token"]})
         yield
     finally:
         for each in made:
@@ -104,12 +104,20 @@ def _cluster(kubeconfig: Path) -> dict[str, str]:
     return cluster
 
 
-def write_kubeconfig(file: Path, cluster: dict[str, str], namespace: str, token: str = "test") -> None:
-    """Write a kubeconfig that has one cluster and one account."""
-    content = {
+def kubeconfig(cluster: dict[str, Any], namespace: str, user: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a kubeconfig of one cluster and one account, with another context that is not there."""
+    elsewhere = {"cluster": "none", "user": "none"}
+    return {
         "current-context": "test",
         "clusters": [{"name": "test", "cluster": cluster}],
-        "users": [{"name": "test", "user": {"token": token}}],
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
+        "users": [{"name": "test", "user": user}],
+        "contexts": [
+            {"name": "elsewhere", "context": elsewhere},
+            {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}},
+        ],
     }
+
+
+def write_kubeconfig(file: Path, cluster: dict[str, Any], namespace: str, user: dict[str, Any] | None = None) -> None:
+    content = kubeconfig(cluster, namespace, {"token": "test"} if user is None else user)
     file.write_text(yaml.safe_dump(content), encoding="utf-8")

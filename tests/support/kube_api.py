@@ -7,6 +7,7 @@ runs pods: tests do what a kubelet does, through the API.
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -74,6 +75,7 @@ class KubeApi:
         self.definitions: dict[str, Definition] = {}  # of custom resources, by their plural
         self.oldest = 0  # version from which a watch may begin
         self.num_watches = 0  # at this moment
+        self.authorization = ""  # of the last request
         self._version = 1
         self._events: deque[tuple[int, str, str, Json]] = deque(maxlen=10_000)
         self._news = asyncio.Condition()
@@ -163,10 +165,10 @@ class KubeApi:
     # HTTP
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Self]:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+    async def serving(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[Self]:
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, ssl=tls)
         host, port = server.sockets[0].getsockname()
-        self.address = f"http://{host}:{port}"
+        self.address = f"{'http' if tls is None else 'https'}://{host}:{port}"
         try:
             yield self
         finally:
@@ -215,6 +217,7 @@ class KubeApi:
         """Answer a request; False where the connection is to end."""
         url = urlsplit(request.target.decode())
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        self.authorization = dict(request.headers).get(b"authorization", b"").decode()
         method = "WATCH" if query.get("watch") == "true" else request.method.decode()
         fault = self._fault(method, url.path)
         if fault is not None and fault.lose == "hang":

@@ -5,19 +5,20 @@ are never scheduled, so that no kubelet touches them, and a finalizer keeps a de
 """
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import httpx2
 from kube_account import account, forbid, write_kubeconfig
 from kube_api import KubeApi
 from kube_deployments import Deployments
-from lightkube.config.client_adapter import AsyncClient, ConnectionParams
-from lightkube.config.kubeconfig import KubeConfig
+from kubernetes.aio.client import ApiClient
+from kubernetes.aio.config import new_client_from_config
 
 FINALIZER = "pdserve.dev/test"
 MERGE = "application/merge-patch+json"
@@ -27,28 +28,36 @@ REAL = os.environ.get("PDSERVE_TEST_KUBECONFIG", "")
 class KubeCluster:
     """One namespace. `double` is the server, where it is one."""
 
-    def __init__(self, http: httpx2.AsyncClient, namespace: str, kubeconfig: Path) -> None:
-        self._http = http
+    def __init__(self, api: ApiClient, namespace: str, kubeconfig: Path) -> None:
+        self._api = api
         self.namespace = namespace
         self.kubeconfig = kubeconfig
         self.double: KubeApi | None = None
         self.deployments: Deployments | None = None
 
+    async def _answer(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json"
+    ) -> tuple[int, bytes]:
+        request = await self._api.param_serialize(
+            method, path, header_params={"Content-Type": content_type}, body=body, auth_settings=["BearerToken"]
+        )
+        answer = await self._api.call_api(*request)
+        return answer.status, await answer.read()
+
     async def ask(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:  # noqa: ANN401
-        reply = await self._http.request(method, path, json=body, headers={"Content-Type": content_type})
-        assert reply.status_code < 400, f"{method} {path}: {reply.status_code} {reply.text}"
-        return reply.json()
+        status, content = await self._answer(method, path, body, content_type)
+        assert status < 400, f"{method} {path}: {status} {content.decode()}"
+        return json.loads(content)
 
     async def refusal(self, path: str, changes: dict[str, Any]) -> str:
         """Return why the server does not change an object so."""
-        headers = {"Content-Type": MERGE}
-        reply = await self._http.request("PATCH", path, json=changes, headers=headers)
-        assert reply.status_code == httpx2.codes.UNPROCESSABLE_CONTENT, reply.text
-        text: str = reply.json()["message"]
+        status, content = await self._answer("PATCH", path, changes, MERGE)
+        assert status == HTTPStatus.UNPROCESSABLE_ENTITY, content
+        text: str = json.loads(content)["message"]
         return text
 
     async def status(self, path: str) -> int:
-        return (await self._http.get(path)).status_code
+        return (await self._answer("GET", path))[0]
 
     async def forbid(self, verb: str, resource: str) -> None:
         """Take a right in the namespace from the account of this process's KUBECONFIG."""
@@ -90,7 +99,7 @@ class KubeCluster:
 
     async def until_exists(self, path: str) -> None:
         async with asyncio.timeout(60):
-            while await self.status(path) == httpx2.codes.NOT_FOUND:
+            while await self.status(path) == HTTPStatus.NOT_FOUND:
                 pass
 
     async def pods(self) -> list[Any]:
@@ -145,7 +154,5 @@ async def kube_cluster(tmp_path: Path) -> AsyncIterator[KubeCluster]:
 
 @asynccontextmanager
 async def _connected(file: Path, namespace: str) -> AsyncIterator[KubeCluster]:
-    config = KubeConfig.from_file(file).get()
-    assert config is not None
-    async with AsyncClient(config, ConnectionParams()) as http:
-        yield KubeCluster(http, namespace, file)
+    async with await new_client_from_config(str(file), persist_config=False) as api:
+        yield KubeCluster(api, namespace, file)

@@ -40,7 +40,6 @@ class KubeStage:
         self._operator = operator
         self._secret = secret
         self._hole = hole
-        self._unheard: Client | None = None
         self.actuator = self.another()
 
     def another(self, timeout_s: float = 20.0) -> PodActuator:
@@ -99,21 +98,18 @@ class KubeStage:
     async def fall_silent(self) -> None:
         address = "{}:{}".format(*self._hole.getsockname())
         actuator = self.actuator
-        actuator._client = self._unheard = Client()
-        actuator._client._http.base_url = f"http://{address}"
+        actuator._client._api.configuration.host = f"http://{address}"
         actuator._router = AdminClient(address, self._secret)
         actuator._settings = actuator._settings.model_copy(update={"timeout_s": 0.2})
 
     async def close(self) -> None:
-        if self._unheard is not None:
-            await self._unheard.__aexit__(None, None, None)
         self._hole.close()
 
 
 @asynccontextmanager
 async def kube_stage(kube: KubeCluster, tmp_path: Path) -> AsyncIterator[KubeStage]:
     router, secret = Router(), write_secret(tmp_path)
-    async with serving(router, secret) as address, Client() as client:
+    async with serving(router, secret) as address, Client.connected() as client:
         for name in NAMES.values():
             await kube.make_deployment(name)
         hole = socket.create_server(("127.0.0.1", 0))  # that takes whatever comes, and answers nothing
