@@ -15,7 +15,7 @@ from pdserve.errors import CommandError
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import PDSERVE, ClusterSpec, Flags, flag_arguments
-from pdserve.measure.client import Access, Client, connect, new_tenant, request_of, requests_of
+from pdserve.measure.client import Access, Client, OpenLoop, connect, new_tenant, request_of, requests_of
 from pdserve.measure.outcomes import ANY, Objective, Outcome
 from pdserve.measure.workload import Arrival, random_prompts
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -48,7 +48,7 @@ class Ramp:
 class Clients:
     """Clients that each send a request when their last one has ended, in turn and over and over."""
 
-    def __init__(self, client: Client, requests: Iterator[inference.GenerateRequest]) -> None:
+    def __init__(self, client: OpenLoop, requests: Iterator[inference.GenerateRequest]) -> None:
         self._client = client
         self._requests = requests
         self._num_clients = 0
@@ -82,7 +82,7 @@ class Clients:
 
 
 async def saturate(
-    client: Client, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], seconds: float
+    client: OpenLoop, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], seconds: float
 ) -> float:
     """Return how many right answers a second the cluster gives at most, measured for `seconds`.
 

@@ -57,11 +57,11 @@ def test_the_end_of_one_side_is_the_end_of_the_other(ends: Ends) -> None:
 def test_latency_is_the_time_on_the_way_and_not_between_two_words(proxy: FaultProxy, ends: Ends) -> None:
     proxy.set(Faults(latency_s=0.5))
     started_s = time.monotonic()
-    for _ in range(8):
+    for _ in range(80):
         ends[0].sendall(b"word")
         ends[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    assert receive(ends[1], 32) == b"word" * 8
-    assert 0.5 <= time.monotonic() - started_s < 3.5  # one after the other, they would take 4 s
+    assert receive(ends[1], 320) == b"word" * 80
+    assert 0.5 <= time.monotonic() - started_s < 20  # one after the other, they would take 40 s
 
 
 def test_one_bit_in_so_many_bytes_is_turned(proxy: FaultProxy, ends: Ends) -> None:

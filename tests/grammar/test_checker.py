@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -168,7 +167,6 @@ async def test_what_a_tenant_s_slow_schemas_hold_is_not_the_places_of_others(
     monkeypatch.setattr(module, "PLACE_S", 0.1)
     monkeypatch.setattr(checker, "_places", asyncio.Semaphore(8))
     monkeypatch.setattr(module, "MAX_AT_ONCE_OF_TENANT", 4)
-    begin_s = time.monotonic()
     honest = StructuredOutput("regex", ("honest+",))
     attack = [asyncio.create_task(checker.check(each, "attacker")) for each in map(slow, range(12))]
     await asyncio.sleep(0)
@@ -177,9 +175,11 @@ async def test_what_a_tenant_s_slow_schemas_hold_is_not_the_places_of_others(
     await checker.check(honest, "honest")
     assert not all(task.done() for task in attack)
     results = await asyncio.gather(*attack, return_exceptions=True)
-    assert time.monotonic() - begin_s < 10  # 12 s one after another
     statuses = Counter(result.status for result in results if isinstance(result, RequestError))
     assert set(statuses) == {Status.INVALID_ARGUMENT, Status.RESOURCE_EXHAUSTED}
+    assert statuses[Status.INVALID_ARGUMENT] >= 4, (
+        "so many are compiled at once: one after another, the others had no place"
+    )
     assert statuses.total() == 12
     messages = [result.message for result in results if isinstance(result, RequestError)]
     assert any(

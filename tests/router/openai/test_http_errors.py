@@ -192,11 +192,11 @@ async def test_keys_are_asked_for_everywhere_but_at_the_probes(start_http: Start
 
 
 async def test_openais_client_tries_again_when_a_refusal_allows_it(start_http: StartHttp, tmp_path: Path) -> None:
-    shown, file = key_with("requests_per_s: 5, burst: 1", tmp_path)
+    shown, file = key_with("requests_per_s: 0.5, burst: 1", tmp_path)  # a slow machine, too, asks again within 2 s
     door = await start_http(api_keys_file=file, key=shown)
     patient = door.client.with_options(max_retries=2).completions.with_raw_response
-    answers = [await patient.create(model=MODEL, prompt="a", max_tokens=1) for _ in range(3)]
-    assert sum(answer.retries_taken for answer in answers) >= 1
+    answers = [await patient.create(model=MODEL, prompt="a", max_tokens=1) for _ in range(2)]
+    assert answers[1].retries_taken >= 1
 
 
 async def test_tokenizing_counts_against_the_limits_of_its_tenant(start_http: StartHttp, tmp_path: Path) -> None:
