@@ -83,7 +83,7 @@ class Prompts:
         if not ids:
             raise invalid("token_ids", "it is empty, at least 1 id is needed")
         if len(ids) > max_model_len:
-            raise invalid("token_ids", f"{len(ids)} ids are over the limit of {max_model_len} (max_model_len)")
+            raise invalid("token_ids", too_long(f"{len(ids)} ids are too many", max_model_len))
         packed = pack(ids[:SLICE_TOKENS])
         for start in range(SLICE_TOKENS, len(ids), SLICE_TOKENS):
             await asyncio.sleep(0)  # protobuf makes an integer of each id: let others run
@@ -266,18 +266,21 @@ def with_tokens(
     if num_prompt_tokens == 0:
         raise invalid("prompt", "it has no tokens, at least 1 is needed")
     if may_be_shorter and room < 1:
-        text = f"it alone has {num_prompt_tokens} tokens, which leaves no room within {max_model_len} (max_model_len)"
-        raise invalid("prompt", text)
+        problem = f"it alone has {num_prompt_tokens} tokens, which leaves no room for an answer"
+        raise invalid("prompt", too_long(problem, max_model_len))
     name, num_tokens = ("min_tokens", params.min_tokens) if may_be_shorter else ("max_tokens", params.max_tokens)
     if num_tokens > room:
-        raise invalid(
-            name,
-            f"{num_prompt_tokens} prompt tokens and {name} {num_tokens} are "
-            f"{num_prompt_tokens + num_tokens} together, over the limit of {max_model_len} (max_model_len)",
-        )
+        total = num_prompt_tokens + num_tokens
+        problem = f"{num_prompt_tokens} prompt tokens and {name} {num_tokens} are {total} together"
+        raise invalid(name, too_long(problem, max_model_len))
     if params.max_tokens > room:
         params = replace(params, max_tokens=room)
     return replace(event, token_ids=token_ids, params=params)
+
+
+def too_long(problem: str, max_model_len: int) -> str:
+    """Return a problem with the words by which OpenAI's clients know that a prompt has to be shortened."""
+    return f"{problem}; this model's maximum context length is {max_model_len} tokens (max_model_len)"
 
 
 def _check_bad_words(words: Seq[str]) -> None:

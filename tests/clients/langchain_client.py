@@ -2,6 +2,7 @@
 
 import sys
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 
 url, model = sys.argv[1:]
@@ -15,3 +16,9 @@ for chunk in chat.stream("Name the capital of France."):
 assert streamed.content == whole.content, streamed
 assert streamed.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"], streamed
 assert len(chat.batch(["Say hello.", "Say goodbye."])) == 2
+try:
+    chat.invoke("word " * 100_000)
+except ContextOverflowError:
+    pass
+else:
+    raise AssertionError("a prompt that is too long was answered")

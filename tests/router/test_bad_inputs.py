@@ -21,11 +21,12 @@ BAD = {
     "unknown id": ({"token_ids": inference.TokenIds(ids=[1, 256])}, "token_ids: token id 256 at position 1 is outside"),
     "too many ids": (
         {"token_ids": inference.TokenIds(ids=[1] * 2049)},
-        "token_ids: 2049 ids are over the limit of 2048",
+        "token_ids: 2049 ids are too many; this model's maximum context length is 2048 tokens",
     ),
     "too long": (
         {"text": "x" * 2040, "max_tokens": 9},
-        "max_tokens: 2040 prompt tokens and max_tokens 9 are 2049 together, over the limit of 2048 (max_model_len)",
+        "max_tokens: 2040 prompt tokens and max_tokens 9 are 2049 together; "
+        "this model's maximum context length is 2048 tokens (max_model_len)",
     ),
     "n 0": ({"n": 0}, "n: 0 is outside [1, 8]"),
     "n 9": ({"n": 9}, "n: 9 is outside [1, 8]"),

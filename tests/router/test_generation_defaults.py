@@ -79,7 +79,8 @@ async def test_a_prompt_that_leaves_no_room_for_an_answer_of_no_said_length_is_n
         sampling = inference.SamplingParams(fill_model_len=True)
         call = router.inference.Generate(inference.GenerateRequest(text="x" * length, sampling=sampling))
         _, message = await error_of(call)
-        assert message == f"prompt: it alone has {length} tokens, which leaves no room within 2048 (max_model_len)"
+        limit = "this model's maximum context length is 2048 tokens (max_model_len)"
+        assert message == f"prompt: it alone has {length} tokens, which leaves no room for an answer; {limit}"
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from pdserve.router.frontend.openai.generation import (
 from pdserve.router.frontend.openai.reply import respond
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page import Page
-from pdserve.router.frontend.prompts import usable_label
+from pdserve.router.frontend.prompts import too_long, usable_label
 from pdserve.router.frontend.served import check_model
 from pdserve.text.tokenizer import Tokenizer
 
@@ -210,7 +210,7 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
             check_model(body.model or "", model)
             limit, num_tokens = intake.max_model_len(), len(body.tokens)
             if num_tokens > limit:
-                raise invalid("tokens", f"{num_tokens} are over the limit of {limit} (max_model_len)")
+                raise invalid("tokens", too_long(f"{num_tokens} are too many", limit))
             visit.spend(num_tokens)
             text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
             return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

@@ -43,7 +43,7 @@ _FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]*)(?: entries| tokens?)?: ")
 _NAMES = {"text": "prompt", "token_ids": "prompt", "chat": "messages"}  # of inference.proto's fields, over HTTP
 _NAME = re.compile(r"[a-z_]+")  # of a field
 _KINDS = frozenset({"str", "int", "float", "bool", "dict", "list"})  # pydantic names members of a union like fields
-_TOO_LONG = re.compile(r"\(max_model_len\)$")
+_TOO_LONG = re.compile(r"maximum context length is \d+ tokens \(max_model_len\)$")
 
 Header = tuple[bytes, bytes]
 JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
@@ -103,7 +103,10 @@ def _refused(refused: Refused) -> HttpError:
     more: dict[str, Any] = {} if cause is None else {"refused_because": cause.value}
     if refused.predicted_ttft_s is not None:
         more["predicted_ttft_ms"] = round(refused.predicted_ttft_s * 1e3)
-    code = "context_length_exceeded" if _TOO_LONG.search(message) else None
+    code = None
+    if _TOO_LONG.search(message):
+        code = "context_length_exceeded"
+        message += f": {code}"  # OpenAI's client shows the message alone, and LangChain looks for the code in it
     if cause in OF_TENANT:
         code = "rate_limit_exceeded"
     headers = _try_no_more(status)

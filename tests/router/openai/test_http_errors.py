@@ -37,7 +37,7 @@ BAD = [
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 8}, "n", "n: 800 choices of all prompts are over the limit of 256"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: 0 is outside"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0 (-1)"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 10_000}, "max_tokens", "over the limit of 2048 (max_model_len)"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 10_000}, "max_tokens", "maximum context length is 2048 tokens"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "logprobs: 21 is outside [0, 20]"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop", "17 stop strings are over the limit of 16"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search", "beam search is not supported"),
@@ -68,8 +68,38 @@ async def test_what_is_not_valid_names_its_field(start_http: StartHttp) -> None:
         assert text in error["message"], error
         assert (error["param"], error["type"]) == (param, "invalid_request_error"), error
         assert response.headers["x-request-id"]
-    too_long = await door.post(COMPLETIONS, prompt="a", max_tokens=10_000)
-    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_whatever_is_too_long_has_the_words_and_the_code_by_which_clients_shorten_it(
+    start_http: StartHttp,
+) -> None:
+    door = await start_http()
+    long = "word " * 500  # within what is tokenized at once, and over 2048 tokens
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"prompt": long}),
+        (COMPLETIONS, {"prompt": [1] * 2048}),
+        (COMPLETIONS, {"prompt": [1] * 5000, "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 10_000}),
+        (COMPLETIONS, {"prompt": [1] * 2040, "min_tokens": 10}),
+        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 10_000, "stream": True}),
+        ("/tokenize", {"prompt": long}),
+        ("/detokenize", {"tokens": [1] * 5000}),
+    ]
+    for path, body in bodies:
+        response = await door.http.post(path, json=body)
+        if path == "/tokenize":  # counts tokens, of whatever length
+            assert response.json()["count"] == 2500
+            continue
+        assert response.status_code == 400, (path, response.text)
+        error = response.json()["error"]
+        assert "this model's maximum context length is 2048 tokens" in error["message"], error  # LiteLLM's words
+        assert error["code"] == "context_length_exceeded", error  # LangChain's
+    with pytest.raises(openai.BadRequestError) as refused:
+        await door.client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": long}])
+    assert "context_length_exceeded" in str(refused.value)
+    other = await door.post(COMPLETIONS, prompt="a", model="maximum context length is 5 tokens (max_model_len)")
+    assert other.json()["error"]["code"] == "model_not_found"
 
 
 async def test_errors_of_requests_that_are_not_opened_have_their_headers(start_http: StartHttp) -> None:
