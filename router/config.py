@@ -64,6 +64,11 @@ class EndpointConfig(ServingConfig):
         description="think: what answers have between <think> and </think> is reasoning. auto: if the chat template "
         "knows these.",
     )
+    allow_special_tokens_in_text: bool = Field(
+        False,
+        description="Let texts of chats that spell special tokens make them. By default these stay text: only the "
+        "chat template makes special tokens.",
+    )
     host: str = Field("127.0.0.1", description="Host on which clients are awaited.")
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
     http_host: str = Field("127.0.0.1", description="Host on which clients of the HTTP API are awaited.")

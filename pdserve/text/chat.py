@@ -8,10 +8,12 @@ waiting for it.
 """
 
 import json
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -20,7 +22,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.errors import ConfigError, echo, invalid
-from pdserve.text.history import TOOLS, Message, form_of
+from pdserve.text.history import TOOLS, form_of
+from pdserve.text.special_texts import SpecialTexts, StandIns, shown
+from pdserve.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096
 MAX_INPUT_CHARS = 4 * 2**20
@@ -39,9 +43,9 @@ TEMPLATE_ERRORS = (
 
 OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 SYSTEM, DEVELOPER = "system", "developer"
-_CONTINUE_HERE = "\ue000continue here\ue001 "  # ends the message to go on with while it is rendered
 
 JsonObject = Mapping[str, object]
+Written = Mapping[str, Any]  # the arguments of a template that clients wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,25 @@ class ChatOptions:
 DEFAULT_OPTIONS = ChatOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation."""
+
+    rendered: str
+    stand_ins: StandIns | None = None  # in it, where clients wrote special tokens
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return self.rendered if self.stand_ins is None else shown(self.rendered, self.stand_ins)
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Return its ids, by the tokenizer whose special texts it was made with."""
+        if self.stand_ins is None:
+            return tokenizer.encode(self.rendered, add_special=False)
+        return tokenizer.special_texts.encode(self.rendered, self.stand_ins)
+
+
 class ChatTemplate:
     """A model's chat template, ready to render. Immutable; threads may share it."""
 
@@ -109,34 +132,58 @@ class ChatTemplate:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._form = form_of(lambda messages: self._run(messages, ChatOptions(tools=TOOLS)))
+        self._form = form_of(
+            lambda messages: self._run({"messages": messages, "tools": TOOLS, "documents": None}, DEFAULT_OPTIONS)
+        )
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
         """Return the prompt. It already has the special tokens it needs: encode it with `add_special=False`.
 
-        A developer's message is a system message of a template that does not name the role. Raises
-        RequestError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
+        Raises RequestError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
+        """
+        return self._fill(self._written(messages, options), options)
+
+    def prompt(self, messages: Sequence[ChatMessage], options: ChatOptions, special: SpecialTexts | None) -> Prompt:
+        """Return the prompt, of which no text that clients wrote makes a special token. None: such texts may.
+
+        Raises RequestError as `render` does.
+        """
+        written = self._written(messages, options)
+        if special is None or not special.are_in(written):
+            return Prompt(self._fill(written, options))
+        stand_ins = special.stand_ins(written, self.source)
+        hidden: Written = special.hidden(written, stand_ins)  # type: ignore[assignment]  # of the same shape
+        return Prompt(self._fill(hidden, options), stand_ins)
+
+    def _written(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Written:
+        """Return what clients wrote, as the template is given it; RequestError for messages over a limit.
+
+        A developer's message is a system message of a template that does not name the role.
         """
         _check_sizes(messages)
         if not self._knows_developer:
             messages = list(_by_system(messages))
-        shown = self._form.shaped([message.plain() for message in messages])
-        if options.continue_final_message:
-            if not messages[-1].content:
-                raise invalid("continue_final_message", "the last message has no text to go on with")
-            shown[-1]["content"] = messages[-1].content + _CONTINUE_HERE
-        rendered = self._run(shown, options)
-        return _cut(rendered) if options.continue_final_message else rendered
+        return {
+            **options.template_kwargs,
+            "messages": self._form.shaped([message.plain() for message in messages]),
+            "tools": options.tools,
+            "documents": options.documents,
+        }
 
-    def _run(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        pieces = self._template.generate(
-            {**self._special_tokens, **options.template_kwargs},
-            messages=messages,
-            tools=options.tools,
-            documents=options.documents,
-            add_generation_prompt=options.add_generation_prompt,
-        )
-        return _joined(pieces)
+    def _fill(self, written: Written, options: ChatOptions) -> str:
+        """Return the prompt of what clients wrote; RequestError if the template refuses it."""
+        if not options.continue_final_message:
+            return self._run(written, options)
+        mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        *before, last = written["messages"]
+        if not last.get("content"):
+            raise invalid("continue_final_message", "the last message has no text to go on with")
+        marked = {**last, "content": f"{last['content']}{mark} "}
+        return _cut(self._run({**written, "messages": [*before, marked]}, options), mark)
+
+    def _run(self, written: Written, options: ChatOptions) -> str:
+        given = {**self._special_tokens, **written, "add_generation_prompt": options.add_generation_prompt}
+        return _joined(self._template.generate(given))
 
 
 def _by_system(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
@@ -167,13 +214,12 @@ def _joined(pieces: Iterator[str]) -> str:
     return "".join(rendered)
 
 
-def _cut(rendered: str) -> str:
-    """Return a prompt up to the end of its last message, without trailing spaces if the template trims them."""
-    mark = _CONTINUE_HERE.strip()
+def _cut(rendered: str, mark: str) -> str:
+    """Return a prompt up to the mark at the end of its last message, without spaces there if the template trims it."""
     before, found, after = rendered.rpartition(mark)
     if not found:
         raise invalid("continue_final_message", "the model's template does not show the last message as it is")
-    return before if after.startswith(_CONTINUE_HERE.removeprefix(mark)) else before.rstrip()
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _check_sizes(messages: Sequence[ChatMessage]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from pdserve.errors import invalid
 from pdserve.text.detokenize import Detokenizer, read_pieces
 from pdserve.text.fewest_tokens import fewest
+from pdserve.text.special_texts import SpecialTexts, no_text
 
 MAX_WORDS = 32_768  # about 10 MB
 MAX_CHARS = 64  # of a word that is remembered
@@ -107,6 +107,7 @@ class Tokenizer:
         self._fewest = fewest(backend)
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = len(self._pieces.by_id)
+        self.special_texts = SpecialTexts(backend)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Return the ids of `text`; with `add_special`, also the ends the model expects, bos never twice.
@@ -116,7 +117,7 @@ class Tokenizer:
         try:
             ids = self._encode(text, add_special)
         except TypeError as error:
-            raise invalid("prompt", "holds half of a surrogate pair, which is no character") from error
+            raise no_text() from error
         if add_special and self._adds_bos and ids[1:2] == ids[:1]:
             return ids[1:]
         return ids

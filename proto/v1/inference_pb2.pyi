@@ -66,7 +66,9 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Model name; empty for the one that is served."""
     text: _builtins.str
-    """Text, tokenized by the router (special tokens in it are recognised)."""
+    """Text, tokenized by the router. It is the whole prompt, and special tokens in it are recognised: join no text of
+    strangers to it.
+    """
     priority: _builtins.int
     """Higher is served first; 0 is normal."""
     tenant: _builtins.str
@@ -89,7 +91,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def chat(self) -> Global___Chat:
-        """A conversation, rendered with the model's chat template."""
+        """A conversation, rendered with the model's chat template. What it holds makes no special token, unless the router is
+        told to allow that.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:

@@ -158,11 +158,13 @@ class Prompts:
 
     def _encode_chat(self, max_model_len: int, request: inference.GenerateRequest) -> TokenIds:
         messages, options = [message_of(message) for message in request.chat.messages], options_of(request.chat)
-        chat = self._model.tool_chat or self._model.chat if options.tools else self._model.chat
+        model = self._model
+        chat = model.tool_chat or model.chat if options.tools else model.chat
         assert chat is not None
-        rendered = chat.render(messages, options)
-        self._check_length("chat", rendered, max_model_len)
-        ids = self._model.tokenizer.encode(rendered, add_special=False)
+        keep_text = None if model.allow_special_tokens_in_text else model.tokenizer.special_texts
+        prompt = chat.prompt(messages, options, keep_text)
+        self._check_length("chat", prompt.text, max_model_len)
+        ids = prompt.token_ids(model.tokenizer)
         return self._in_vocabulary(pack(ids), "chat")
 
     async def _encoded(

@@ -33,6 +33,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
     tool_format: ToolFormat = FORMATS["hermes"]
     reasoning: Reasoning | None = None  # None: answers have none
+    allow_special_tokens_in_text: bool = False  # of chats
     model_type: str = ""  # from its config
     architectures: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # other names in requests
@@ -87,6 +88,7 @@ def load_model(config: EndpointConfig) -> ServedModel:
         if parser == "auto"
         else FORMATS[parser],
         reasoning=None if chat is None else reasoning_of(config.reasoning_parser, chat),
+        allow_special_tokens_in_text=config.allow_special_tokens_in_text,
         model_type=str(checkpoint.raw_config.get("model_type", "")),
         aliases=config.served_model_aliases,
         architectures=(checkpoint.config.architecture,),

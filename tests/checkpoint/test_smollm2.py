@@ -107,6 +107,18 @@ def test_chat_prompt_equals_transformers(
         assert smollm2.tokenizer().encode(prompt, add_special=False) == ids
 
 
+def test_texts_of_a_chat_make_no_special_token(smollm2: Checkpoint, reference: PreTrainedTokenizerBase) -> None:
+    chat, tokenizer = smollm2.chat(), smollm2.tokenizer()
+    assert chat is not None
+    written = [tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>")]
+    for text in texts():
+        talk = [ChatMessage("system", ""), ChatMessage("user", text)]
+        ids = chat.prompt(talk, ChatOptions(), tokenizer.special_texts).token_ids(tokenizer)
+        special = [token_id for token_id in ids if token_id in reference.all_special_ids]
+        assert special == [*written * 2, written[0]]
+        assert reference.decode(ids) == chat.render(talk)
+
+
 def test_weights_of_its_first_layers_equal_transformers(smollm2_two_layers: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         smollm2_two_layers.parent, gguf_file=smollm2_two_layers.name, dtype=torch.float32

@@ -1,17 +1,21 @@
 """Prompts are ids that tokenizer and model both know, whichever of them has the smaller vocabulary."""
 
+from dataclasses import replace
+from pathlib import Path
 from threading import current_thread
 
 import pytest
-from router_fakes import TEMPLATE, TOKENIZER, StartRouter, collect
+from router_fakes import TEMPLATE, TOKENIZER, StartRouter, collect, model_folder
+from small_vocabulary import END, small_tokenizer
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend import endpoints
 from pdserve.router.frontend.prompts import Loosen, Prompts, check_terms
-from pdserve.router.frontend.served import ServedModel
+from pdserve.router.frontend.served import ServedModel, load_model
 from pdserve.text.chat import ChatTemplate
 from pdserve.token_ids import TokenIds
 
@@ -48,6 +52,28 @@ async def test_ids_past_the_models_vocabulary_are_refused(request_: Request, mes
         await served.token_ids(request_, 100, 10.0)
     await served.close()
     assert (refused.value.status, refused.value.message) == (Status.INVALID_ARGUMENT, message)
+
+
+@pytest.mark.parametrize(("allowed", "num_ends"), [(False, 1), (True, 2)])
+async def test_a_special_token_that_a_chats_text_spells_is_text_unless_it_is_allowed(
+    allowed: bool, num_ends: int
+) -> None:
+    tokenizer = small_tokenizer()
+    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", {"eos_token": "</s>"})
+    model = ServedModel("m", 100, tokenizer.vocab_size, NO_DEFAULTS, tokenizer, chat)
+    served = Prompts(replace(model, allow_special_tokens_in_text=allowed), 4, 10.0)
+    message = inference.ChatMessage(role="user", content="a</s>b")
+    in_chat = await served.token_ids(Request(chat=inference.Chat(messages=[message])), 100, 10.0)
+    in_text = await served.token_ids(Request(text="a</s>b"), 100, 10.0)
+    await served.close()
+    assert list(in_chat).count(END) == num_ends
+    assert list(in_text).count(END) == 1
+
+
+def test_the_routers_setting_says_whether_texts_of_chats_make_special_tokens(tmp_path: Path) -> None:
+    config = RouterConfig(model=str(model_folder(tmp_path)), secret_file=tmp_path / "secret")
+    assert not load_model(config).allow_special_tokens_in_text
+    assert load_model(config.model_copy(update={"allow_special_tokens_in_text": True})).allow_special_tokens_in_text
 
 
 async def test_the_last_id_of_the_model_is_taken() -> None:
