@@ -61,13 +61,13 @@ class AdminClient(OperatorClient):
 
     listener = Part.ROUTER
 
-    async def status(self) -> admin.ClusterStatus:
-        """Return the cluster as the router sees it now."""
-        return (await self.status_and_clock()).status
+    async def status(self, *, wait_for_ready: bool = False) -> admin.ClusterStatus:
+        """Return the cluster as the router sees it now; with `wait_for_ready`, once there is a router."""
+        return (await self.status_and_clock(wait_for_ready=wait_for_ready)).status
 
-    async def status_and_clock(self) -> admin.GetStatusResponse:
+    async def status_and_clock(self, *, wait_for_ready: bool = False) -> admin.GetStatusResponse:
         """Return the same, and the router's time."""
-        async with self._stub("GetStatus") as (stub, proof):
+        async with self._stub("GetStatus", wait_for_ready=wait_for_ready) as (stub, proof):
             return await stub.GetStatus(admin.GetStatusRequest(), metadata=proof, timeout=CALL_TIMEOUT_S)
 
     async def watch(

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,7 +21,7 @@ from pdserve.cli.options import (
     checked_rate,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
-from pdserve.errors import CommandError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.router.config import PolicyName
 
 if TYPE_CHECKING:
@@ -128,10 +128,12 @@ def chaos(
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
     max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
     known: KnownRequestFlags = _CHAOS_REQUESTS,
-    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills of a worker; 0: none.")] = 5.0,
-    freeze_for: Annotated[
-        float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.")
-    ] = None,
+    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills; 0: none.")] = 5.0,
+    victims: Annotated[
+        Literal["workers", "router"], typer.Option(help="What is killed; the router with --num-frontends alone.")
+    ] = "workers",
+    num_frontends: Annotated[int, typer.Option(min=0, help="Frontends in processes of their own.")] = 0,
+    freeze_for: Annotated[float | None, typer.Option(help="Freeze for so many seconds instead of killing.")] = None,
     test_fail_copies: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
     ] = 0.0,
@@ -139,15 +141,18 @@ def chaos(
     mover: Annotated[str | None, typer.Option(help="The workers' --mover.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Kill workers of a local cluster while requests run; check each answer against one engine alone.
+    """Kill workers or the router of a local cluster while requests run; check each answer against one engine alone.
 
     Fails unless every request was answered with the right tokens and every page was free in the end.
     """
     from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
 
-    spec = own.spec("chaos", mover=mover)
+    if victims == "router" and not num_frontends:
+        raise ConfigError("--victims: without --num-frontends a router's death ends its clients' streams")
+    spec = replace(own.spec("chaos", mover=mover), num_frontends=num_frontends)
     faulty = own.spec("chaos", mover=mover, test_fail_copies=test_fail_copies or None)
-    faults = FaultPlan(kill_every, freeze_for, known.seed) if kill_every else None
+    faulty = replace(faulty, num_frontends=num_frontends)
+    faults = FaultPlan(kill_every, freeze_for, known.seed, victims) if kill_every else None
     trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
     if baseline:
         trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))

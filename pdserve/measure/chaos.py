@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
-from pdserve.launch.plan import ClusterSpec
+from pdserve.launch.plan import WORKER_ROLES, ClusterSpec
 from pdserve.measure.client import Client
 from pdserve.measure.known_answers import KnownRequest, check_answer
 from pdserve.measure.live import Report, recovered, started
@@ -19,12 +20,15 @@ from pdserve.measure.outcomes import ANY, OK, Outcome, Percentiles, Summary, per
 from pdserve.measure.tables import counted
 from pdserve.proto.v1 import admin_pb2 as admin
 
+Victims = Literal["workers", "router"]  # what is hit; clients' streams outlive the router with frontends alone
+
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
     every_s: float
     freeze_s: float | None = None  # None: kill; otherwise freeze for that long
     seed: int = 0
+    victims: Victims = "workers"
 
 
 @dataclass(slots=True)
@@ -60,16 +64,20 @@ class FaultInjector:
                 fault.noticed_s = self._clock.now_s() - fault.at_s
 
     async def run(self) -> None:
-        """Kill or freeze a worker every so often, until cancelled; a frozen one is thawed then too."""
+        """Kill or freeze a process every so often, until cancelled; a frozen one is thawed then too."""
         while self._plan is not None:
             await asyncio.sleep(self._plan.every_s)
-            victim = self._victim()
+            victim = self._router() if self._plan.victims == "router" else self._worker()
             if victim is not None:
                 await self._hit(victim, self._plan.freeze_s)
 
-    def _victim(self) -> ProcessState | None:
+    def _router(self) -> ProcessState | None:
+        """Return the router; None while it starts."""
+        return next((p for p in self._state().processes if p.role == "router" and p.pid is not None), None)
+
+    def _worker(self) -> ProcessState | None:
         """Return one of the workers that are ready; while there is none, any that runs."""
-        workers = [p for p in self._state().processes if p.role != "router" and p.pid is not None]
+        workers = [p for p in self._state().processes if p.role in WORKER_ROLES and p.pid is not None]
         serving = [worker for worker in workers if worker.name in self._ready]
         return self._rng.choice(serving or workers) if workers else None
 
@@ -140,13 +148,15 @@ class Verdict:
     free_after_s: float | None  # of the last answer; None: not all pages within the time
     left_over: str  # describes what was not free, or not ready again
     num_replaced: int  # requests that the router placed again
-    ended: dict[str, int]  # as the router counts
+    ended: dict[str, int]  # as the router counts; a router that was hit counts from its start
+    was_router_hit: bool
 
     @property
     def is_clean(self) -> bool:
         """Return whether every request was answered rightly and ended once, and every page came back."""
         num_requests = self.tally.summary.num_requests
-        return self.tally.num_right == num_requests == sum(self.ended.values()) and not self.left_over
+        has_counted = self.was_router_hit or sum(self.ended.values()) == num_requests
+        return self.tally.num_right == num_requests and has_counted and not self.left_over
 
     @property
     def result(self) -> dict[str, object]:
@@ -172,6 +182,7 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], report:
             left_over=left_over,
             num_replaced=board.last.num_replaced,
             ended=dict(board.last.ended),
+            was_router_hit=any(fault.name == "router" for fault in injector.faults),
         )
 
 

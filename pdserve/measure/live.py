@@ -14,7 +14,7 @@ from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
-from pdserve.launch.plan import PDSERVE, ClusterSpec, Flags, flag_arguments
+from pdserve.launch.plan import PDSERVE, WORKER_ROLES, ClusterSpec, Flags, flag_arguments
 from pdserve.measure.client import Access, Client, OpenLoop, connect, new_tenant, request_of, requests_of
 from pdserve.measure.outcomes import ANY, Objective, Outcome
 from pdserve.measure.workload import Arrival, random_prompts
@@ -180,13 +180,13 @@ async def recovered(state: Callable[[], ClusterState], board: StatusBoard) -> tu
     """
     clock, router = MonotonicClock(), state().operator()
     ended_s = clock.now_s()
-    board.put(await router.status())
+    board.put(await router.status(wait_for_ready=True))
     is_free = await board.until(all_free, FREE_WITHIN_S)
     free_after_s, left_over = clock.now_s() - ended_s if is_free else None, not_free(board.last)
-    num_workers = len(state().processes) - 1
+    num_workers = sum(process.role in WORKER_ROLES for process in state().processes)
     if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
         left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
-    board.put(await router.status())
+    board.put(await router.status(wait_for_ready=True))
     return free_after_s, left_over
 
 

@@ -7,7 +7,7 @@ tokens that the client has: which tokens follow depends on the seed and these al
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,40 +20,15 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
 from pdserve.router.config import FrontendConfig
 from pdserve.router.desk import Answer
-from pdserve.router.events import ClientTooSlow, RequestArrived, Resumed, StopStringFound
+from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.backend import Abort, EngineState, Readiness, State
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.counting import HomeOutcomes, HomeTenants
-from pdserve.token_ids import to_wire
+from pdserve.router.frontend.underway import Underway
 
 RETRY_AFTER_S = 2.0  # a supervised router serves again after about as long
 _NOT_YET = Readiness(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
-
-
-@dataclass(slots=True, eq=False)
-class _Underway:
-    """A request that has not ended, and what its client has of the answer."""
-
-    event: RequestArrived
-    answer: Answer
-    token_ids: list[list[int]]  # by continuation
-    ended: set[int]
-    num_scored: int = 1
-    first_token_s: float | None = None
-    link: "RouterLink | None" = None  # None: it waits for a router
-    num_lost: int = 0  # routers that had it
-    is_over: Refused | None = None  # it was cancelled, and its router is to end it
-
-    def arrival(self, now_s: float) -> messages.Arrive:
-        """Return the request as a router takes it: with times that count from now."""
-        event, resumed = self.event, None
-        if self.num_lost:
-            first_s = None if self.first_token_s is None else self.first_token_s - now_s
-            resumed = Resumed(self.num_lost, self.token_ids, sorted(self.ended), self.num_scored, first_s)
-        received_s, deadline_s = event.received_s - now_s, event.deadline_s - now_s
-        sent = replace(event, token_ids=(), resumed=resumed, received_s=received_s, deadline_s=deadline_s)
-        return messages.Arrive(sent, to_wire(event.token_ids))
 
 
 class RouterLink:
@@ -104,7 +79,7 @@ class Routers:
         self.home: RouterLink | None = None  # the router that gets requests
         self._config = config
         self._links: list[RouterLink] = []  # attached, in the order of their attaching
-        self._underway: dict[RequestId, _Underway] = {}
+        self._underway: dict[RequestId, Underway] = {}
         self._num_asked = 0
         self._last = _NOT_YET  # of the last home
         self._lost_s = self.clock.now_s()  # since when there is no home
@@ -168,11 +143,11 @@ class Routers:
             self._send(each, home)
             await home.channel.drain()
 
-    def _send(self, each: _Underway, link: RouterLink) -> None:
+    def _send(self, each: Underway, link: RouterLink) -> None:
         each.link = link
         link.channel.post(each.arrival(self.clock.now_s()))
 
-    def _set_alarm(self, waiting: Sequence[_Underway]) -> None:
+    def _set_alarm(self, waiting: Sequence[Underway]) -> None:
         """Have requests ended that wait too long."""
         if self._alarm is not None:
             self._alarm.cancel()
@@ -224,7 +199,7 @@ class Routers:
         return sum(each.link is None for each in self._underway.values())
 
     def admit(self, event: RequestArrived, answer: Answer) -> None:
-        each = _Underway(event, answer, [[] for _ in range(event.params.n)], set())
+        each = Underway(event, answer, [[] for _ in range(event.params.n)], set())
         self._underway[event.request_id] = each
         if self.home is not None:
             self._send(each, self.home)
@@ -328,13 +303,13 @@ class Routers:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is nothing that a router says of a request")
 
-    def _of(self, link: RouterLink, request_id: RequestId) -> _Underway:
+    def _of(self, link: RouterLink, request_id: RequestId) -> Underway:
         each = self._underway.get(request_id)
         if each is None or each.link is not link:
             raise ProtocolError(f"request {request_id.hex()} is not with this router")
         return each
 
-    def _deliver(self, each: _Underway, tokens: messages.Tokens) -> None:
+    def _deliver(self, each: Underway, tokens: messages.Tokens) -> None:
         request_id, index = tokens.request_id, tokens.index
         logprobs = [inference.TokenLogprobs.FromString(packed) for packed in tokens.logprobs]
         command = Deliver(request_id, index, tokens.token_ids, logprobs, tokens.finish_reason, tokens.prompt_logprobs)
@@ -356,11 +331,11 @@ class Routers:
             case _:
                 pass
 
-    def _tell(self, each: _Underway, message: messages.Message) -> None:
+    def _tell(self, each: Underway, message: messages.Message) -> None:
         if each.link is not None:
             each.link.channel.post(message)
 
-    def _end(self, each: _Underway, outcome: Finished | Refused) -> None:
+    def _end(self, each: Underway, outcome: Finished | Refused) -> None:
         each.answer.end(outcome)
         del self._underway[each.event.request_id]
         if not self._underway:

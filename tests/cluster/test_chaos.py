@@ -31,3 +31,19 @@ def test_killed_workers_and_failed_copies_cost_no_client_anything(
     assert verdict.ended == {"OK": trial.num_requests}
     assert verdict.faults
     assert verdict.num_replaced > 0
+
+
+def test_a_router_that_is_killed_again_and_again_costs_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    model = write_model("llama3", tmp_path / "model")
+    requests = known_requests(str(model), "float32", 20, Lengths(prompt=128, answer=64), SEED)
+    spec = ClusterSpec(
+        str(model), "routers", name="routers", num_frontends=2, worker_flags={**FLAGS, "test_step_s": 0.02}
+    )
+    plan = FaultPlan(every_s=6.0, seed=SEED, victims="router")
+    verdict = asyncio.run(run_chaos(ChaosTrial("routers", spec, 120, 8, plan), requests, lambda _: None))
+    assert not verdict.tally.problems
+    assert verdict.is_clean, verdict
+    assert verdict.faults
