@@ -81,6 +81,11 @@ def test_langchain(cluster: LiveCluster, run: Run) -> None:
     run("python", HERE / "langchain_client.py", cluster.state.http, MODEL)
 
 
+@pytest.mark.parametrize("client", ["openai", "langchain-openai", "litellm", "openai-agents", "instructor"])
+def test_conversations_with_tools_go_on_through(cluster: LiveCluster, run: Run, client: str) -> None:
+    run("python", HERE / "converse.py", client, cluster.state.http, MODEL)
+
+
 def test_schemathesis_finds_no_server_error(cluster: LiveCluster, run: Run) -> None:
     checks = ("--checks", "not_a_server_error", "--exclude-path", "/ready")
     checks += ("--max-time", FUZZING_S, "--request-timeout", "120")
