@@ -44,7 +44,8 @@ class Fit:
     def __init__(self, start: Curve, points: tuple[Point, ...]) -> None:
         """Begin with a prior curve that weighs as much as one step at each of the points, and less with every step.
 
-        Only the prior's shape counts: it may be of another device, which is slower or faster by any factor.
+        Only the prior's shape counts: it may be of another device, which is slower or faster by any factor. It keeps
+        the weight that it has after MEMORY steps: it decides where steps that are all alike say nothing.
         """
         self.curve = start
         self.num_observed = 0
@@ -58,11 +59,11 @@ class Fit:
             return
         predicted_s = self.curve.seconds(each, context)
         self.num_observed += 1
+        start_s = self._start.seconds(each, context)
+        if start_s > 0:
+            self._log_slower += (log(seconds / start_s) - self._log_slower) / min(MEMORY, self.num_observed)
         if self.num_observed <= ENOUGH_STEPS or predicted_s <= 0:
             scale_s = seconds
-            start_s = self._start.seconds(each, context)
-            if start_s > 0:
-                self._log_slower += (log(seconds / start_s) - self._log_slower) / self.num_observed
         else:
             seconds = min(seconds, _OUTLIER * predicted_s)
             scale_s = predicted_s  # so that the curve predicts the mean: relative to `seconds`, long steps weigh less
@@ -76,9 +77,7 @@ class Fit:
         kept = _KEPT ** np.arange(len(rows) - 1, -1, -1)
         self._products = _KEPT ** len(rows) * self._products + (rows * kept[:, None]).T @ rows
         self._unsolved = []
-        known = self._products
-        if self.num_observed <= ENOUGH_STEPS:
-            known = known + self._products_of_start()
+        known = self._products + self._products_of_start()
         scale = np.sqrt(np.diagonal(known)[:3])
         scale[scale == 0] = 1.0
         now = np.array([self.curve.step_s, self.curve.each_s, self.curve.context_s]) * scale
@@ -92,7 +91,7 @@ class Fit:
         slower = exp(self._log_slower)
         seconds = [slower * self._start.seconds(*point) for point in self._points]
         rows = np.array([_row(point, s, s) for point, s in zip(self._points, seconds, strict=True)])
-        return np.asarray(rows.T @ rows / self.num_observed**2)
+        return np.asarray(rows.T @ rows / min(MEMORY, self.num_observed) ** 2)
 
 
 def nonnegative_minimum(products: _Array, sums: _Array) -> _Array:

@@ -115,6 +115,16 @@ def teach_batches(learnt: LearntCosts, sizes: range, num_steps: int, rng: random
         learnt.observe(Step(sequences=size, kv_tokens=kv_tokens), noisy(rng, elbow_s(size, kv_tokens)), 0.0)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_first_answer_of_few_tokens_says_little_of_long_contexts(seed: int) -> None:
+    """A machine with other work takes up to twice as long for a step; seen over 23 tokens, that is no slope."""
+    rng, learnt = random.Random(seed), LearntCosts(StepCosts(TRUTH, (DecodePiece(None, Curve(0.02, 1e-3, 1e-7)),)))
+    for _ in range(2):
+        for kv_tokens in range(9, 32):
+            learnt.observe(Step(sequences=1, kv_tokens=kv_tokens), rng.uniform(0.025, 0.05), 0.0)
+            assert learnt.decode_s(1, 460) < 0.1
+
+
 def test_a_mean_batch_costs_what_batches_around_it_cost_on_average() -> None:
     rng, learnt = random.Random(5), LearntCosts()
     teach_batches(learnt, range(1, 8), 2000, rng)
