@@ -40,8 +40,8 @@ class ProcessConfig(BaseModel):
     drain_timeout_s: float = Field(
         25.0,
         ge=0.0,
-        description="Seconds that running requests have to finish after SIGTERM or SIGINT; what is left is ended. "
-        "Kubernetes kills 30 s after SIGTERM by default.",
+        description="Seconds that running requests have to finish after SIGTERM, SIGINT or SIGHUP; what is left is "
+        "ended. Kubernetes kills 30 s after SIGTERM by default.",
     )
     metrics: bool = Field(True, description="Show metrics over HTTP, at /metrics.")
     metrics_host: str = Field(

@@ -1,9 +1,12 @@
-"""What SIGTERM and SIGINT do to a process.
+"""What SIGTERM, SIGINT and SIGHUP do to a process.
 
 Before a process serves, a signal ends it at once. While it serves, the first signal drains it; a second one ends it at
 once, and so does the limit of a drain's time. Signals within half a second of the first count as the same request:
 systemd signals every process of a service, and a launcher among them passes the signal on to its children. Every signal
 has a handler: the kernel ignores signals to process 1 of a container that have none.
+
+A terminal that closes sends SIGHUP. It never counts as a second signal. Where it was ignored at the start, as under
+nohup, it stays ignored.
 
 Exit status: 128 + the signal's number where a signal ended the process at once, 75 where its drain took too long.
 
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import asyncio
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CLOSING_S = 5.0  # after drain_timeout_s: the last replies of HTTP and gRPC, the last spans, and a second to spare
 DRAIN_TIMED_OUT_STATUS = 75  # EX_TEMPFAIL
 SAME_REQUEST_S = 0.5
@@ -37,9 +40,15 @@ def exit_status(number: int) -> int:
     return 128 + number
 
 
-def end_on_signals(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
-    """Make these signals end this process at once, without cleaning up."""
-    for number in numbers:
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that stop this process: not SIGHUP where it is ignored."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (is_deaf and number is signal.SIGHUP))
+
+
+def end_on_signals(numbers: Iterable[signal.Signals] | None = None) -> None:
+    """Make these signals, by default all that stop a process, end this one at once, without cleaning up."""
+    for number in heeded_signals() if numbers is None else numbers:
         signal.signal(number, _end)
 
 
@@ -53,7 +62,7 @@ def drain_on_signals(loop: "asyncio.AbstractEventLoop", drain: Callable[[], None
     requests = StopRequests()
 
     def receive(number: int, frame: FrameType | None) -> None:
-        match requests.receive(time.monotonic()):
+        match requests.receive(time.monotonic(), number):
             case Request.FIRST:
                 end_after(limit_s)
                 loop.call_soon_threadsafe(drain)
@@ -62,7 +71,7 @@ def drain_on_signals(loop: "asyncio.AbstractEventLoop", drain: Callable[[], None
             case Request.SAME:
                 pass
 
-    before = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, receive) for number in heeded_signals()}
     try:
         yield
     finally:
@@ -87,11 +96,12 @@ class StopRequests:
     def any(self) -> bool:
         return self._first_s is not None
 
-    def receive(self, now_s: float) -> Request:
+    def receive(self, now_s: float, number: int) -> Request:
         if self._first_s is None:
             self._first_s = now_s
             return Request.FIRST
-        return Request.SAME if now_s - self._first_s < SAME_REQUEST_S else Request.SECOND
+        is_same = now_s - self._first_s < SAME_REQUEST_S or number == signal.SIGHUP
+        return Request.SAME if is_same else Request.SECOND
 
 
 def end_after(limit_s: float) -> None:

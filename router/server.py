@@ -1,6 +1,6 @@
 """The router process: opens the model, listens on both ports, drains at a signal.
 
-At SIGTERM or SIGINT health becomes NOT_SERVING. Requests that arrive from then on are refused.
+At SIGTERM, SIGINT or SIGHUP health becomes NOT_SERVING. Requests that arrive from then on are refused.
 Those that run or wait may finish for `drain_timeout_s`; what is left then is ended with UNAVAILABLE. Both servers stop
 LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdserve.signals` has the second signal.
 """
@@ -54,7 +54,7 @@ class Addresses:
 
 
 async def serve(config: RouterConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then finish what runs; return the exit status."""
+    """Serve until a signal to stop, then finish what runs; return the exit status."""
     model = await asyncio.to_thread(load_model, config) if config.serve_clients else None
     freeze_objects()
     stop = asyncio.Event()

@@ -18,7 +18,7 @@ from pdserve.launch.service import WORKERS_END_S
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.signals import STOP_SIGNALS, Request, StopRequests, end_after, end_on_signals, exit_status
+from pdserve.signals import Request, StopRequests, end_after, end_on_signals, exit_status, heeded_signals
 from pdserve.wire import ROLES
 
 DEMO_TOKENS = 64
@@ -81,7 +81,7 @@ class Terminal:
 
 
 class Stop:
-    """What SIGTERM and SIGINT do to a cluster: once it is ready the first one drains it, any other kills it."""
+    """What signals do to a cluster: once it is ready the first one drains it, any other kills it."""
 
     def __init__(self, cluster: LocalCluster, limit_s: float) -> None:
         """Listen to signals in the running loop. A drain that lasts for longer than the limit ends this process."""
@@ -90,11 +90,11 @@ class Stop:
         self._limit_s = limit_s
         self._requests = StopRequests()
         self._killed_by: signal.Signals | None = None
-        for number in STOP_SIGNALS:
+        for number in heeded_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: signal.Signals) -> None:
-        request = self._requests.receive(asyncio.get_running_loop().time())
+        request = self._requests.receive(asyncio.get_running_loop().time(), number)
         if request is Request.SECOND or not self._cluster.ready.is_set():
             self._killed_by = number
             self._cluster.kill()
@@ -144,7 +144,7 @@ async def first_of(*waits: Coroutine[object, object, object]) -> None:
 
 
 async def serve_until_signal(spec: ClusterSpec, terminal: Terminal) -> None:
-    """Run a cluster until SIGINT or SIGTERM; the first lets requests finish, a second one kills."""
+    """Run a cluster until a signal stops it; the first lets requests finish, a second one kills."""
     async with until_signal(spec, terminal) as (cluster, stop):
         if await until_ready(cluster, terminal, stop):
             terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")

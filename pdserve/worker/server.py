@@ -88,7 +88,7 @@ _NONE = OwnRouter()
 
 
 async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter = _NONE) -> None:
-    """Run a worker until it has drained: after SIGTERM or SIGINT, when a router asks for it, or by its own decision."""
+    """Run a worker until it has drained: after a signal to stop, when a router asks for it, or by its own decision."""
     check_addresses(config)
     check_network(config)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()

@@ -14,7 +14,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from live_cluster import greedy
+from live_cluster import Answer, greedy
 from lone_process import (
     DECODE,
     PREFILL,
@@ -37,6 +37,8 @@ from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, SAME_REQUEST_S, Request, StopRequests
 
 AT_ONCE_S = 10  # a busy machine; a drain would take longer
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NUM_TOKENS = 400
 LONG = {"drain_timeout_s": 120.0}
 POLICY = Path(__file__).parents[2] / "deploy/policies/batch.yaml"
 
@@ -96,8 +98,10 @@ def test_process_1_of_a_container_heeds_a_signal_while_its_model_loads(
 
 def test_a_signal_that_comes_twice_is_one_request() -> None:
     requests = StopRequests()
-    received = [requests.receive(now_s) for now_s in (7.0, 7.0 + 0.9 * SAME_REQUEST_S, 7.0 + SAME_REQUEST_S)]
+    times_s = (7.0, 7.0 + 0.9 * SAME_REQUEST_S, 7.0 + SAME_REQUEST_S)
+    received = [requests.receive(now_s, signal.SIGTERM) for now_s in times_s]
     assert received == [Request.FIRST, Request.SAME, Request.SECOND]
+    assert requests.receive(9.0, signal.SIGHUP) is Request.SAME, "a terminal that closes during a drain"
 
 
 @pytest.mark.parametrize(
@@ -206,6 +210,78 @@ def test_a_cluster_drains_at_the_first_signal_and_is_killed_at_the_second(model:
         assert insist(running, signal.SIGINT) == 128 + signal.SIGINT
     assert not state.secret_file.exists()
     assert not any(process.pid is not None and psutil.pid_exists(process.pid) for process in state.processes)
+
+
+# ---- SIGHUP
+
+
+def is_ignored(pid: int, number: signal.Signals) -> bool:
+    fields = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+    return bool(int(fields["SigIgn"], 16) >> (number - 1) & 1)
+
+
+def test_a_closing_terminal_cuts_no_stream_of_a_cluster(model: Path, tmp_path: Path) -> None:
+    arguments = command(UP, tmp_path / "run", model, num_threads=1, drain_timeout_s=60.0)
+    with process(arguments, tmp_path) as running:
+        until_said(running, "ready: ")
+        (state_file,) = tmp_path.glob("pdserve/*/state.json")
+        state = ClusterState.model_validate_json(state_file.read_text())
+        with grpc.insecure_channel(state.endpoint) as channel:
+            call = InferenceServiceStub(channel).Generate(greedy([3, 4, 5], NUM_TOKENS))
+            answer = Answer()
+            answer.add(next(call))
+            running.send_signal(signal.SIGHUP)
+            until_said(running, "stopping: ")
+            running.send_signal(signal.SIGHUP)  # shells send it as well
+            answer.read(call)
+        assert len(answer.tokens[0]) == NUM_TOKENS
+        assert running.wait(60) == 0
+    assert not any(each.pid is not None and psutil.pid_exists(each.pid) for each in state.processes)
+
+
+def test_a_router_drains_when_its_terminal_closes_and_a_later_hangup_does_not_cut_its_drain(
+    model: Path, tmp_path: Path
+) -> None:
+    with process(command(ROUTER, tmp_path / "run", model, pool_grace_s=120.0, **LONG), tmp_path) as running:
+        public, internal = (until_said(running, what).rsplit(maxsplit=1)[1] for what in ("serving ", "workers on "))
+        with grpc.insecure_channel(public) as channel:
+            held = InferenceServiceStub(channel).Generate(greedy([3, 4, 5], 4), wait_for_ready=True)
+            until_held(internal, tmp_path / "run" / "secret")
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert next(watch).status == SERVING
+            running.send_signal(signal.SIGHUP)
+            assert next(watch).status != SERVING
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.wait(1.0)
+            running.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.wait(1.0)
+            running.send_signal(signal.SIGTERM)
+            assert ends(running) == 128 + signal.SIGTERM
+            held.cancel()
+
+
+def test_a_worker_drains_when_its_terminal_closes(model: Path, tmp_path: Path) -> None:
+    with endless_router(tmp_path / "run" / "secret") as (router, address):
+        flags = {"routers": (address,), "lease_s": 600.0, **LONG}
+        with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
+            assert router.holds_request.wait(90)
+            running.send_signal(signal.SIGHUP)
+            assert router.drains.wait(AT_ONCE_S)
+
+
+def test_a_process_under_nohup_goes_on(model: Path, tmp_path: Path) -> None:
+    arguments = ["nohup", *command(ROUTER, tmp_path / "run", model)]
+    with process(arguments, tmp_path) as running:
+        public = until_said(running, "serving ").rsplit(maxsplit=1)[1]
+        until_said(running, "workers on ")
+        assert is_ignored(running.pid, signal.SIGHUP)
+        os.kill(running.pid, signal.SIGHUP)
+        with grpc.insecure_channel(public) as channel:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        assert reply.status == SERVING
+        running.send_signal(signal.SIGTERM)
+        assert ends(running) == 0
 
 
 def until_held(internal: str, secret_file: Path) -> None:
