@@ -19,7 +19,7 @@ from pdserve.certificates import Identity, KeyPair, read_pair
 from pdserve.config import ProcessConfig, ServingConfig
 from pdserve.errors import ConfigError
 from pdserve.metrics import CERTIFICATE_END, Sample, families
-from pdserve.rpc import join_address
+from pdserve.rpc import bare_host, join_address, why_not_bound
 from pdserve.watched import Watched
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,13 @@ async def showing(
     host, public = config.metrics_host, _public(config)
     scrapes = _Scrapes(lambda: (*collect(), *_certificate_ends(identity, public)))
     try:
-        server = await asyncio.start_server(scrapes.answer, host, config.metrics_port, limit=MAX_REQUEST_BYTES)
+        server = await asyncio.start_server(
+            scrapes.answer, bare_host(host), config.metrics_port, limit=MAX_REQUEST_BYTES
+        )
     except OSError as error:
         where = join_address(host, config.metrics_port)
-        raise ConfigError(f"metrics_port: cannot listen on {where}: {error.strerror or error}") from error
+        why = why_not_bound(host, config.metrics_port, error)
+        raise ConfigError(f"metrics_port: cannot listen on {where}: {why}") from error
     try:
         address = join_address(host, server.sockets[0].getsockname()[1])
         logger.info("metrics on http://%s/metrics", address)

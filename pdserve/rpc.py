@@ -10,7 +10,10 @@ call is denied, whatever its method. The secret itself is never sent:
     the call with      proof: over both, method   ─▶  served, once
 """
 
+import errno
 import ipaddress
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -116,9 +119,43 @@ def listen(
             bound = server.add_insecure_port(address)
         else:
             bound = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise ConfigError(f"{key}: cannot listen on {address}") from error
+    except RuntimeError as error:  # without a number
+        raise ConfigError(f"{key}: cannot listen on {address}: {why_not_bound(host, port)}") from error
     return join_address(host, bound)
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Try to bind a host's addresses; return why one of them cannot be, None if all can."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            bare_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        return error
+    return None
+
+
+def why_not_bound(host: str, port: int, error: OSError | None = None) -> str:
+    """Return why a port cannot be bound, and what helps; without an error, it is looked for now."""
+    error = error or bind_error(host, port)
+    if isinstance(error, socket.gaierror):
+        return f"the host is not known here ({error.strerror}); give a name or address of this machine"
+    match None if error is None else error.errno:
+        case errno.EADDRNOTAVAIL:
+            return "that is no address of this machine; give one of its own, or 0.0.0.0 for all"
+        case errno.EACCES | errno.EPERM:
+            return f"this user may not listen on port {port} ({os.strerror(errno.EACCES)}); take one from 1024 on"
+        case errno.EADDRINUSE:
+            return "the port is in use; end what listens there, or take another port (0: a free one)"
+        case errno.EAFNOSUPPORT:
+            return "this machine has no addresses of that kind (IPv4 or IPv6)"
+        case _:
+            return "no reason is known" if error is None else error.strerror or str(error)
 
 
 @asynccontextmanager
@@ -131,8 +168,14 @@ async def running(server: grpc.aio.Server, grace_s: float | None = None) -> Asyn
         await server.stop(grace_s)
 
 
+def bare_host(host: str) -> str:
+    """Return a host without the brackets in which an IPv6 address may be given."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def join_address(host: str, port: int) -> str:
     """Return host:port, an IPv6 address in brackets."""
+    host = bare_host(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pdserve.errors import ConfigError
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.plan import ProcessRole, Wiring
-from pdserve.rpc import read_secret
+from pdserve.rpc import bare_host, bind_error, join_address, read_secret, why_not_bound
 
 CERTIFICATES = "certificates"
 RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
@@ -114,12 +114,16 @@ def claimed_folder(name: str) -> Iterator[Path]:
     Logs, and that it drained, outlive the cluster; its state and its secret do not.
     """
     folder = runtime_dir(name)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        cure = "set XDG_RUNTIME_DIR to a folder that this user can write to"
+        raise ConfigError(f"cannot make {error.filename or folder}: {error.strerror}; {cure}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ConfigError(f"--name: a cluster named {name!r} already runs here") from error
         _forget(folder)
         drained_file(name).unlink(missing_ok=True)
@@ -164,8 +168,11 @@ def claimed_port(host: str, wanted: int | None, preferred: int, flag: str = "--r
     with ExitStack() as claims:
         port = preferred if wanted is None else wanted
         is_ours = _claim(host, port, claims)
-        if wanted is not None and not (is_ours and _bindable(host, wanted)):
-            raise ConfigError(f"{flag}: {wanted} on {host} is in use")
+        if wanted is not None and not is_ours:
+            raise ConfigError(f"{flag}: another cluster on this machine has {wanted} on {host}; take another port")
+        if wanted is not None and (error := bind_error(host, wanted)) is not None:
+            why = why_not_bound(host, wanted, error)
+            raise ConfigError(f"{flag}: cannot listen on {join_address(host, wanted)}: {why}")
         yield (_bindable(host, port) if is_ours else None) or free_port(host)
 
 
@@ -176,7 +183,7 @@ def free_port(host: str, flag: str = "--host") -> int:
     """
     port = next((port for port in random.sample(_QUIET_PORTS, 16) if _bindable(host, port)), None)
     if port is None:
-        raise ConfigError(f"{flag}: nothing can listen on {host}")
+        raise ConfigError(f"{flag}: cannot listen on {host}: {why_not_bound(host, 0)}")
     return port
 
 
@@ -197,7 +204,7 @@ def _bindable(host: str, port: int) -> int | None:
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((bare_host(host), port))
         except OSError:
             return None
         return int(probe.getsockname()[1])

@@ -153,7 +153,7 @@ def test_bench_without_a_command_of_its_own_sends_load(pdserve: Command) -> None
         (("down", "nobody"), "no cluster named 'nobody' runs here"),
         (("logs", "nobody"), "nobody: no logs of any process are here"),
         (("generate", "x", "--name", "nobody"), "pdserve up"),
-        (("up", "/", "--internal-host", "256.0.0.1"), "--internal-host: nothing can listen on 256.0.0.1"),
+        (("up", "/", "--internal-host", "256.0.0.1"), "--internal-host: cannot listen on 256.0.0.1: the host is not known here"),
         (("keys", "new", "a b"), "TENANT: 'a b' is refused"),
         (("generate", "a\udcff", "--endpoint", "h:1"), "PROMPT: 'a\\udcff' is not UTF-8"),
         (("generate", "x", "--stop", "\udcff", "--endpoint", "h:1"), "--stop: '\\udcff' is not UTF-8"),

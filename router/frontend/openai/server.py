@@ -21,7 +21,7 @@ from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.endpoints import LAST_WORDS_S, http_url
 from pdserve.router.frontend.openai.app import App
 from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
-from pdserve.rpc import HANDSHAKE_TIMEOUT_S
+from pdserve.rpc import HANDSHAKE_TIMEOUT_S, bare_host, join_address, why_not_bound
 from pdserve.watched import Watched
 
 MAX_HANDSHAKES = 512  # one more ends the oldest: an honest client's handshake takes milliseconds
@@ -166,10 +166,11 @@ def _uvicorn(app: App) -> uvicorn.Config:
 
 
 async def _listen(config: EndpointConfig, connect: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-    host, port = config.http_host, config.http_port
+    host, port = config.http_host, config.http_port or 0
     try:
         return await asyncio.get_running_loop().create_server(
-            connect, host, port, backlog=BACKLOG, reuse_port=config.may_share_ports
+            connect, bare_host(host), port, backlog=BACKLOG, reuse_port=config.may_share_ports
         )
     except OSError as error:
-        raise ConfigError(f"http_port: cannot listen on {host}:{port}: {error.strerror or error}") from error
+        why = why_not_bound(host, port, error)
+        raise ConfigError(f"http_port: cannot listen on {join_address(host, port)}: {why}") from error
