@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.launch.folder import claimed_folder, claimed_port, free_port
 from pdserve.metrics_server import showing
 from pdserve.router.config import RouterConfig
@@ -83,5 +83,5 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_cure(tmp_path: Path, mon
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
     cause = r"cannot make .*/file/.*: Not a directory; set XDG_RUNTIME_DIR"
-    with pytest.raises(ConfigError, match=cause), claimed_folder("x"):
+    with pytest.raises(CommandError, match=cause), claimed_folder("x"):
         pass

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.plan import ProcessRole, Wiring
 from pdserve.rpc import bare_host, bind_error, join_address, read_secret, why_not_bound
@@ -119,7 +119,7 @@ def claimed_folder(name: str) -> Iterator[Path]:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         cure = "set XDG_RUNTIME_DIR to a folder that this user can write to"
-        raise ConfigError(f"cannot make {error.filename or folder}: {error.strerror}; {cure}") from error
+        raise CommandError(f"cannot make {error.filename or folder}: {error.strerror}; {cure}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,7 @@ import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import THIS_MACHINES, OperatorFlags
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, echo
 from pdserve.ids import WorkerId
 from pdserve.roles import Role
 
@@ -78,7 +78,12 @@ def role(
     One router is asked; all of them follow what the worker reports. A worker that is started again has the role that
     it was configured with.
     """
-    epoch = _operate(cluster, lambda router: router.set_role(WorkerId(worker), wanted, force=force))
+
+    async def work(client: "AdminClient") -> int:
+        await _known(client, worker)
+        return await client.set_role(WorkerId(worker), wanted, force=force)
+
+    epoch = _operate(cluster, work)
     typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
 
 
@@ -90,12 +95,12 @@ def drain(worker: WorkerName, cluster: OperatorFlags = THIS_MACHINES) -> None:
     """
 
     async def work(client: "AdminClient") -> None:
-        before = _process(await client.status(), worker)
+        before = await _known(client, worker)
         await client.drain(WorkerId(worker))
         shown = ""
         async for status in client.watch():
             present = _process(status, worker)
-            if present is None or before is None or present.registration.incarnation != before.registration.incarnation:
+            if present is None or present.registration.incarnation != before.registration.incarnation:
                 typer.echo(f"{worker} is gone")
                 return
             load = present.load
@@ -113,7 +118,12 @@ def undrain(worker: WorkerName, cluster: OperatorFlags = THIS_MACHINES) -> None:
 
     A drain that a signal began, or the worker itself for lack of pages, goes on.
     """
-    _operate(cluster, lambda router: router.drain(WorkerId(worker), cancel=True))
+
+    async def work(client: "AdminClient") -> None:
+        await _known(client, worker)
+        await client.drain(WorkerId(worker), cancel=True)
+
+    _operate(cluster, work)
     typer.echo(f"{worker} takes requests")
 
 
@@ -126,6 +136,16 @@ def _operate(cluster: OperatorFlags, work: "Callable[[AdminClient], Awaitable[Re
             return await work(router)
 
     return asyncio.run(run())
+
+
+async def _known(client: "AdminClient", worker: str) -> "admin.WorkerStatus":
+    """Return a worker's state; ConfigError says which workers there are if it is none of them."""
+    status = await client.status()
+    found = _process(status, worker)
+    if found is None:
+        names = ", ".join(sorted(each.registration.worker_id for each in status.workers)) or "none"
+        raise ConfigError(f"WORKER: {echo(worker, repr)} is not attached to the router; its workers: {names}")
+    return found
 
 
 def _process(status: "admin.ClusterStatus", worker: str) -> "admin.WorkerStatus | None":

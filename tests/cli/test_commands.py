@@ -153,7 +153,10 @@ def test_bench_without_a_command_of_its_own_sends_load(pdserve: Command) -> None
         (("down", "nobody"), "no cluster named 'nobody' runs here"),
         (("logs", "nobody"), "nobody: no logs of any process are here"),
         (("generate", "x", "--name", "nobody"), "pdserve up"),
-        (("up", "/", "--internal-host", "256.0.0.1"), "--internal-host: cannot listen on 256.0.0.1: the host is not known here"),
+        (
+            ("up", "/", "--internal-host", "256.0.0.1"),
+            "--internal-host: cannot listen on 256.0.0.1: the host is not known here",
+        ),
         (("keys", "new", "a b"), "TENANT: 'a b' is refused"),
         (("generate", "a\udcff", "--endpoint", "h:1"), "PROMPT: 'a\\udcff' is not UTF-8"),
         (("generate", "x", "--stop", "\udcff", "--endpoint", "h:1"), "--stop: '\\udcff' is not UTF-8"),
@@ -255,7 +258,11 @@ def test_what_the_operating_system_refuses_is_one_line_with_the_file(tmp_path: P
     command = [sys.executable, "-P", "-m", "pdserve", "up", str(tmp_path)]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(file)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (1, f"pdserve: {file}/pdserve/default: Not a directory\n")
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        f"pdserve: cannot make {file}/pdserve/default: Not a directory; "
+        "set XDG_RUNTIME_DIR to a folder that this user can write to\n",
+    )
 
 
 def test_version_is_the_packages(pdserve: Command) -> None:

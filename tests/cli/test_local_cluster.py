@@ -321,7 +321,10 @@ def test_a_port_is_one_clusters_before_its_router_listens_and_anybodys_after_its
         assert ours == free
         with claimed_port(HOST, None, free) as other:
             assert other not in (0, free)
-        with pytest.raises(ConfigError, match=f"another cluster on this machine has {free} on {HOST}"), claimed_port(HOST, free, 0):
+        with (
+            pytest.raises(ConfigError, match=f"another cluster on this machine has {free} on {HOST}"),
+            claimed_port(HOST, free, 0),
+        ):
             pass
     with claimed_port(HOST, free, 0) as again:
         assert again == free

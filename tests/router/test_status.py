@@ -1,5 +1,6 @@
 """What it takes to tell operators the state of a cluster."""
 
+import asyncio
 import sys
 from pathlib import Path
 from types import FrameType
@@ -94,3 +95,18 @@ async def test_doctor_reads_a_routers_state_and_its_clock(start_router: StartRou
 async def test_doctor_says_that_a_router_does_not_answer(secret_file: Path) -> None:
     (finding,) = await asked(AdminClient("127.0.0.1:1", secret_file), None, None)
     assert (finding.name, finding.level) == ("router", Level.FAILED)
+
+
+@pytest.mark.parametrize("words", [("drain", "nosuch"), ("undrain", "nosuch"), ("role", "nosuch", "mixed")])
+async def test_a_command_for_a_worker_that_is_not_there_says_which_are(
+    start_router: StartRouter, secret_file: Path, words: tuple[str, ...]
+) -> None:
+    router = await start_router()
+    await router.pair()
+    flags = ("--admin", router.addresses.internal, "--secret-file", str(secret_file))
+    command = (sys.executable, "-P", "-m", "pdserve", *words, *flags)
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, said = await process.communicate()
+    names = ", ".join(sorted(router.workers))
+    text = f"pdserve: WORKER: 'nosuch' is not attached to the router; its workers: {names}\n"
+    assert (process.returncode, said.decode()) == (2, text)
