@@ -59,6 +59,7 @@ def frontend(config: ConfigFile = None, **flags: object) -> None:
 def worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a worker: prompts become KV pages and a first token, KV pages become tokens, or both, as its role says."""
     settings = settings_of(WorkerConfig, config, flags)
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # read when NIXL is loaded: UCX would take SIGHUP for its debugger
     weights = settings.shared_weights_dir if settings.device != "cuda" else None
     with thread_defaults(os.environ, settings.num_threads, weights) as seat:
         serve = _serving(settings)
