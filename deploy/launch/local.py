@@ -18,6 +18,7 @@ import grpc
 
 from pdserve.certificates import Part
 from pdserve.checkpoint.fetch import default_cache_dir
+from pdserve.checkpoint.open import check_model
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
@@ -222,7 +223,8 @@ async def running(
 ) -> AsyncIterator[LocalCluster]:
     """Run a cluster for the length of the block; at its end let it drain, and leave nothing running.
 
-    Raises ConfigError when a process refuses its configuration, LaunchError when one keeps failing before all
+    Raises ConfigError for a model with wrong files, before any process starts, and when a process refuses its
+    configuration; LaunchError when one keeps failing before all
     are ready; both end the block.
     """
     with (
@@ -242,6 +244,7 @@ async def running(
             certificates=_certificates(spec, folder),
             shared_weights_dir=default_cache_dir() / "weights",
         )
+        await asyncio.to_thread(check_model, Path(spec.model), with_weights=spec.reads_weights)
         supervisor = Supervisor(wiring.children(), folder / "logs", MonotonicClock(), backoff=backoff)
         cluster = LocalCluster(_state(wiring), supervisor, listener)
         endpoint = LauncherEndpoint(supervisor, wiring, cluster.serves)

@@ -87,6 +87,13 @@ class ClusterSpec:
             raise ConfigError(f"--max-workers: {self.max_workers} is refused: {self.num_workers} are started")
 
     @property
+    def reads_weights(self) -> bool:
+        """Return whether workers on this machine load weights from the model's files."""
+        counts = {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.MIXED: self.num_mixed}
+        is_read = (self.flags_of(role).get("load_format") != "dummy" for role, count in counts.items() if count)
+        return not self.elsewhere and any(is_read)
+
+    @property
     def num_workers(self) -> int:
         """Return how many workers it begins with."""
         return self.num_prefill + self.num_decode + self.num_mixed

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
@@ -68,12 +68,24 @@ Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor | Groups"]
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Put the path in front of any ConfigError raised within."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+@contextmanager
+def made_by_library(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while a tokenizer is made of a file into a ConfigError that names the file."""
+    try:
+        with naming(path):
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"{path}: no tokenizer can be made of it ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,7 @@ class GenerationDefaults:
 
 
 NO_DEFAULTS = GenerationDefaults()
+DEFAULT = "default"  # the name of a model's chat template, where there are several
 TOOL_USE = "tool_use"  # the name of a chat template for conversations with tools
 
 
@@ -136,7 +149,9 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     weights: Callable[[], Weights]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
     tokenizer: Callable[[], Tokenizer]
+    check_weights: Callable[[], None]  # reads their headers; ConfigError names a file that is missing or cut short
     coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, if it quantizes some
+    template_files: Mapping[str, Path] = field(default_factory=dict)  # by the templates' names; others are in `path`
     tool_template: str | None = None  # the source of the chat template for conversations with tools; None: the same
 
     @cached_property
@@ -156,8 +171,11 @@ class Checkpoint:
 
     def chat(self, *, with_tools: bool = False) -> ChatTemplate | None:
         """Compile the chat template, or the one for conversations with tools; None if the model has none."""
-        source = self.tool_template or self.chat_template if with_tools else self.chat_template
-        return None if source is None else ChatTemplate(source, self.special_tokens)
+        name, source = (TOOL_USE, self.tool_template) if with_tools else (DEFAULT, None)
+        if source is None:
+            name, source = DEFAULT, self.chat_template
+        with naming(self.template_files.get(name, self.path)):
+            return None if source is None else ChatTemplate(source, self.special_tokens)
 
 
 def tokenizer_archive(checkpoint: Checkpoint) -> bytes:

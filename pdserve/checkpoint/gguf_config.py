@@ -58,8 +58,8 @@ def hf_config(file: GgufFile) -> dict[str, object]:
     fields = Fields({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, prefix)
     _check_keys(file.metadata, prefix, fields)
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
-    if "token_embd.weight" not in shapes:
-        raise ConfigError("token_embd.weight: the file has no such tensor")
+    if len(shapes.get("token_embd.weight", ())) != 2:
+        raise ConfigError("token_embd.weight: the file has no such matrix")
     window = fields.optional_int("attention.sliding_window")
     is_mistral = architecture == "llama" and window is not None
     tokens = Fields(file.metadata)

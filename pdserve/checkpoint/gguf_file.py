@@ -114,6 +114,8 @@ class _Cursor:
 
     def _array(self) -> list[object]:
         kind, count = self.number("I"), self.number("Q")
+        if kind == ARRAY:
+            raise struct.error("an array of arrays")
         if kind in SCALARS:
             return list(self._unpack(f"<{count}{SCALARS[kind]}"))
         return [self.value(kind) for _ in range(count)]

@@ -52,6 +52,17 @@ def read_weights(
         yield name, values if num_heads is None else values[_halves_apart(tensor.shape[0], num_heads)]
 
 
+def check_sizes(file: GgufFile) -> None:
+    """Raise ConfigError for a tensor that is coded in a way we do not know, or goes beyond the end of the file."""
+    raw = np.memmap(file.path, np.uint8, mode="r")
+    for tensor in file.tensors:
+        try:
+            byte_shape = quant_shape_to_byte_shape(tensor.shape, GGMLQuantizationType(tensor.kind))
+        except ValueError as error:
+            raise ConfigError(f"{tensor.name}: type {tensor.kind} cannot be decoded: {error}") from error
+        _coded(raw, tensor, byte_shape)
+
+
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of a tensor; ConfigError if no model of the Llama family has such a tensor."""
     match name.split("."):

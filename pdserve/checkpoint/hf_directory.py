@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, naming
+from pdserve.checkpoint.checkpoint import DEFAULT, TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
 from pdserve.checkpoint.fetch import repository_of
 from pdserve.errors import ConfigError
 from pdserve.model.config import Fields, ModelConfig
@@ -28,35 +29,55 @@ def open_directory(path: Path) -> Checkpoint:
     raw_config = _read_json(path / "config.json")
     generation = _read_json(path / "generation_config.json")
     tokenizer_config = _read_json(path / "tokenizer_config.json")
-    config = ModelConfig.from_hf(raw_config)
+    with naming("config.json"):
+        config = ModelConfig.from_hf(raw_config)
+    with naming("generation_config.json"):
+        defaults = GenerationDefaults.from_hf(generation)
     special_tokens, templates = _special_tokens(tokenizer_config), _chat_templates(path, tokenizer_config)
     return Checkpoint(
         path=path,
         name=repository_of(path) or path.resolve().name,
         config=config,
         raw_config=raw_config,
-        generation=GenerationDefaults.from_hf(generation),
+        generation=defaults,
         eos_token_ids=_end_tokens(generation, tokenizer_config, config),
         special_tokens=special_tokens,
-        chat_template=templates.get("default"),
-        tool_template=templates.get(TOOL_USE),
+        chat_template=templates.get(DEFAULT, (path, None))[1],
+        tool_template=templates.get(TOOL_USE, (path, None))[1],
+        template_files={name: file for name, (file, _) in templates.items()},
         weight_files=_weight_files(path),
         weights=partial(read_weights, path),
         tokenizer=partial(_tokenizer, path, special_tokens),
+        check_weights=partial(check_weights, path),
     )
 
 
 def _read_json(path: Path) -> dict[str, object]:
     """Return a JSON object; an empty one if there is no such file."""
-    if not path.exists():
+    text = _read_text(path)
+    if text is None:
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path.name}: {error}") from error
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name}: is no JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name}: is not a JSON object")
     return content
+
+
+def _read_text(path: Path) -> str | None:
+    """Return a file's text; None if there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise ConfigError(f"{path.name}: is a link to a file that does not exist") from error
+        return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path.name}: is not UTF-8 ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"{path.name}: cannot be read ({error.strerror})") from error
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
@@ -70,7 +91,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 def _named_files(path: Path) -> list[Path]:
     """Return the files that the index names, or the single file if there is no index."""
-    if not (path / INDEX).is_file():
+    if not _has_index(path):
         return [path / SINGLE_FILE]
     weight_map = _read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, Mapping):
@@ -81,20 +102,41 @@ def _named_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(set(weight_map.values()))]
 
 
+def _has_index(path: Path) -> bool:
+    return (path / INDEX).exists() or (path / INDEX).is_symlink()
+
+
 def read_weights(path: Path) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor of the directory, one at a time; ConfigError names a file that is missing or broken."""
+    for file in _named_files(path):
+        with _opened(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
+                yield name, tensors.get_tensor(name)
+
+
+def check_weights(path: Path) -> None:
+    """Read the headers of all files with weights; ConfigError names one that is missing, broken or cut short."""
+    with naming(path):
+        files = _named_files(path)
+    for file in files:
+        with _opened(file, "numpy"):
+            pass
+
+
+@contextmanager
+def _opened(file: Path, framework: str) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - routers open checkpoints without it
 
-    for file in _named_files(path):
-        if not file.is_file():
-            is_named = (path / INDEX).is_file()
-            raise ConfigError(f"{file}: missing" if is_named else f"{path}: holds neither {SINGLE_FILE} nor {INDEX}")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
-                    yield name, tensors.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error
+    if not file.is_file():
+        problem = (
+            f"{file}: missing" if _has_index(file.parent) else f"{file.parent}: holds neither {SINGLE_FILE} nor {INDEX}"
+        )
+        raise ConfigError(problem)
+    try:
+        with safe_open(file, framework=framework) as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error
 
 
 def _end_tokens(
@@ -105,7 +147,10 @@ def _end_tokens(
     added = tokenizer_config.get("added_tokens_decoder")
     named = _special_tokens(tokenizer_config).get("eos_token")
     if isinstance(added, Mapping) and named is not None:
-        ends += tuple(int(token_id) for token_id, token in added.items() if _content(token) == named)
+        found = [token_id for token_id, token in added.items() if _content(token) == named]
+        if wrong := [token_id for token_id in found if not (token_id.isascii() and token_id.isdecimal())]:
+            raise ConfigError(f"tokenizer_config.json: added_tokens_decoder: {wrong[0]!r} is not a token id")
+        ends += tuple(map(int, found))
     return tuple(dict.fromkeys(ends))
 
 
@@ -120,28 +165,35 @@ def _content(token: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _chat_templates(path: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    """Return chat templates by name, as transformers does: from files of their own, else from the config."""
+def _chat_templates(path: Path, tokenizer_config: Mapping[str, object]) -> dict[str, tuple[Path, str]]:
+    """Return chat templates and their files by name, as transformers does: from files of their own, else the config."""
     file = path / "chat_template.jinja"
-    if file.exists():
-        files = {each.stem: each for each in (path / "additional_chat_templates").glob("*.jinja")} | {"default": file}
-        return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
+    default = _read_text(file)
+    if default is not None:
+        others = ((each.stem, each) for each in (path / "additional_chat_templates").glob("*.jinja"))
+        read = {name: (each, _read_text(each)) for name, each in others} | {DEFAULT: (file, default)}
+        if empty := [each.name for each, source in read.values() if not source]:
+            raise ConfigError(f"{empty[0]}: is empty")
+        return {name: (each, source) for name, (each, source) in read.items() if source is not None}
     given = tokenizer_config.get("chat_template")
-    listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
-    named = [(each.get("name"), each.get("template")) for each in listed if isinstance(each, Mapping)]
-    return {name: source for name, source in named if isinstance(name, str) and isinstance(source, str)}
+    listed = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}] if given is not None else []
+    sources: dict[str, tuple[Path, str]] = {}
+    for each in listed:
+        name, source = (each.get("name"), each.get("template")) if isinstance(each, Mapping) else (None, None)
+        if not isinstance(name, str) or not isinstance(source, str):
+            problem = "is neither a string nor a list of objects with the strings name and template"
+            raise ConfigError(f"tokenizer_config.json: chat_template: {problem}")
+        sources[name] = path / "tokenizer_config.json", source
+    return sources
 
 
 def _tokenizer(path: Path, special_tokens: Mapping[str, str]) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
         raise ConfigError(f"{path}: holds no tokenizer.json; save it with a fast tokenizer of transformers")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError(f"{file}: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
     bos = special_tokens.get("bos_token")
-    with naming(file):
+    with made_by_library(file):
+        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend.no_truncation()
+        backend.no_padding()
         return Tokenizer(backend, backend.token_to_id(bos) if bos is not None else None)

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from pdserve.checkpoint import hf_directory
-from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, Weights, naming
+from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, Weights, made_by_library, naming
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
@@ -39,6 +39,7 @@ def open_gguf(path: Path) -> Checkpoint:
         weight_files=(path,),
         weights=partial(_weights, file, config),
         tokenizer=partial(_tokenizer, file, named["bos_token"]),
+        check_weights=partial(_check_weights, file),
         coded_weights=partial(_weights, file, config, keep_coded=True) if is_quantized else None,
     )
 
@@ -50,8 +51,15 @@ def _weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = False) -
         yield from read_weights(file, config, keep_coded=keep_coded)
 
 
-def _tokenizer(file: GgufFile, bos_token_id: int | None) -> Tokenizer:
+def _check_weights(file: GgufFile) -> None:
+    from pdserve.checkpoint.gguf_weights import check_sizes  # noqa: PLC0415 - as above
+
     with naming(file.path):
+        check_sizes(file)
+
+
+def _tokenizer(file: GgufFile, bos_token_id: int | None) -> Tokenizer:
+    with made_by_library(file.path):
         return Tokenizer(build_tokenizer(file.metadata), bos_token_id)
 
 
@@ -78,6 +86,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
             return _open(path.expanduser())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def check_model(path: Path, *, with_weights: bool = True) -> Checkpoint:
+    """Open a model, make its tokenizer and its chat templates, and read the headers of its weights.
+
+    Raises ConfigError for whatever a process that serves the model would refuse in its files.
+    """
+    checkpoint = open_checkpoint(path)
+    tokenizer = checkpoint.tokenizer()
+    with naming(checkpoint.path):
+        checkpoint.generation.within(min(tokenizer.vocab_size, checkpoint.config.vocab_size))
+    for with_tools in (False, True):
+        checkpoint.chat(with_tools=with_tools)
+    if with_weights:
+        checkpoint.check_weights()
+    return checkpoint
 
 
 def _open(path: Path) -> Checkpoint:

@@ -16,7 +16,7 @@ from pdserve.autoscaler.schema import KubernetesActuator, load
 from pdserve.autoscaler.server import opened_resource
 from pdserve.certificates import read_identity, read_pair
 from pdserve.checkpoint.fetch import resolve_model
-from pdserve.checkpoint.open import open_checkpoint
+from pdserve.checkpoint.open import check_model, open_checkpoint
 from pdserve.doctor.machine import Finding, failed, ok, warning
 from pdserve.errors import CommandError, ConfigError
 from pdserve.kubernetes.objects import ACTUATOR, RESOURCE, WATCHER, Object, Right
@@ -90,10 +90,9 @@ def expiry_finding(name: str, seen: str, expires: datetime, now: datetime) -> Fi
 
 
 def model_finding(model: str) -> Finding:
-    """Open a model's files, read its tokenizer, and see that its weights are there."""
+    """Open a model's files, read its tokenizer and chat template, and see that its weights are there."""
     try:
-        checkpoint = open_checkpoint(resolve_model(model))
-        checkpoint.tokenizer()
+        checkpoint = check_model(resolve_model(model), with_weights=False)
         for file in checkpoint.weight_files:
             with file.open("rb") as opened:
                 opened.read(1)

@@ -46,7 +46,10 @@ class Fields:
         value = self._values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise self._wrong(key, "a number")
-        return None if value is None else float(value)
+        try:
+            return None if value is None else float(value)
+        except OverflowError as error:
+            raise self._wrong(key, "a number that a float can be") from error
 
     def number(self, key: str, default: float | None = None) -> float:
         return self._or_default(key, self.optional_number(key), default)

@@ -130,6 +130,8 @@ class ChatTemplate:
             self._template = environment.from_string(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
+        except (RecursionError, SyntaxError, ValueError) as error:
+            raise ConfigError(f"chat_template: no program can be made of it ({error})") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._form = form_of(
