@@ -149,8 +149,7 @@ class Prompts:
         """Raise RequestError for a text whose length alone says that it has too many tokens."""
         num_tokens = self._model.tokenizer.fewest_tokens(text)
         if num_tokens > max_model_len:
-            problem = f"{len(text)} characters are at least {num_tokens} tokens, over the limit of {max_model_len}"
-            raise invalid(field, f"{problem} (max_model_len)")
+            raise invalid(field, too_long(f"{len(text)} characters are at least {num_tokens} tokens", max_model_len))
 
     def _encode_text(self, request: inference.GenerateRequest) -> TokenIds:
         add_special = not request.HasField("add_special_tokens") or request.add_special_tokens

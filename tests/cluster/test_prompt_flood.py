@@ -72,7 +72,9 @@ TEXT = text_of(CHARS)
 def over_http(path: str, body: dict[str, object]) -> Callable[[Doors], tuple[object, str]]:
     def ask(doors: Doors) -> tuple[object, str]:
         reply = doors.http.post(path, json=body)
-        return reply.status_code, reply.json()["error"]["message"]
+        error = reply.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        return reply.status_code, error["message"]
 
     return ask
 
@@ -115,7 +117,7 @@ def test_a_prompt_that_cannot_fit_is_refused_at_once(doors: Doors, door: str) ->
     began_s = time.monotonic()
     status, message = ASKED[door](doors)
     assert status in (400, grpc.StatusCode.INVALID_ARGUMENT), message
-    assert "(max_model_len)" in message
+    assert "maximum context length is 8192 tokens" in message
     assert time.monotonic() - began_s < AT_ONCE_S
 
 
