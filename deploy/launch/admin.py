@@ -61,13 +61,14 @@ class AdminClient(OperatorClient):
 
     listener = Part.ROUTER
 
-    async def status(self, *, wait_for_ready: bool = False) -> admin.ClusterStatus:
-        """Return the cluster as the router sees it now; with `wait_for_ready`, once there is a router."""
-        return (await self.status_and_clock(wait_for_ready=wait_for_ready)).status
+    async def status(self, *, within_s: float | None = None) -> admin.ClusterStatus:
+        """Return the cluster as the router sees it; with `within_s`, as soon as there is a router."""
+        return (await self.status_and_clock(within_s=within_s)).status
 
-    async def status_and_clock(self, *, wait_for_ready: bool = False) -> admin.GetStatusResponse:
+    async def status_and_clock(self, *, within_s: float | None = None) -> admin.GetStatusResponse:
         """Return the same, and the router's time."""
-        async with self._stub("GetStatus", wait_for_ready=wait_for_ready) as (stub, proof):
+        waits, timeout_s = within_s is not None, within_s or CALL_TIMEOUT_S
+        async with self._stub("GetStatus", timeout_s, wait_for_ready=waits) as (stub, proof):
             return await stub.GetStatus(admin.GetStatusRequest(), metadata=proof, timeout=CALL_TIMEOUT_S)
 
     async def watch(

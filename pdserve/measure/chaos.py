@@ -54,9 +54,12 @@ class FaultInjector:
         self._rng = random.Random(f"faults {plan.seed if plan else 0}")
         self._attached: set[tuple[str, int]] = set()
         self._ready: set[str] = set()
+        self._seen = asyncio.Event()  # a status, since the router was hit last
+        self._seen.set()
 
     def see(self, status: admin.ClusterStatus) -> None:
         """Note which workers the router counts on."""
+        self._seen.set()
         self._attached = {(w.registration.worker_id, w.registration.incarnation) for w in status.workers}
         self._ready = {w.registration.worker_id for w in status.workers if w.registration.ready}
         for fault in self.faults:
@@ -66,6 +69,7 @@ class FaultInjector:
     async def run(self) -> None:
         """Kill or freeze a process every so often, until cancelled; a frozen one is thawed then too."""
         while self._plan is not None:
+            await self._seen.wait()  # a router that was hit serves again
             await asyncio.sleep(self._plan.every_s)
             victim = self._router() if self._plan.victims == "router" else self._worker()
             if victim is not None:
@@ -86,6 +90,8 @@ class FaultInjector:
         self.faults.append(Fault(victim.name, victim.incarnation, self._clock.now_s(), is_attached))
         if freeze_s is None:
             self._signal(victim, signal.SIGKILL)
+            if victim.role == "router":
+                self._seen.clear()
             return
         self._signal(victim, signal.SIGSTOP)
         try:

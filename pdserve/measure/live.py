@@ -180,13 +180,13 @@ async def recovered(state: Callable[[], ClusterState], board: StatusBoard) -> tu
     """
     clock, router = MonotonicClock(), state().operator()
     ended_s = clock.now_s()
-    board.put(await router.status(wait_for_ready=True))
+    board.put(await router.status(within_s=RECOVER_WITHIN_S))
     is_free = await board.until(all_free, FREE_WITHIN_S)
     free_after_s, left_over = clock.now_s() - ended_s if is_free else None, not_free(board.last)
     num_workers = sum(process.role in WORKER_ROLES for process in state().processes)
     if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
         left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
-    board.put(await router.status(wait_for_ready=True))
+    board.put(await router.status(within_s=RECOVER_WITHIN_S))
     return free_after_s, left_over
 
 

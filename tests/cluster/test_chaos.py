@@ -42,7 +42,7 @@ def test_a_router_that_is_killed_again_and_again_costs_no_stream(
     spec = ClusterSpec(
         str(model), "routers", name="routers", num_frontends=2, worker_flags={**FLAGS, "test_step_s": 0.02}
     )
-    plan = FaultPlan(every_s=6.0, seed=SEED, victims="router")
+    plan = FaultPlan(every_s=2.0, seed=SEED, victims="router")
     verdict = asyncio.run(run_chaos(ChaosTrial("routers", spec, 120, 8, plan), requests, lambda _: None))
     assert not verdict.tally.problems
     assert verdict.is_clean, verdict
