@@ -1,5 +1,6 @@
 """What the server answers it takes back: any answer with calls, and what tools say to them, is the next request."""
 
+import asyncio
 import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -121,10 +122,15 @@ def sent_back(message: Json) -> ChatRequest:
 
 def rendered(model: ServedModel, asked: ChatRequest) -> str:
     """Return the prompt; RequestError where the server refuses the request."""
-    prompts = Prompts(model, 1, 10.0)
-    ids = prompts._encode_chat(chat_request(asked, {}))
-    prompts._threads.shutdown()
-    return TOKENIZER.decode(list(ids))
+
+    async def ask() -> str:
+        prompts = Prompts(model, 1, 10.0)
+        try:
+            return TOKENIZER.decode(list(await prompts.token_ids(chat_request(asked, {}), 100_000, 10.0)))
+        finally:
+            await prompts.close()
+
+    return asyncio.run(ask())
 
 
 MODELS = {name: served(template) for name, template in tool_templates.ALL.items()}
