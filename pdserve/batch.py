@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx2
 
 from pdserve.errors import ConfigError
+from pdserve.files import write_atomically
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 BUSY = frozenset((408, 409, 429, 500, 502, 503, 504))  # after these, the same request may succeed
@@ -31,7 +32,7 @@ MAX_SHOWN = 5  # mistakes of a file that an error lists
 MAX_PORT = 65535
 RESULT_BEGINS = b'{"id": "batch_req_'
 
-Json = Mapping[str, object]
+Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,35 +116,48 @@ async def run_batch(
 # ---- the input
 
 
-def check(source: Path) -> int:
-    """Return how many requests a file has; ConfigError names lines that are no requests, or duplicates."""
-    seen: set[str] = set()
-    mistakes: list[str] = []
+def check(source: Path, bad_lines: Path | None = None) -> int:
+    """Return how many requests a file has.
+
+    ConfigError names lines that are no requests, or duplicates. With `bad_lines`, all of these are named in that file
+    instead, a JSON object on each line, and left out.
+    """
+    num_requests = 0
+    mistakes: list[Json] = []
     try:
-        with source.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if not raw.strip():
-                    continue
-                custom_id = _custom_id(raw)
-                if custom_id is None:
-                    mistakes.append(f"line {number}: no JSON object with a custom_id")
-                elif custom_id in seen:
-                    mistakes.append(f"line {number}: custom_id {custom_id!r} is there twice")
-                else:
-                    seen.add(custom_id)
-                if len(mistakes) == MAX_SHOWN:
-                    break
+        for number, _, mistake in _lines(source):
+            if not mistake:
+                num_requests += 1
+                continue
+            mistakes.append({"line": number, "error": {"message": mistake}})
+            if bad_lines is None and len(mistakes) == MAX_SHOWN:
+                break
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
-    if mistakes:
-        raise ConfigError(f"{source}: " + "; ".join(mistakes))
-    return len(seen)
+    if bad_lines is not None:
+        write_atomically(bad_lines, "".join(json.dumps(each) + "\n" for each in mistakes))
+    elif mistakes:
+        shown = "; ".join(f"line {each['line']}: {each['error']['message']}" for each in mistakes)
+        raise ConfigError(f"{source}: {shown}")
+    return num_requests
 
 
-def _custom_id(raw: bytes) -> str | None:
-    line = _object(raw)
-    custom_id = None if line is None else line.get("custom_id")
-    return custom_id if isinstance(custom_id, str) and custom_id else None
+def _lines(source: Path) -> Iterator[tuple[int, Json, str]]:
+    """Yield the lines of a file that are not empty: number, object, and why it is no request, if it is none."""
+    seen: set[str] = set()
+    with source.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            line = _object(raw) or {}
+            custom_id = line.get("custom_id")
+            if not isinstance(custom_id, str) or not custom_id:
+                yield number, line, "no JSON object with a custom_id"
+            elif custom_id in seen:
+                yield number, line, f"custom_id {custom_id!r} is there twice"
+            else:
+                seen.add(custom_id)
+                yield number, line, ""
 
 
 def _object(raw: bytes) -> Json | None:
@@ -156,11 +170,9 @@ def _object(raw: bytes) -> Json | None:
 
 def items(source: Path) -> Iterator[Item]:
     """Yield the requests of a checked file, in order."""
-    with source.open("rb") as file:
-        for raw in file:
-            line = _object(raw)
-            if line is not None:
-                yield _item(line)
+    for _, line, mistake in _lines(source):
+        if not mistake:
+            yield _item(line)
 
 
 def _item(line: Json) -> Item:

@@ -161,20 +161,24 @@ def run_batch(
     max_retries: Annotated[
         int, typer.Option(min=0, help="Tries after the first, where a server is not there or has no room.")
     ] = 20,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Leave out lines that are no requests; OUTPUT.errors names each.")
+    ] = False,
     ca_file: CaFile = None,
     name: ClusterName = "default",
 ) -> None:
     """Send the requests of a file, and write their results. Repeated, it goes on where it ended.
 
-    Exit status: 0 if each request has its answer, 1 if some failed, 2 if the file is no batch.
+    Exit status: 0 if each request has its answer, 1 if some failed or a line was left out, 2 if the file is no batch.
     """
     from pdserve.batch import check, check_output, client, run_batch
     from pdserve.measure.tables import counted
 
     if server is not None and model is not None:
         raise ConfigError("--model: a cluster is started, and --server names another")
-    total = check(file)
     check_output(output, file)  # before a cluster is started
+    bad_lines = output.with_name(f"{output.name}.errors") if skip_bad_lines else None
+    total = check(file, bad_lines)
 
     async def send() -> "Tally":
         async with _served(server, model, name, ca_file) as (url, believed):
@@ -187,6 +191,8 @@ def run_batch(
     typer.echo(f"{tally.num_done} answered, {tally.num_failed} failed{skipped}", err=True)
     if tally.num_failed:
         raise CommandError(f"{output}: {tally.num_failed} requests have no answer")
+    if bad_lines is not None and bad_lines.stat().st_size:
+        raise CommandError(f"{bad_lines}: names the lines of {file} that are no requests")
 
 
 @asynccontextmanager

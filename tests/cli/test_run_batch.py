@@ -67,6 +67,22 @@ async def test_each_line_has_its_answer_under_its_custom_id(tmp_path: Path) -> N
     }
 
 
+async def test_lines_that_are_no_requests_are_left_out_and_named_where_that_is_asked_for(tmp_path: Path) -> None:
+    bad = ("nonsense", line("a"), {"custom_id": ""}, "[1]")
+    source, out, errors = write(tmp_path / "in", line("a"), *bad, line("b")), tmp_path / "out", tmp_path / "errors"
+    with pytest.raises(ConfigError, match="line 2: no JSON object with a custom_id; line 3: custom_id 'a' is there"):
+        check(source)
+    assert check(source, errors) == 2
+    named = [json.loads(each) for each in errors.read_text().splitlines()]
+    assert [each["line"] for each in named] == [2, 3, 4, 5]
+    assert named[1]["error"]["message"] == "custom_id 'a' is there twice"
+    async with httpx2.AsyncClient(transport=httpx2.MockTransport(echo), base_url="http://server") as http:
+        await run_batch(source, out, http, 4, 0, lambda: None)
+    assert set(read(out)) == {"a", "b"}
+    assert check(write(tmp_path / "good", line("a")), errors) == 1
+    assert errors.read_text() == ""
+
+
 async def test_a_file_of_something_else_is_no_output_and_stays_as_it_is(tmp_path: Path) -> None:
     source = write(tmp_path / "in", line("a"))
     unterminated = tmp_path / "unterminated"
