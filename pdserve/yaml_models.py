@@ -174,8 +174,8 @@ def _known(cls: type[BaseModel], place: Place) -> Iterable[str]:
 
 
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_PATTERN = r"^(\d+(\.\d+)?(ms|s|m|h|d))+$"
+_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
+_PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+$"
 
 
 def key_of(name: str) -> str:

@@ -125,9 +125,9 @@ class Schedule(Section):
     days_of_week: tuple[Day, ...] = Field(
         default=DAYS, min_length=1, description="Days on which it starts; by default all."
     )
-    start: str = Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$", description="Time of day at which it starts, HH:MM.")
+    start: str = Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", description="Time of day at which it starts, HH:MM.")
     end: str = Field(
-        pattern=r"^([01]\d|2[0-3]):[0-5]\d$|^24:00$",
+        pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$|^24:00$",
         description="Time of day at which it ends, HH:MM up to 24:00; of the day after if it is before the start.",
     )
     time_zone: str = Field(

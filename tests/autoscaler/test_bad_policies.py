@@ -86,6 +86,8 @@ FAULTS = [
     ("Europe/Zurich, min", "../UTC, min", "line 12: pools.prefill.schedules.0.timeZone: '../UTC' is refused"),
     ('"18:00"', '"08:00"', "line 12: pools.prefill.schedules.0.end: 08:00 is the start as well"),
     ('"18:00"', '"25:00"', "line 12: pools.prefill.schedules.0.end: '25:00' is refused"),
+    ('"18:00"', '"1٨:00"', "line 12: pools.prefill.schedules.0.end: '1٨:00' is refused"),
+    ("startup: 30s", "startup: ٣0s", "line 10: pools.prefill.startup: '٣0s' is refused"),
     ("17:30", "17:30, daysOfWeek: []", "line 13: pools.prefill.schedules.1.daysOfWeek"),
     ("17:30", "17:30, daysOfWeek: [Mo]", "line 13: pools.prefill.schedules.1.daysOfWeek.0: 'Mo' is refused"),
     ("kind: kalman", "kind: holt-winters", "line 6: forecaster.season: is what holt-winters needs"),
