@@ -1,31 +1,25 @@
 """The chart's values are checked by name before anything is rendered, against the settings that processes have."""
 
-import importlib.util
 import json
 from base64 import b64decode
 from pathlib import Path
-from types import ModuleType
 
+import policy_rules
 import pytest
+import values_schema
 import yaml
 from helm_chart import CHART, of_kind, refusal, rendered
 
-SCRIPT = CHART.parent / "schema" / "values_schema.py"
 
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("values_schema", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_schema_is_that_of_the_settings(script: ModuleType) -> None:
+def test_the_schema_is_that_of_the_settings() -> None:
     """Run `python deploy/helm/schema/values_schema.py` where a setting has changed."""
-    assert script.FILE.read_text(encoding="utf-8") == script.values_schema()
+    assert values_schema.FILE.read_text(encoding="utf-8") == values_schema.values_schema()
+
+
+def test_durations_of_policies_have_the_limits_of_their_fields() -> None:
+    """Run `python deploy/helm/schema/policy_rules.py` where a field of policies has changed."""
+    kept = json.loads(policy_rules.FILE.read_text(encoding="utf-8"))
+    assert kept["durations"] == json.loads(policy_rules.policy_rules())["durations"]
 
 
 BAD = [
@@ -41,9 +35,20 @@ BAD = [
     ({"autoscaling.policy.pools.decode.maxReplicas": 0}, "pools.decode.maxReplicas: Must be greater than"),
     ({"model.source": "s3"}, "model.source must be one of the following"),
     ({"tls.public.from": "none"}, "tls.public.from must be one of the following"),
+    ({"workers.config.device": "cuda"}, "workers.config: Additional property device is not allowed"),
+    ({"global.imageRegistry": "registry.example.com/team/"}, "global.imageRegistry: Does not match pattern"),
+    ({"pods.extraEnv": [{"name": "A", "value": 3}]}, "pods.extraEnv.0.value: Invalid type. Expected: string"),
+    ({"pods.extraEnvFrom": [{"secretRef": {}}]}, "pods.extraEnvFrom.0.secretRef: name is required"),
+    ({"model.hub.tokenSecret": {"name": "hub"}}, "model.hub.tokenSecret: Has a dependency on key"),
+    ({"fullnameOverride": "Not_A_Name"}, "fullnameOverride: Does not match pattern"),
+    ({"secret.existingSecret": "a b"}, "secret.existingSecret: Does not match pattern"),
+    ({"router.route.parentRefs": [{"namespace": "n"}]}, "router.route.parentRefs.0: name is required"),
+    ({"router.tolerations": [{"operator": "Exist"}]}, "router.tolerations.0.operator must be one of"),
+    ({"operator.lifecycle.preStop": {}}, "operator.lifecycle.preStop: Must have at least 1 properties"),
+    ({"operator.resources.limits.memory": "lots"}, "operator.resources.limits.memory: Must validate at least one"),
     ({"decode.rdma.devices": ["mlx5"]}, "decode.rdma.devices.0: Does not match pattern"),
     ({"workers.sharedMemory": "lots"}, "workers.sharedMemory: Does not match pattern"),
-    ({"podSecurity.runAsUser": 0}, "podSecurity.runAsUser: Must be greater than or equal to 1"),
+    ({"pods.podSecurityContext.runAsUser": 0}, "pods.podSecurityContext.runAsUser: Must be greater than or equal to 1"),
     ({"router.image.digest": "latest"}, "router.image.digest: Does not match pattern"),
 ]
 
@@ -69,10 +74,10 @@ def test_what_is_missing_is_named(values: dict[str, object], named: str) -> None
     assert named in refusal({"tls.public": {"from": "secret", "existingSecret": "public"}, **values})
 
 
-def test_every_key_has_a_default(script: ModuleType) -> None:
+def test_every_key_has_a_default() -> None:
     """No key of the chart is known to the schema alone, so that an operator finds all in values.yaml."""
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    known = json.loads(script.values_schema())["properties"]
+    known = json.loads(values_schema.values_schema())["properties"]
     assert defaults.keys() == known.keys()
     for part in ("pods", "tls", "networkPolicy"):
         assert defaults[part].keys() == known[part]["properties"].keys()
@@ -100,7 +105,7 @@ def test_further_manifests_are_rendered_as_templates() -> None:
 
 
 def test_files_of_values_name_images_that_the_repository_builds() -> None:
-    named = {
+    named = {"pdserve-worker-cpu", "pdserve-worker-cuda"} | {
         Path(part["image"]["repository"]).name
         for file in [CHART / "values.yaml", *sorted((CHART / "values").glob("*.yaml"))]
         for part in yaml.safe_load(file.read_text(encoding="utf-8")).values()

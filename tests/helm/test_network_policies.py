@@ -88,7 +88,7 @@ def test_nothing_leaves_the_cluster_where_models_are_on_a_volume() -> None:
     def outside(policies: list[Manifest], part: str) -> list[Manifest]:
         return [rule for rule in _rules(policies, part, "egress") if "to" not in rule]
 
-    volume = {"model.source": "pvc", "model.pvc.claimName": "models"}
+    volume = {"model.source": "pvc", "model.pvc.claimName": "models", "model.path": "/models/m"}
     assert [outside(_policies(**volume), part) for part in PARTS if part != "autoscaler"] == [[], [], [], []]
     assert outside(_policies(), "decode") == [{"ports": [{"port": 443}]}]
     assert outside(_policies(**volume), "autoscaler") == [{"ports": [{"port": 443}, {"port": 6443}]}]

@@ -75,13 +75,15 @@ def test_every_pod_is_restricted_but_for_what_rdma_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pod_is_killed_half_a_minute_after_its_drain_ends(name: str) -> None:
+def test_a_pod_is_killed_half_a_minute_after_its_sleep_and_its_drain_end(name: str) -> None:
     values, files = CASES[name]
     manifests = rendered(values, *files)
     for component, pod in pods(manifests).items():
         if component != "test":
             (config,) = of_kind(manifests, "ConfigMap")[f"chat-pdserve-{component}"]["data"].values()
-            assert pod["terminationGracePeriodSeconds"] == yaml.safe_load(config)["drain_timeout_s"] + 30
+            hook = pod["containers"][0].get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
+            drain_s = yaml.safe_load(config)["drain_timeout_s"]
+            assert pod["terminationGracePeriodSeconds"] == hook["sleep"]["seconds"] + drain_s + 30
 
 
 CONFIGS = {"router": RouterConfig, "prefill": WorkerConfig, "decode": WorkerConfig}
@@ -132,7 +134,7 @@ def test_a_pool_overrides_what_both_have_and_what_all_pods_have() -> None:
     manifests = rendered(values)
     found = pods(manifests)
     assert {name: pod["terminationGracePeriodSeconds"] for name, pod in found.items() if name != "test"} == {
-        "router": 37,
+        "router": 42,
         "prefill": 37,
         "decode": 37,
         "autoscaler": 35,

@@ -8,7 +8,7 @@ _DIGEST = "sha256:" + 64 * "0"
 EVERYTHING: dict[str, Any] = {
     "global.imageRegistry": "registry.example.com/team",
     "imagePullSecrets": [{"name": "pull"}],
-    "model": {"path": "/models/model", "servedName": "m", "source": "hub", "hub": {"repository": "some/model"}},
+    "model": {"servedName": "m", "source": "hub", "hub": {"repository": "some/model"}},
     "secret.existingSecret": "shared",
     "keys.existingSecret": "keys",
     "tls.public": {"from": "certManager", "issuerRef": _ISSUER, "dnsNames": ["llm.example.com"]},
@@ -29,6 +29,9 @@ EVERYTHING: dict[str, Any] = {
         "extraVolumes": [{"name": "extra", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
         "podDisruptionBudget": {"maxUnavailable": "25%"},
+        "extraEnvFrom": [{"secretRef": {"name": "variables"}}],
+        "lifecycle": {"postStart": {"exec": {"command": ["true"]}}},
+        "serviceAccount": {"annotations": {"g": "h"}},
     },
     "router": {
         "replicas": 3,

@@ -16,10 +16,11 @@ RELEASE, NAMESPACE = "chat", "llm"
 Manifest = dict[str, Any]
 
 
-def helm(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    """Run helm, whose errors are shown where it is to succeed."""
+def helm(*arguments: str, check: bool = True, values: Manifest | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run helm, whose errors are shown where it is to succeed. It reads `values` where --values=- is an argument."""
     command = [str(Path(sys.executable).with_name("helm")), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    given = yaml.dump(values, Dumper=yaml.CSafeDumper)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=120)
     assert not check or done.returncode == 0, done.stderr
     return done
 

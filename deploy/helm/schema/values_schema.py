@@ -1,23 +1,24 @@
 """Writes values.schema.json of the chart, by which Helm refuses values and names them.
 
-Keys and their types are those of the defaults in values.yaml; KEYS has what a default does not show. The settings of
-processes and policies are those of their models.
+Keys are those of values.yaml. KEYS has the schema of each text, list and map; a key that is not there fails. Settings
+of processes and policies are those of their models. Parts of manifests are those of Kubernetes.
 """
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import kubernetes_parts as parts
 import yaml
+from kubernetes_parts import Schema, integer, like, list_of, one_of
 from pydantic import BaseModel, ConfigDict, create_model
 
 from pdserve.autoscaler.schema import Policy, Untitled
 from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
 from pdserve.router.config import RouterConfig
 from pdserve.yaml_models import Section
-
-Schema = dict[str, Any]
 
 CHART = Path(__file__).parents[1] / "pdserve"
 FILE = CHART / "values.schema.json"
@@ -29,61 +30,101 @@ OF_THE_CHART = {
     *("handoff_host", "handoff_port", "handoff_rdma_devices", "dialect_host", "dialect_port"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
     *("role", "routers", "router_id", "worker_id", "launch_id", "incarnation", "termination_message_file"),
-    *("tensor_parallel_size", "policy", "policy_resource", "name", "serve_clients"),
+    *("device", "tensor_parallel_size", "policy", "policy_resource", "name", "serve_clients"),
 }
 
-
-def _one_of(*texts: str) -> Schema:
-    return {"type": "string", "enum": list(texts)}
-
-
-def _like(pattern: str) -> Schema:
-    return {"type": "string", "pattern": pattern}
+_REPOSITORY = r"[a-z0-9]([-a-z0-9._]*[a-z0-9])?(:\d+)?(/[a-z0-9]([-a-z0-9._]*[a-z0-9])?)*"
+_MODEL = r"[A-Za-z0-9]([-\w.]*\w)?"
+_SECONDS = integer(0, 86_400)
+_SECRET_KEY = {"name": parts.SUBDOMAIN, "key": parts.KEY}
+_ISSUER = {"name": parts.SUBDOMAIN, "kind": like("[A-Z][A-Za-z]*"), "group": parts.SUBDOMAIN}
 
 
-def _at_least(minimum: int) -> Schema:
-    return {"type": "integer", "minimum": minimum}
+def _object(properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def _list_of(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
+def _or_empty(schema: Schema) -> Schema:
+    """Return the schema of a text that may be left empty."""
+    return {**schema, "pattern": f"^$|{schema['pattern']}"}
 
 
-TEXT: Schema = {"type": "string"}
-MANIFEST: Schema = {"type": "object", "additionalProperties": True}  # a part of a manifest, which Kubernetes checks
-NAMES: Schema = {"type": "object", "additionalProperties": TEXT}
-QUANTITY = _like(r"^\d+(\.\d+)?([EPTGMk]i?)?$")
+def _together(properties: Schema, **needed: list[str]) -> Schema:
+    """Return the schema of an object that may be empty; `needed`: what a key needs beside it."""
+    return {**_object(properties), "dependencies": needed}
+
+
+_PARENT = {
+    **_object(
+        {
+            **dict.fromkeys(("name", "sectionName", "group"), parts.SUBDOMAIN),
+            "namespace": parts.NAME,
+            "kind": like("[A-Z][A-Za-z]*"),
+            "port": parts.PORT,
+        }
+    ),
+    "required": ["name"],
+}
+_COUNT_OR_SHARE = {"anyOf": [integer(0), _or_empty(parts.PERCENT)]}
 
 # By the name of a key, or by its parent's name too where keys of one name differ.
 KEYS: dict[str, Schema] = {
-    **dict.fromkeys(("annotations", "labels", "podAnnotations", "podLabels", "nodeSelector"), NAMES),
-    **dict.fromkeys(("tokenSecret", "issuerRef"), NAMES),
-    **dict.fromkeys(("extraArgs", "dnsNames", "hostnames", "loadBalancerSourceRanges"), _list_of(TEXT)),
-    **dict.fromkeys(("sharedMemory", "sizeLimit"), QUANTITY),
-    **dict.fromkeys(("maxSkew", "rdma.count", "durationDays", "waitingPerReplica", "maxTokens"), _at_least(1)),
-    **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), _at_least(1)),
-    "startupTimeoutSeconds": _at_least(2),
-    "maxUnavailable": {"anyOf": [_at_least(0), _like(r"^\d+%$")]},
-    "imagePullSecrets": _list_of(NAMES),
-    "ports": _list_of({"type": "integer", "minimum": 1, "maximum": 65535}),
-    "rdma.devices": _list_of(_like(r"^\w+:\d+$")),
-    "digest": _like(r"^(sha256:[0-9a-f]{64})?$"),
-    "interval": _like(r"^\d+(ms|s|m)$"),
-    "trustDomain": _like(r"^[a-z0-9._-]+$"),
-    "model.path": {"type": "string", "minLength": 1},
-    "pullPolicy": _one_of("Always", "IfNotPresent", "Never"),
-    "whenUnsatisfiable": _one_of("DoNotSchedule", "ScheduleAnyway"),
-    "service.type": _one_of("ClusterIP", "NodePort", "LoadBalancer"),
-    "ingress.port": _one_of("http", "grpc"),
-    "route.kind": _one_of("GRPCRoute", "HTTPRoute"),
-    "model.source": _one_of("catalog", "builtIn", "pvc", "image", "hub"),
-    "public.from": _one_of("secret", "certManager", "chart"),
-    "identity.from": _one_of("none", "secret", "certManager"),
-    "autoscaling.by": _one_of("none", "pdserve", "hpa", "keda"),
-    "follow": _one_of("desired", "waiting"),
-    "policyAs": _one_of("ConfigMap", "AutoscalingPolicy"),
-    "metrics": _one_of("none", "PodMonitor", "ServiceMonitor"),
+    **{key: parts.reference(name) for key, name in parts.PARTS.items()},
+    **{key: list_of(parts.reference(name)) for key, name in parts.LISTS.items()},
+    **dict.fromkeys(("labels", "podLabels", "nodeSelector"), parts.LABELS),
+    **dict.fromkeys(("annotations", "podAnnotations"), parts.ANNOTATIONS),
+    **dict.fromkeys(("nameOverride", "fullnameOverride"), _or_empty(like("[a-z]([-a-z0-9]{0,38}[a-z0-9])?"))),
+    **dict.fromkeys(("existingSecret", "claimName", "className", "tlsSecret"), _or_empty(parts.SUBDOMAIN)),
+    **dict.fromkeys(("serviceAccount.name", "priorityClassName", "runtimeClassName"), _or_empty(parts.SUBDOMAIN)),
+    **dict.fromkeys(("existingSecrets.router", "existingSecrets.worker"), _or_empty(parts.SUBDOMAIN)),
+    **dict.fromkeys(("imageRegistry", "image.repository"), _or_empty(like(_REPOSITORY))),
+    **dict.fromkeys(("devices.resource", "resourceName"), like(parts.QUALIFIED)),
+    **dict.fromkeys(("sharedMemory", "sizeLimit"), parts.QUANTITY),
+    **dict.fromkeys(("rdma.count", "durationDays", "waitingPerReplica", "maxTokens"), integer(1)),
+    **dict.fromkeys(("minAvailable", "maxUnavailable"), _COUNT_OR_SHARE),
+    **dict.fromkeys(("drainTimeoutSeconds", "preStopSleepSeconds"), _SECONDS),
+    "existingSecrets.operator": _or_empty(parts.SUBDOMAIN),
+    "startupTimeoutSeconds": integer(2, 86_400),
+    "replicas": integer(0),
+    "devices.count": integer(0),
+    "extraArgs": list_of(parts.TEXT),
+    "extraObjects": list_of({"type": "object", "additionalProperties": True}),  # templates, which Kubernetes checks
+    "tokenSecret": _together(_SECRET_KEY, name=["key"], key=["name"]),
+    "issuerRef": _together(_ISSUER, kind=["name"], group=["name"]),
+    "dnsNames": list_of(parts.HOST),
+    "hostnames": list_of(parts.HOST),
+    "ingress.host": _or_empty(parts.HOST),
+    "loadBalancerSourceRanges": list_of(parts.CIDR),
+    "parentRefs": list_of(_PARENT),
+    "kubernetesApi.ports": list_of(parts.PORT),
+    "rdma.devices": list_of(like(r"\w+:\d+")),
+    "networks": _or_empty(parts.WORD),
+    "tag": _or_empty(like(r"\w[\w.-]{0,127}")),
+    "digest": _or_empty(like("sha256:[0-9a-f]{64}")),
+    "interval": like(r"[1-9]\d{0,5}(ms|s|m)"),
+    "trustDomain": like("[a-z0-9._-]+"),
+    "autoscaling.prometheus": like(r"https?://[!-~]+"),
+    "model.path": _or_empty(like("[!-~]+")),
+    "servedName": _or_empty(parts.TEXT),
+    "subPath": _or_empty(like(r"[A-Za-z0-9_-][\w.-]*(/[A-Za-z0-9_-][\w.-]*)*")),
+    "image.reference": _or_empty(parts.WORD),
+    "hub.repository": _or_empty(like(f"{_MODEL}/{_MODEL}")),
+    "revision": like(r"\w[\w./-]*"),
+    "prompt": parts.TEXT,
+    "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
+    "service.type": one_of("ClusterIP", "NodePort", "LoadBalancer"),
+    "ingress.port": one_of("http", "grpc"),
+    "route.kind": one_of("GRPCRoute", "HTTPRoute"),
+    "model.source": one_of("catalog", "builtIn", "pvc", "image", "hub"),
+    "public.from": one_of("secret", "certManager", "chart"),
+    "identity.from": one_of("none", "secret", "certManager"),
+    "autoscaling.by": one_of("none", "pdserve", "hpa", "keda"),
+    "follow": one_of("desired", "waiting"),
+    "policyAs": one_of("ConfigMap", "AutoscalingPolicy"),
+    "metrics": one_of("none", "PodMonitor", "ServiceMonitor"),
 }
+_OF_MODELS = {"config", "policy"}
+_OF_POOLS = {"prefill", "decode"}
 
 
 def _shape(default: object, name: str, parent: str = "") -> Schema:
@@ -94,20 +135,10 @@ def _shape(default: object, name: str, parent: str = "") -> Schema:
     match default:
         case bool():
             return {"type": "boolean"}
-        case int():
-            return _at_least(0)
-        case str():
-            return TEXT
-        case list():
-            return _list_of(MANIFEST)
         case dict() if default:
-            return _object({key: _shape(each, key, name) for key, each in default.items()})
+            return _object({key: _shape(each, key, name) for key, each in default.items() if key not in _OF_MODELS})
         case _:
-            return MANIFEST
-
-
-def _object(properties: Schema) -> Schema:
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+            raise KeyError(f"{parent}.{name}: KEYS says nothing of it")
 
 
 class _Settings(BaseModel):
@@ -145,20 +176,31 @@ class _Plain(Untitled):
     def default_schema(self, schema: Any) -> Any:  # noqa: ANN401 - pydantic's
         return self.generate_inner(schema["schema"])
 
+    def str_schema(self, schema: Any) -> Any:  # noqa: ANN401 - pydantic's
+        return {**parts.TEXT, **super().str_schema(schema)}
+
+
+def oldest_kubernetes() -> str:
+    """Return the oldest version of Kubernetes that the chart supports, such as 1.31."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    return ".".join(re.findall(r"\d+", chart["kubeVersion"])[:2])
+
 
 def values_schema() -> str:
     """Return the JSON Schema of the chart's values."""
     models = _Models.model_json_schema(schema_generator=_Plain)
     keys = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    values = {key: _shape(default, key) for key, default in keys.items()}
+    values = {key: _shape(default, key) for key, default in keys.items() if key not in _OF_POOLS}
     common = {key: {"$ref": f"#/properties/pods/properties/{key}"} for key in values["pods"]["properties"]}
     for part in _PROCESSES:
         own = values[part]["properties"]
         values[part] = _object({**own, **(common if part != "pods" else {}), "config": models["properties"][part]})
-    values["prefill"] = values["decode"] = {"$ref": "#/properties/workers"}
+    for pool in sorted(_OF_POOLS):
+        values[pool] = {"$ref": "#/properties/workers"}
     values["autoscaling"]["properties"]["policy"] = models["properties"]["policy"]
     values["global"]["additionalProperties"] = True  # charts that hold this one have keys of their own there
-    schema = {"$schema": _Plain.schema_dialect, "$defs": models["$defs"], **_object(values)}
+    known = {**models["$defs"], **parts.definitions(oldest_kubernetes())}
+    schema = {"$schema": _Plain.schema_dialect, "$defs": known, **_object(values)}
     return json.dumps(schema, indent=1) + "\n"
 
 

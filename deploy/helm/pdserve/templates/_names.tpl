@@ -31,14 +31,14 @@ labels: {{- include "pdserve.labels" $root | nindent 2 }}
 {{- define "pdserve.secretName" -}}{{ default (printf "%s-secret" (include "pdserve.name" .)) .Values.secret.existingSecret }}{{- end }}
 {{- define "pdserve.keysName" -}}{{ default (printf "%s-keys" (include "pdserve.name" .)) .Values.keys.existingSecret }}{{- end }}
 {{- define "pdserve.tlsName" -}}
-{{- if eq .Values.tls.public.from "secret" -}}{{ required "tls.public.existingSecret: is required where tls.public.from is secret" .Values.tls.public.existingSecret }}
+{{- if eq .Values.tls.public.from "secret" -}}{{ .Values.tls.public.existingSecret }}
 {{- else -}}{{ include "pdserve.name" . }}-tls{{- end -}}
 {{- end }}
 
 {{/* Secret with the identity of a role: takes (list root role). */}}
 {{- define "pdserve.identityName" -}}
 {{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $identity := $root.Values.tls.identity -}}
-{{- if eq $identity.from "secret" -}}{{ required (printf "tls.identity.existingSecrets.%s: is required where tls.identity.from is secret" $role) (index $identity.existingSecrets $role) }}
+{{- if eq $identity.from "secret" -}}{{ index $identity.existingSecrets $role }}
 {{- else -}}{{ include "pdserve.name" $root }}-identity-{{ $role }}{{- end -}}
 {{- end }}
 
@@ -50,12 +50,33 @@ labels: {{- include "pdserve.labels" $root | nindent 2 }}
 
 {{- define "pdserve.routers" -}}{{ include "pdserve.name" . }}-routers.{{ .Release.Namespace }}.svc:50052{{- end }}
 
-{{/* Values of a component, over what it has in common with others, as JSON: takes (list root component). */}}
+{{/*
+Values of a component, over what it has in common with others, as JSON: takes (list root component).
+What a value implies is filled in: the image of workers, and the limit of a disruption budget.
+*/}}
 {{- define "pdserve.values" -}}
 {{- $values := (index . 0).Values -}}{{- $component := index . 1 -}}
 {{- $common := deepCopy $values.pods -}}
 {{- if has $component (list "prefill" "decode") -}}{{- $common = mergeOverwrite $common (deepCopy $values.workers) -}}{{- end -}}
-{{- mergeOverwrite $common (deepCopy (index $values (eq $component "autoscaler" | ternary "operator" $component))) | toJson -}}
+{{- $common = mergeOverwrite $common (deepCopy (index $values (eq $component "autoscaler" | ternary "operator" $component))) -}}
+{{- if not $common.image.repository -}}
+{{- $_ := set $common.image "repository" (eq (int $common.devices.count) 0 | ternary "pdserve-worker-cpu" "pdserve-worker-cuda") -}}
+{{- end -}}
+{{- toJson $common -}}
+{{- end }}
+
+{{/* Name of a component's service account: takes (list root component). */}}
+{{- define "pdserve.account" -}}
+{{- $component := eq (index . 1) "operator" | ternary "autoscaler" (index . 1) -}}
+{{- (include "pdserve.values" . | fromJson).serviceAccount.name | default (printf "%s-%s" (include "pdserve.name" (index . 0)) $component) -}}
+{{- end }}
+
+{{/* What processes open as the model, and the name that they serve it by; empty: the model's own. */}}
+{{- define "pdserve.modelPath" -}}
+{{- with .Values.model }}{{ .path | default (eq .source "hub" | ternary "/models/model" "smollm2-135m-instruct") }}{{ end -}}
+{{- end }}
+{{- define "pdserve.servedName" -}}
+{{- with .Values.model }}{{ .servedName | default (eq .source "hub" | ternary .hub.repository "") }}{{ end -}}
 {{- end }}
 
 {{/* Whether the autoscaler runs, rather than the watcher alone. */}}

@@ -1,0 +1,82 @@
+"""Every pod takes the same keys, by one mechanism, whatever component it is of."""
+
+import pytest
+from helm_chart import Manifest, of_kind, pods, refusal, rendered
+
+PARTS = {"router": "router", "prefill": "prefill", "decode": "decode", "operator": "autoscaler"}
+SIDECAR = {"name": "sidecar", "image": "sidecar:1"}
+SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+GIVEN = {
+    "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn"}},
+    "initContainers": [{"name": "before", "image": "before:1"}],
+    "extraContainers": [SIDECAR],
+    "extraEnvFrom": [{"secretRef": {"name": "variables"}}],
+    "lifecycle": {"preStop": {"exec": {"command": ["true"]}}},
+    "podSecurityContext": {"runAsUser": 1000, "supplementalGroups": [7]},
+    "topologySpreadConstraints": [SPREAD],
+}
+
+
+@pytest.mark.parametrize(("part", "component"), PARTS.items())
+def test_a_component_takes_what_all_pods_take(part: str, component: str) -> None:
+    manifests = rendered({part: GIVEN})
+    pod, others = pods(manifests)[component], set(PARTS.values()) - {component}
+    (main, sidecar) = pod["containers"]
+    assert sidecar == SIDECAR
+    assert [each["name"] for each in pod["initContainers"]] == ["before"]
+    assert main["envFrom"] == GIVEN["extraEnvFrom"]
+    assert main["lifecycle"] == GIVEN["lifecycle"]
+    assert (
+        pod["securityContext"].items() >= {"runAsUser": 1000, "supplementalGroups": [7], "runAsNonRoot": True}.items()
+    )
+    (spread,) = pod["topologySpreadConstraints"]
+    selected = {
+        "matchLabels": of_kind(manifests, "Deployment")[f"chat-pdserve-{component}"]["spec"]["selector"]["matchLabels"]
+    }
+    assert spread == {**SPREAD, "labelSelector": selected}
+    account = of_kind(manifests, "ServiceAccount")[f"chat-pdserve-{component}"]
+    assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn"}
+    for other in others:
+        assert len(pods(manifests)[other]["containers"]) == 1
+        assert "envFrom" not in pods(manifests)[other]["containers"][0]
+
+
+def test_the_models_download_comes_before_other_init_containers() -> None:
+    """They may read the model."""
+    hub = {
+        "model.source": "hub",
+        "model.hub.repository": "some/model",
+        "workers.initContainers": GIVEN["initContainers"],
+    }
+    assert [each["name"] for each in pods(rendered(hub))["decode"]["initContainers"]] == ["download", "before"]
+
+
+def test_pods_run_as_the_account_that_is_named() -> None:
+    manifests = rendered(
+        {"pods.serviceAccount": {"create": False, "name": "given"}, "operator.serviceAccount.name": "own"}
+    )
+    used = {name: pod["serviceAccountName"] for name, pod in pods(manifests).items() if name != "test"}
+    assert used == {"router": "given", "prefill": "given", "decode": "given", "autoscaler": "own"}
+    assert of_kind(manifests, "ServiceAccount") == {}
+    assert _subjects(manifests) == {"own"}
+
+
+def test_an_account_that_pools_share_is_made_once() -> None:
+    manifests = rendered({"workers.serviceAccount.name": "workers"})
+    names = [each["metadata"]["name"] for each in manifests if each["kind"] == "ServiceAccount"]
+    assert sorted(names) == ["chat-pdserve-autoscaler", "chat-pdserve-router", "workers"]
+
+
+def test_no_other_pod_may_run_as_the_operator() -> None:
+    """It may change the sizes of pools."""
+    said = refusal({"pods.serviceAccount.name": "all", "tls.public": {"from": "secret", "existingSecret": "public"}})
+    assert "operator.serviceAccount.name: must differ from that of router" in said
+
+
+def test_the_grace_period_has_room_for_the_drain_and_for_the_sleep_before_it() -> None:
+    found = pods(rendered({"router.preStopSleepSeconds": 90, "router.drainTimeoutSeconds": 10}))
+    assert found["router"]["terminationGracePeriodSeconds"] == 90 + 10 + 30
+
+
+def _subjects(manifests: list[Manifest]) -> set[str]:
+    return {subject["name"] for each in manifests if each["kind"].endswith("Binding") for subject in each["subjects"]}
