@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.grammar.compiler import describes_something_finite
+from pdserve.grammar.finite import ENDLESS, IMPOSSIBLE, flaw_of
 
 NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 
@@ -27,7 +27,7 @@ NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     ],
 )
 def test_finite(schema: dict[str, Any]) -> None:
-    assert describes_something_finite(schema)
+    assert flaw_of(schema) is None
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,27 @@ def test_finite(schema: dict[str, Any]) -> None:
         {"allOf": [{"type": "null"}, {"$ref": "#"}]},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         {"type": "object", "required": ["x"], "additionalProperties": {"$ref": "#"}},
-        {"type": "object", "required": ["x"], "additionalProperties": False},
     ],
 )
 def test_endless(schema: dict[str, Any]) -> None:
-    assert not describes_something_finite(schema)
+    assert flaw_of(schema) == ENDLESS
 
 
 def test_a_long_chain_of_references_is_followed_at_once() -> None:
     chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}
-    assert describes_something_finite({"$ref": "#/$defs/d0", "$defs": {**chain, "d1500": {"type": "null"}}})
-    assert not describes_something_finite({"$ref": "#/$defs/d0", "$defs": {**chain, "d1500": {"$ref": "#"}}})
+    assert flaw_of({"$ref": "#/$defs/d0", "$defs": {**chain, "d1500": {"type": "null"}}}) is None
+    assert flaw_of({"$ref": "#/$defs/d0", "$defs": {**chain, "d1500": {"$ref": "#"}}}) == ENDLESS
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": ["x"], "additionalProperties": False},
+        {"type": "object", "required": ["x"], "properties": {"x": False}},
+        {"type": "array", "minItems": 1, "items": False},
+        {"anyOf": [False, {"allOf": [{"type": "null"}, False]}]},
+        {**NODE, "required": ["x"], "additionalProperties": False},  # recursive, but that is not why
+    ],
+)
+def test_what_nothing_matches_for_another_reason_is_not_called_recursive(schema: dict[str, Any]) -> None:
+    assert flaw_of(schema) == IMPOSSIBLE
