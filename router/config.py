@@ -1,12 +1,13 @@
 """A router's configuration."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from pdserve.config import ServingConfig
 
+Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", to_lower=True)]
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]
 
 
@@ -74,6 +75,16 @@ class EndpointConfig(ServingConfig):
     http_host: str = Field("127.0.0.1", description="Host on which clients of the HTTP API are awaited.")
     http_port: int | None = Field(
         None, ge=0, le=65535, description="Port for OpenAI's API over HTTP; 0 takes a free one. By default it is off."
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names by which clients without API keys reach the HTTP API, besides loopback's, as behind a "
+        "proxy; without ports; repeatable.",
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        (),
+        description="Origins, such as https://chat.example, whose web pages may use the HTTP API (CORS); * for all; "
+        "repeatable.",
     )
     otlp_traces_sample_ratio: float = Field(
         1.0,

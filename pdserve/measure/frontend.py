@@ -44,7 +44,8 @@ _WORDS = _ANSWER.replace(",", "").replace(";", "").replace(".", "").lower().spli
 _READY_TIMEOUT_S = 60.0
 PROMPT_WORDS = 200
 _POST = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n%b"
 )
 _GENERATE = "/pdserve.v1.InferenceService/Generate"
 

@@ -109,9 +109,10 @@ def _refuse(outcome: Outcome, response: httpx2.Response, body: bytes) -> None:
 @asynccontextmanager
 async def connected(url: str, access: Access | None = None) -> AsyncIterator[HttpClient]:
     """Be a client of a router's HTTP port, scheme://host:port, for the length of the block."""
+    key = {"authorization": f"Bearer {access.api_key}"} if access is not None and access.api_key else {}
     async with httpx2.AsyncClient(
         base_url=url,
-        headers={"authorization": f"Bearer {access.api_key}"} if access is not None and access.api_key else {},
+        headers={"content-type": "application/json", **key},
         verify=ssl.create_default_context(cafile=None if access is None else access.ca_file),
         timeout=httpx2.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         limits=httpx2.Limits(max_connections=None),

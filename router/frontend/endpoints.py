@@ -153,5 +153,5 @@ async def _listening_http(config: EndpointConfig, intake: Intake) -> AsyncIterat
     from pdserve.router.frontend.openai.app import App  # noqa: PLC0415 - takes long to import
     from pdserve.router.frontend.openai.server import serving_http  # noqa: PLC0415
 
-    async with serving_http(config, App(intake), intake.clients.note_failed_handshake) as url:
+    async with serving_http(config, App(intake, config), intake.clients.note_failed_handshake) as url:
         yield url

@@ -79,7 +79,8 @@ class HttpClient(Client):
     def read(self, prompt: list[int], num_tokens: int) -> None:
         body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         try:
-            self._connection.request("POST", "/v1/completions", json.dumps({**body, "return_token_ids": True}))
+            asked, headers = json.dumps({**body, "return_token_ids": True}), {"content-type": "application/json"}
+            self._connection.request("POST", "/v1/completions", asked, headers)
             response = self._connection.getresponse()
             assert response.status == 200
             while (line := response.readline()) != b"data: [DONE]\n":

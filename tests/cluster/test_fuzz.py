@@ -86,7 +86,9 @@ def posted(rng: random.Random) -> bytes:
     path = rng.choice((b"completions", b"chat/completions", b"responses", b"embeddings"))
     kind = rng.choice((b"application/json", b"text/plain"))
     return (
-        b"POST /v1/%b HTTP/1.1\r\nhost: x\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (path, kind, size) + body
+        b"POST /v1/%b HTTP/1.1\r\nhost: localhost\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+        % (path, kind, size)
+        + body
     )
 
 

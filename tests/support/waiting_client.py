@@ -49,7 +49,8 @@ class Connection:
         """Ask for a few tokens; return the milliseconds until the first one, and the ledger."""
         asked = {"prompt": f"prompt {number}", "max_tokens": 4, "stream": True, "return_token_ids": True}
         body = json.dumps(asked | {"ignore_eos": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}\r\n"
+        head += "content-type: application/json\r\n\r\n"
         waited_ms, answer = self.wait(head.encode() + body, b"data: [DONE]\n\n\r\n0\r\n\r\n")
         events = [line for line in answer.splitlines() if line.startswith(b"data: {")]
         return waited_ms, json.loads(events[-1].removeprefix(b"data: "))["pdserve"]

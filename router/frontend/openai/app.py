@@ -12,12 +12,13 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import pdserve
 from pdserve.errors import invalid
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Visit
 from pdserve.router.frontend.intake import NOT_SERVED, Intake
@@ -32,6 +33,7 @@ from pdserve.router.frontend.openai.generation import (
     read_body,
 )
 from pdserve.router.frontend.openai.reply import respond
+from pdserve.router.frontend.openai.sites import Sites, adding, check_json
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page import Page
 from pdserve.router.frontend.prompts import too_long, usable_label
@@ -50,8 +52,9 @@ Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
 class App:
     """The ASGI application."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, config: EndpointConfig) -> None:
         generator = Generator(intake)
+        self._sites = Sites(config)
         self._generation: dict[str, Serve] = {
             "/v1/chat/completions": generator.chat,
             "/v1/completions": generator.complete,
@@ -65,30 +68,50 @@ class App:
         try:
             if (refused := scope["state"].get("refused")) is not None:
                 raise refused
-            if self._page.serves(scope["path"]):
-                await self._page.app(dict(scope), receive, send)
+            if for_page := self._sites.headers(scope):
+                scope["state"]["for_page"], send = for_page, adding(for_page, send)
+            if (preflight := self._sites.preflight(scope)) is not None:
+                await respond(send, 200, b"", preflight)
                 return
             if scope["path"] not in OPEN:
-                self._intake.clients.identify(key_of(scope))
-            check_head(scope)
-            if scope["method"] != "POST":
-                if scope["path"] in self._generation:
-                    raise HttpError(405, f"{scope['method']} {scope['path']}: POST is needed", headers=_ALLOWED)
-                await self.routes(dict(scope), receive, send)
-                return
-            body, serve = await read_body(receive), self._generation.get(scope["path"])
-            if serve is None:
-                if scope["path"] in TOKEN_PATHS and len(body) > MAX_TOKEN_BODY_BYTES:
-                    limit = f"{MAX_TOKEN_BODY_BYTES} of {scope['path']}"
-                    raise HttpError(413, f"body: {len(body)} bytes are over the limit of {limit}")
-                await self.routes(dict(scope), _again(body), send)
-            else:
-                await serve(scope, body, send)
+                self._sites.check_host(scope)
+            if scope["method"] == "HEAD":  # uvicorn leaves out the body of what the route writes
+                scope, receive = {**scope, "method": "GET"}, _left
+            await self._serve(scope, receive, send)
         except (HttpError, *NOT_SERVED, ValueError) as error:
             await _end(error_of(error), scope, send)
         finally:
             for name in ("connection", "cycle"):  # they refer to this scope: leave no cycle to the garbage collector
                 scope["state"].pop(name, None)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if self._page.serves(path):
+            await self._page.app(dict(scope), receive, send)
+            return
+        if path not in OPEN:
+            self._intake.clients.identify(key_of(scope))
+        check_head(scope)
+        serve = self._generation.get(path)
+        if scope["method"] != "POST":
+            if serve is not None:
+                raise HttpError(405, f"{scope['method']} {path}: POST is needed", headers=_ALLOWED)
+            await self.routes(dict(scope), receive, send)
+            return
+        check_json(scope)
+        body = await read_body(receive)
+        if serve is not None:
+            await serve(scope, body, send)
+            return
+        if path in TOKEN_PATHS and len(body) > MAX_TOKEN_BODY_BYTES:
+            text = f"body: {len(body)} bytes are over the limit of {MAX_TOKEN_BODY_BYTES} of {path}"
+            raise HttpError(413, text)
+        await self.routes(dict(scope), _again(body), send)
+
+
+async def _left() -> Message:
+    """Tell a route that its client has left: a stream without a body need not go on."""
+    return {"type": "http.disconnect"}
 
 
 def _again(body: bytes) -> Receive:

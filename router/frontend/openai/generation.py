@@ -77,6 +77,7 @@ class Generator:
             return Whole(connection, response, headers, choices)
         begins_at_once = given.get(BEGIN) == "at-once"
         cycle = scope["state"]["cycle"]
+        headers += scope["state"].get("for_page", ())  # a stream is not written with ASGI's `send`
         return Stream(connection, cycle, response, headers, choices, begins_at_once=begins_at_once)
 
     async def _serve(

@@ -31,9 +31,12 @@ async def connected(door: HttpRouter) -> AsyncIterator[Pipe]:
         writer.close()
 
 
+POST = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
 def request(path: str = "/v1/completions", **body: object) -> bytes:
     data = json.dumps(body).encode()
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(data), data)
+    return POST % path.encode() + b"content-length: %d\r\n\r\n%b" % (len(data), data)
 
 
 async def answer_to(door: HttpRouter, *parts: bytes) -> bytes:
@@ -77,11 +80,11 @@ async def test_one_refused_prompt_of_several_ends_the_others(start_http: StartHt
 async def test_bodies_over_the_limit_are_refused_before_they_are_read(start_http: StartHttp) -> None:
     door = await start_http(pair=False)
     for path in (b"/v1/completions", b"/tokenize"):
-        announced = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n{" % path
+        announced = POST % path + b"content-length: 99999999\r\n\r\n{"
         shown = await answer_to(door, announced)
         assert shown.startswith(b"HTTP/1.1 413 "), shown
         assert f"over the limit of {PUBLIC_MESSAGE_BYTES}".encode() in shown
-        chunked = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path
+        chunked = POST % path + b"transfer-encoding: chunked\r\n\r\n"
         async with asyncio.timeout(PATIENCE_S), connected(door) as (reader, writer):
             writer.write(chunked)
             for _ in range(PUBLIC_MESSAGE_BYTES // 65536 + 1):
@@ -177,7 +180,7 @@ async def test_a_reader_of_a_last_response_that_takes_nothing_is_cut_off(
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         tcp.connect(("127.0.0.1", door.port))
         asked = request("/tokenize", prompt="hello " * 1000)
-        tcp.sendall(asked.replace(b"host: x", b"connection: close\r\ncontent-type: application/json"))
+        tcp.sendall(asked.replace(b"host: localhost", b"host: localhost\r\nconnection: close"))
         async with asyncio.timeout(PATIENCE_S):
             await is_lost.wait()
 
@@ -228,7 +231,7 @@ async def test_nothing_is_written_to_a_client_that_left_while_its_prompts_were_o
     door.router.workers["p0"].is_paused = True
     async with connected(door) as (_, writer):
         asked = request(prompt=["hello", "abc"], stream=True)
-        writer.write(asked.replace(b"host: x\r\n", b"host: x\r\nx-begin: at-once\r\n"))
+        writer.write(asked.replace(b"host: localhost\r\n", b"host: localhost\r\nx-begin: at-once\r\n"))
         await is_open.wait()
     await is_lost.wait()
     await door.router.until_idle()
@@ -255,7 +258,7 @@ async def test_a_stream_begins_before_its_first_token_if_its_client_asks_for_tha
     prefill.is_paused = True
     async with asyncio.timeout(PATIENCE_S), connected(door) as (reader, writer):
         asked = request(prompt="hello", max_tokens=1, stream=True)
-        writer.write(asked.replace(b"host: x\r\n", b"host: x\r\nx-begin: at-once\r\n"))
+        writer.write(asked.replace(b"host: localhost\r\n", b"host: localhost\r\nx-begin: at-once\r\n"))
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
         assert b"x-pdserve-request-id: " in head
@@ -293,7 +296,7 @@ async def test_a_client_that_leaves_during_its_second_stream_cancels_it(start_ht
 async def test_a_stream_ends_a_connection_that_its_client_does_not_keep(start_http: StartHttp) -> None:
     door = await start_http()
     asked = request(prompt="hello", max_tokens=2, stream=True)
-    shown = await answer_to(door, asked.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n"))
+    shown = await answer_to(door, asked.replace(b"host: localhost\r\n", b"host: localhost\r\nconnection: close\r\n"))
     assert b"\r\nconnection: close\r\n" in shown.partition(b"\r\n\r\n")[0]
     assert shown.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
@@ -314,7 +317,7 @@ async def test_what_served_a_request_is_gone_without_a_look_for_cycles(
     gc.disable()
     try:
         one = request(**{"prompt": "hello", "max_tokens": 2, **asked})
-        await answer_to(door, one.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n"))
+        await answer_to(door, one.replace(b"host: localhost\r\n", b"host: localhost\r\nconnection: close\r\n"))
         await door.router.until_idle()
         assert [each() for each in served] == [None] * 3
     finally:

@@ -16,6 +16,7 @@ from pdserve.router.frontend.clients import new_key
 from pdserve.router.frontend.openai import app, filters, generation, translate
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
+JSON = {"content-type": "application/json"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BAD = [
     (COMPLETIONS, {}, "prompt", "prompt: field required"),
@@ -88,9 +89,6 @@ async def test_whatever_is_too_long_has_the_words_and_the_code_by_which_clients_
     ]
     for path, body in bodies:
         response = await door.http.post(path, json=body)
-        if path == "/tokenize":  # counts tokens, of whatever length
-            assert response.json()["count"] == 2500
-            continue
         assert response.status_code == 400, (path, response.text)
         error = response.json()["error"]
         assert "this model's maximum context length is 2048 tokens" in error["message"], error  # LiteLLM's words
@@ -128,7 +126,7 @@ async def test_what_prompts_share_is_checked_before_it_is_copied(
 async def test_a_body_that_is_no_json_is_refused(start_http: StartHttp) -> None:
     door = await start_http(pair=False)
     for body in (b"", b"{", b"[]", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000):
-        response = await door.http.post(COMPLETIONS, content=body)
+        response = await door.http.post(COMPLETIONS, content=body, headers=JSON)
         assert response.status_code == 400, body[:20]
         assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -160,7 +158,7 @@ async def test_a_text_with_half_a_surrogate_pair_is_not_valid(start_http: StartH
     door = await start_http(pair=False)
     for path in (CHAT, COMPLETIONS, "/tokenize"):
         body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}' if path == CHAT else b'{"prompt": "\\ud800"}'
-        response = await door.http.post(path, content=body, headers={"content-type": "application/json"})
+        response = await door.http.post(path, content=body, headers=JSON)
         assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error"), path
 
 
@@ -254,7 +252,7 @@ async def test_what_nobody_foresaw_has_openais_shape(start_http: StartHttp, monk
 
 async def test_a_compressed_body_is_refused_as_such(start_http: StartHttp) -> None:
     door = await start_http()
-    body, headers = gzip.compress(b"{}"), {"content-encoding": "gzip"}
+    body, headers = gzip.compress(b"{}"), {"content-encoding": "gzip", **JSON}
     response = await door.http.post(COMPLETIONS, content=body, headers=headers)
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (415, "invalid_request_error")
