@@ -107,6 +107,11 @@ class EndpointConfig(ServingConfig):
         "less than 16 ms, those of about 16 ms together. The first one is always written at once.",
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
+    lenient_schemas: bool = Field(
+        False,
+        description="Ignore keywords of JSON schemas that no grammar can follow, such as uniqueItems and not, instead "
+        "of refusing the request.",
+    )
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
 
     @property

@@ -81,6 +81,7 @@ class Answer:
         """`on_end` is called when the core has ended the request, before the sink is called with the end."""
         self.event = event
         self.hex_id = event.request_id.hex()
+        self.ignored: tuple[str, ...] = ()  # of the request's schemas
         self.num_tokens = 0  # of all continuations
         self.num_written = self.num_unsent = 0  # tokens
         self.outcome: Outcome | None = None  # how the request ended

@@ -83,7 +83,9 @@ async def open_endpoints(
     `instance`: the process's name in spans. `port_key`: the setting that has the port of gRPC.
     """
     check_endpoints(config)
-    prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
+    prompts = Prompts(
+        model, config.max_num_tokenizing, config.tokenize_timeout_s, lenient_schemas=config.lenient_schemas
+    )
     export = _span_export(config, instance)
     records = Records(model.name, config, export)
     backend.span_counts = records.span_counts

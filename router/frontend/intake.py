@@ -66,7 +66,7 @@ class Intake:
             self._records.reject(opened, error.refused, error.tenant, clock.now_s())
             raise
         try:
-            event = await self._arrival(request, visit, opened, remaining_s, loosen)
+            event, ignored = await self._arrival(request, visit, opened, remaining_s, loosen)
         except BaseException as error:
             visit.end()
             if isinstance(error, RequestError):
@@ -75,6 +75,7 @@ class Intake:
                 self._records.reject(opened, refused, visit.tenant, clock.now_s())
             raise
         answer = self._answer(event, request, sink, partial(self._note_end, visit, opened))
+        answer.ignored = ignored
         self.backend.admit(event, answer)
         return answer
 
@@ -91,16 +92,17 @@ class Intake:
         opened: Opened,
         remaining_s: float,
         loosen: Loosen | None,
-    ) -> RequestArrived:
+    ) -> tuple[RequestArrived, tuple[str, ...]]:
+        """Return a request for the core, and what of its schemas is ignored."""
         check_model(request.model, self.model)
         limit_ms, clock, prompts = self._config.max_deadline_ms, self.backend.clock, self.prompts
         event = _permitted(check_terms(request, self.model, limit_ms, opened.received_s, remaining_s), visit)
         event = await prompts.with_bad_words(event, request, event.deadline_s - clock.now_s())
-        event = await prompts.with_structured(event, event.deadline_s - clock.now_s(), loosen)
+        event, ignored = await prompts.with_structured(event, event.deadline_s - clock.now_s(), loosen)
         max_model_len = self.max_model_len()
         token_ids = await prompts.token_ids(request, max_model_len, event.deadline_s - clock.now_s())
         visit.spend(len(token_ids))
-        return replace(with_tokens(event, request, token_ids, max_model_len), trace=opened.trace)
+        return replace(with_tokens(event, request, token_ids, max_model_len), trace=opened.trace), ignored
 
     def _answer(
         self,

@@ -16,9 +16,10 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
-from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.errors import GrammarError, RequestError, Status, echo, invalid
 from pdserve.garbage import trim_memory
 from pdserve.grammar.checker import Checker
+from pdserve.grammar.plain import Plain, plain
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.events import RequestArrived
@@ -39,14 +40,17 @@ LONG_BYTES = 2**18  # of a request after which memory is trimmed: tokenizing tak
 TRIM_AFTER_S = 1.0  # once for all requests within this time
 SLICE_TOKENS = 16384  # packed without a pause: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
-Check = Callable[[StructuredOutput], Awaitable[None]]  # RequestError for what cannot be compiled
+Check = Callable[[StructuredOutput], Awaitable[Plain]]  # RequestError for what cannot be compiled
 Loosen = Callable[[Check], Awaitable[StructuredOutput | None]]
 
 
 class Prompts:
     """Tokenizes prompts of one model, a bounded number at a time."""
 
-    def __init__(self, model: ServedModel, max_num_tokenizing: int, timeout_s: float) -> None:
+    def __init__(
+        self, model: ServedModel, max_num_tokenizing: int, timeout_s: float, *, lenient_schemas: bool = False
+    ) -> None:
+        self._lenient_schemas = lenient_schemas
         self._model = model
         self._max_num_tokenizing = max_num_tokenizing
         self._timeout_s = timeout_s
@@ -104,31 +108,42 @@ class Prompts:
 
     async def with_structured(
         self, event: RequestArrived, remaining_s: float, loosen: Loosen | None = None
-    ) -> RequestArrived:
-        """Return a request whose answers can match its structured output; RequestError if none can, or in no time.
+    ) -> tuple[RequestArrived, tuple[str, ...]]:
+        """Return a request whose answers can match its structured output, and what of its schemas is ignored.
 
-        `loosen` returns what to take in place of a specification that is refused.
+        RequestError if no answer can match, or that is not known in time. `loosen` returns what to take in place of a
+        specification that is refused.
         """
         structured = event.params.structured_output
         if structured is None:
-            return event
-        check = partial(self._grammars.check, tenant=event.tenant)
+            return event, ()
+        check = partial(self._checked_output, event.tenant)
         try:
             async with asyncio.timeout(remaining_s):
                 try:
-                    await check(structured)
+                    found = await check(structured)
                 except RequestError as error:
                     looser = None
                     if loosen is not None and error.status is Status.INVALID_ARGUMENT:
                         looser = await loosen(check)
                     if looser is None:
                         raise
-                    await check(looser)
-                    return replace(event, params=replace(event.params, structured_output=looser))
+                    found = await check(looser)
         except TimeoutError as error:
             text = "the deadline passed before structured_output was compiled"
             raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
-        return event
+        return replace(event, params=replace(event.params, structured_output=found.structured)), found.ignored
+
+    async def _checked_output(self, tenant: str, structured: StructuredOutput) -> Plain:
+        """Return a specification as workers compile it; RequestError if it cannot be compiled."""
+        rewrite = partial(plain, structured, lenient=self._lenient_schemas)
+        is_short = sum(map(len, structured.texts)) <= INLINE_BYTES and "oneOf" not in "".join(structured.texts)
+        try:
+            found = rewrite() if is_short else await asyncio.to_thread(rewrite)
+        except GrammarError as error:
+            raise invalid(structured.field, str(error)) from error
+        await self._grammars.check(found.structured, tenant)
+        return found
 
     def _encode_bad_words(self, request: inference.GenerateRequest) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens, with a space before it and without: an answer may have either."""

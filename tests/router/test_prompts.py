@@ -112,7 +112,7 @@ async def test_each_step_before_admission_has_what_is_left_of_the_deadline(
 
         async def with_structured(
             self, event: RequestArrived, remaining_s: float, loosen: Loosen | None = None
-        ) -> RequestArrived:
+        ) -> tuple[RequestArrived, tuple[str, ...]]:
             left_s.append(remaining_s)
             return await super().with_structured(event, remaining_s, loosen)
 

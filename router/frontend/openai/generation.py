@@ -95,7 +95,7 @@ class Generator:
                 for part, request in zip(reply.parts, requests, strict=True):
                     await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"], loosen)
             finally:
-                reply.headers += _ignored(asked, plan)  # known once the parameters of tools are compiled
+                reply.headers += _ignored(asked, plan, reply)  # known once the parameters of tools are compiled
             await reply.run(send)
         except (HttpError, *NOT_SERVED) as error:
             # Not kept in a variable: the error refers to this frame.
@@ -179,10 +179,12 @@ def _choices(num_choices: int, first: int, plan: filters.Plan, prompt: Prompt) -
     return [Choice(first + place, prompt, None if new_filter is None else new_filter()) for place in range(num_choices)]
 
 
-def _ignored(asked: Generation, plan: filters.Plan) -> list[Header]:
-    """Return a header with the names of unknown fields, and of fields without effect."""
+def _ignored(asked: Generation, plan: filters.Plan, reply: Whole | Stream) -> list[Header]:
+    """Return a header with the names of unknown fields, and of fields and parts of schemas without effect."""
     names = [*asked.ignored, *(plan.grammar.ignored if plan.grammar is not None else ())]
     for group, part in (("stream_options", asked.stream_options), ("slo", asked.slo)):
         names += [f"{group}.{name}" for name in (part.ignored if part is not None else ())]
+    answers = [part.answer for part in reply.parts if part.answer is not None]
+    names += dict.fromkeys(f"{plan.constrained_by}.{name}" for answer in answers for name in answer.ignored)
     shown = ", ".join(name if name.isascii() and name.isprintable() else ascii(name) for name in names)
     return [(IGNORED_FIELDS, shown.encode()[:MAX_IGNORED_BYTES])] if names else []
