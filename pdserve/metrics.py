@@ -235,6 +235,11 @@ class Distribution:
         self._counts[bisect_left(self._bounds, amount)] += count
         self.total += amount * count
 
+    @property
+    def count(self) -> int:
+        """How many values were observed."""
+        return sum(self._counts)
+
     def buckets(self) -> list[tuple[str, float]]:
         """Return how many values are at most each bound; bounds are texts in Prometheus' format."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]

@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.credentials import Connections
 from pdserve.ids import RequestId
-from pdserve.metrics import FRONTENDS, FRONTENDS_LOST, Sample, connection_samples
+from pdserve.metrics import E2E, FRONTENDS, FRONTENDS_LOST, INFERENCE, QUEUE, Sample, connection_samples
 from pdserve.metrics_server import metrics_text
 from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
@@ -21,7 +21,7 @@ from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, Readin
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import Live
-from pdserve.router.metrics import Ends, router_samples
+from pdserve.router.metrics import OK, Ends, router_samples
 from pdserve.router.shell import Shell
 
 
@@ -110,7 +110,19 @@ class Hub:
             num_tokens += (known.num_pages - num_free) * known.layout.page_size
             max_num_tokens += known.num_pages * known.layout.page_size
             max_num_seqs += known.max_num_seqs
-        return EngineState(core.is_ready, core.num_active, core.num_held, num_tokens, max_num_tokens, max_num_seqs)
+        ended, ends = core.placements.ended, self.outcomes
+        return EngineState(
+            is_ready=core.is_ready,
+            num_running=core.num_active,
+            num_waiting=core.num_held,
+            num_tokens=num_tokens,
+            max_num_tokens=max_num_tokens,
+            max_num_seqs=max_num_seqs,
+            answered=ends.span(E2E),
+            queued=ends.span(QUEUE),
+            computed=ends.span(INFERENCE),
+            num_failed=ended.total() - ended[OK] + ends.num_invalid + self.tenants.over_limit.total(),
+        )
 
     def abort(self, tenant: str, names: Sequence[str]) -> None:
         for abort in self.aborts:

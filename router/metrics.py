@@ -12,6 +12,7 @@ from pdserve.router.because import Cause
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.core import RouterCore
 from pdserve.router.events import RequestArrived
+from pdserve.router.frontend.backend import Span
 from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import WORKER_STATES, state_of
@@ -23,7 +24,7 @@ from pdserve.router.timeline import Ledger
 _LATELY = 1000  # ended requests of a class that the attainment is taken of
 _OBJECTIVES = ("ttft", "tpot")
 _CLASSES = ("high", "normal", "low")  # of priorities over, at and under 0
-_OK = "OK"
+OK = "OK"
 _PARTS = (  # of a request's life, from one stage to another
     (metrics.TTFT, Stage.RECEIVED, Stage.FIRST_TOKEN),
     (metrics.E2E, Stage.RECEIVED, Stage.FINISHED),
@@ -87,6 +88,15 @@ class Ends:
             if ledger.attempts == 1 and predicted_ms and observed_ms:
                 self._ratios[objective].observe(observed_ms / predicted_ms)
 
+    @property
+    def num_invalid(self) -> int:
+        return self._invalid.total()
+
+    def span(self, metric: Metric) -> Span:
+        """Return a part of _PARTS, over answered requests."""
+        seen = next(seen for (of, *_), (seen, *_) in zip(_PARTS, self._parts, strict=True) if of is metric)
+        return Span(seen.count, seen.total)
+
     def samples(self) -> Iterator[Sample]:
         model = (self._model,)
         yield from (Sample(metric, seen[0], model) for (metric, *_), seen in zip(_PARTS, self._parts, strict=True))
@@ -133,7 +143,7 @@ def _requests(core: RouterCore, tenants: Uses) -> Iterator[Sample]:
     placements = core.placements
     refused = placements.refused_because + tenants.over_limit
     yield Sample(metrics.ARRIVED, placements.demand.counted().num_requests)
-    yield from _all(metrics.ENDED, (_OK, *(status.value for status in Status)), placements.ended)
+    yield from _all(metrics.ENDED, (OK, *(status.value for status in Status)), placements.ended)
     yield from (Sample(metrics.REFUSED, refused[cause], (cause.value,)) for cause in Cause)
     yield Sample(metrics.ACTIVE, core.num_active)
     yield Sample(metrics.HELD, core.num_held)

@@ -65,6 +65,16 @@ class GRPCInferenceServiceStub:
                 request_serializer=proto_dot_v1_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
                 response_deserializer=proto_dot_v1_dot_open__inference__pb2.ModelConfigResponse.FromString,
                 _registered_method=True)
+        self.RepositoryIndex = channel.unary_unary(
+                '/inference.GRPCInferenceService/RepositoryIndex',
+                request_serializer=proto_dot_v1_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
+                _registered_method=True)
+        self.ModelStatistics = channel.unary_unary(
+                '/inference.GRPCInferenceService/ModelStatistics',
+                request_serializer=proto_dot_v1_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
+                _registered_method=True)
         self.ModelInfer = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelInfer',
                 request_serializer=proto_dot_v1_dot_open__inference__pb2.ModelInferRequest.SerializeToString,
@@ -123,6 +133,20 @@ class GRPCInferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RepositoryIndex(self, request, context):
+        """The models that the server has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ModelStatistics(self, request, context):
+        """What a model has done since its router started.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ModelInfer(self, request, context):
         """Answers a prompt with one reply.
         """
@@ -169,6 +193,16 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.ModelConfig,
                     request_deserializer=proto_dot_v1_dot_open__inference__pb2.ModelConfigRequest.FromString,
                     response_serializer=proto_dot_v1_dot_open__inference__pb2.ModelConfigResponse.SerializeToString,
+            ),
+            'RepositoryIndex': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepositoryIndex,
+                    request_deserializer=proto_dot_v1_dot_open__inference__pb2.RepositoryIndexRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_open__inference__pb2.RepositoryIndexResponse.SerializeToString,
+            ),
+            'ModelStatistics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ModelStatistics,
+                    request_deserializer=proto_dot_v1_dot_open__inference__pb2.ModelStatisticsRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_open__inference__pb2.ModelStatisticsResponse.SerializeToString,
             ),
             'ModelInfer': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfer,
@@ -344,6 +378,60 @@ class GRPCInferenceService:
             '/inference.GRPCInferenceService/ModelConfig',
             proto_dot_v1_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
             proto_dot_v1_dot_open__inference__pb2.ModelConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepositoryIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/RepositoryIndex',
+            proto_dot_v1_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
+            proto_dot_v1_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ModelStatistics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/ModelStatistics',
+            proto_dot_v1_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
+            proto_dot_v1_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
             options,
             channel_credentials,
             insecure,

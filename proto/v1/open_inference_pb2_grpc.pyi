@@ -47,6 +47,10 @@ class GRPCInferenceServiceStub:
     """The tensors of a model."""
     ModelConfig: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelConfigRequest, _open_inference_pb2.ModelConfigResponse]
     """The same, as Triton describes a model."""
+    RepositoryIndex: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.RepositoryIndexRequest, _open_inference_pb2.RepositoryIndexResponse]
+    """The models that the server has."""
+    ModelStatistics: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelStatisticsRequest, _open_inference_pb2.ModelStatisticsResponse]
+    """What a model has done since its router started."""
     ModelInfer: _grpc.UnaryUnaryMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelInferResponse]
     """Answers a prompt with one reply."""
     ModelStreamInfer: _grpc.StreamStreamMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelStreamInferResponse]
@@ -69,6 +73,10 @@ class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
     """The tensors of a model."""
     ModelConfig: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelConfigRequest, _open_inference_pb2.ModelConfigResponse]  # type: ignore[assignment]
     """The same, as Triton describes a model."""
+    RepositoryIndex: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.RepositoryIndexRequest, _open_inference_pb2.RepositoryIndexResponse]  # type: ignore[assignment]
+    """The models that the server has."""
+    ModelStatistics: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelStatisticsRequest, _open_inference_pb2.ModelStatisticsResponse]  # type: ignore[assignment]
+    """What a model has done since its router started."""
     ModelInfer: _aio.UnaryUnaryMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelInferResponse]  # type: ignore[assignment]
     """Answers a prompt with one reply."""
     ModelStreamInfer: _aio.StreamStreamMultiCallable[_open_inference_pb2.ModelInferRequest, _open_inference_pb2.ModelStreamInferResponse]  # type: ignore[assignment]
@@ -124,6 +132,22 @@ class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_open_inference_pb2.ModelConfigResponse, _abc.Awaitable[_open_inference_pb2.ModelConfigResponse]]:
         """The same, as Triton describes a model."""
+
+    @_abc_1.abstractmethod
+    def RepositoryIndex(
+        self,
+        request: _open_inference_pb2.RepositoryIndexRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_open_inference_pb2.RepositoryIndexResponse, _abc.Awaitable[_open_inference_pb2.RepositoryIndexResponse]]:
+        """The models that the server has."""
+
+    @_abc_1.abstractmethod
+    def ModelStatistics(
+        self,
+        request: _open_inference_pb2.ModelStatisticsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_open_inference_pb2.ModelStatisticsResponse, _abc.Awaitable[_open_inference_pb2.ModelStatisticsResponse]]:
+        """What a model has done since its router started."""
 
     @_abc_1.abstractmethod
     def ModelInfer(

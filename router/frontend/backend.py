@@ -29,6 +29,17 @@ class Readiness:
 
 
 @value
+class Span:
+    """A part of requests' lives, over those that have ended since the router started."""
+
+    count: int
+    total_s: float
+
+
+NONE = Span(0, 0.0)
+
+
+@value
 class EngineState:
     """The workers of a router as one engine."""
 
@@ -38,6 +49,10 @@ class EngineState:
     num_tokens: int  # in pages that are in use on decode workers
     max_num_tokens: int  # that these have pages for
     max_num_seqs: int  # that these run at once
+    answered: Span = NONE  # requests, from their arrival to their end
+    queued: Span = NONE  # the part before their prompts began
+    computed: Span = NONE  # the part after that
+    num_failed: int = 0  # requests that ended without their answer, invalid ones among them
 
 
 class Outcomes(Protocol):

@@ -8,7 +8,7 @@ Errors name the field, its value and the limit.
 import asyncio
 import math
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -155,9 +155,7 @@ class Prompts:
     def _in_vocabulary(self, ids: TokenIds, field: str) -> TokenIds:
         """Return the ids; RequestError names the first for which the model has no embedding."""
         if largest(ids) >= self._model.vocab_size:
-            position, token_id = next((place, i) for place, i in enumerate(ids) if i >= self._model.vocab_size)
-            limit = self._model.vocab_size - 1
-            raise invalid(field, f"token id {token_id} at position {position} is outside [0, {limit}]")
+            check_ids(ids, field, self._model.vocab_size)
         return ids
 
     def _check_length(self, field: str, text: str, max_model_len: int) -> None:
@@ -224,6 +222,13 @@ class Prompts:
     def _trim(self) -> None:
         self._trimming = None
         self._threads.submit(trim_memory)
+
+
+def check_ids(ids: Iterable[int], field: str, vocab_size: int) -> None:
+    """Raise RequestError that names the first token id which is not in the vocabulary."""
+    for position, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise invalid(field, f"token id {token_id} at position {position} is outside [0, {vocab_size - 1}]")
 
 
 def check_terms(

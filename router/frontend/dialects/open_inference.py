@@ -13,6 +13,7 @@ from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
+from pdserve.router.frontend.backend import Span
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import DeniedError, OverLimitError, RefusedError
 from pdserve.router.frontend.dialects.open_inference_request import (
@@ -86,9 +87,35 @@ class OpenInference(GRPCInferenceServiceServicer):
     async def ServerMetadata(
         self, request: protocol.ServerMetadataRequest, context: AnyContext
     ) -> protocol.ServerMetadataResponse:
-        return protocol.ServerMetadataResponse(
-            name=PLATFORM, version=pdserve.__version__, extensions=["model_configuration", "parameters"]
+        extensions = ["model_configuration", "model_repository", "parameters", "statistics"]
+        return protocol.ServerMetadataResponse(name=PLATFORM, version=pdserve.__version__, extensions=extensions)
+
+    async def RepositoryIndex(
+        self, request: protocol.RepositoryIndexRequest, context: AnyContext
+    ) -> protocol.RepositoryIndexResponse:
+        is_ready, entry = self._intake.backend.readiness().is_ready, protocol.RepositoryIndexResponse.ModelIndex
+        state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no pair of workers serves")
+        names = self._intake.model.names if is_ready or not request.ready else ()
+        models = [entry(name=name, version=VERSION, state=state, reason=reason) for name in names]
+        return protocol.RepositoryIndexResponse(models=models)
+
+    async def ModelStatistics(
+        self, request: protocol.ModelStatisticsRequest, context: AnyContext
+    ) -> protocol.ModelStatisticsResponse:
+        await self._check(request.name, request.version, context)
+        engine = await self._intake.backend.engine()
+        found = protocol.ModelStatistics(
+            name=request.name or self._intake.model.name,
+            version=VERSION,
+            inference_count=engine.answered.count,
+            inference_stats=protocol.InferStatistics(
+                success=_duration(engine.answered),
+                fail=protocol.StatisticDuration(count=engine.num_failed),
+                queue=_duration(engine.queued),
+                compute_infer=_duration(engine.computed),
+            ),
         )
+        return protocol.ModelStatisticsResponse(model_stats=[found])
 
     async def ModelMetadata(
         self, request: protocol.ModelMetadataRequest, context: AnyContext
@@ -127,6 +154,10 @@ class OpenInference(GRPCInferenceServiceServicer):
         async with denying(context):
             check_model(name, self._intake.model)
             check_version(name, version)
+
+
+def _duration(span: Span) -> protocol.StatisticDuration:
+    return protocol.StatisticDuration(count=span.count, ns=round(span.total_s * 1e9))
 
 
 class _Stream:

@@ -1,6 +1,7 @@
 """Translates requests of the Open Inference Protocol to GenerateRequests, and texts to its tensors."""
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,8 @@ def _inputs(message: protocol.ModelInferRequest) -> dict[str, bytes | bool]:
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise invalid("raw_input_contents", f"{len(raw)} are given for {len(message.inputs)} inputs")
+    if twice := [name for name, count in Counter(tensor.name for tensor in message.inputs).items() if count > 1]:
+        raise invalid("inputs", f"{echo(twice[0], repr)} is there more than once")
     return {tensor.name: _one(tensor, raw[place] if raw else None) for place, tensor in enumerate(message.inputs)}
 
 

@@ -36,7 +36,7 @@ from pdserve.router.frontend.openai.reply import respond
 from pdserve.router.frontend.openai.sites import Sites, adding, check_json
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page import Page
-from pdserve.router.frontend.prompts import too_long, usable_label
+from pdserve.router.frontend.prompts import check_ids, too_long, usable_label
 from pdserve.router.frontend.served import check_model
 from pdserve.text.tokenizer import Tokenizer
 
@@ -234,6 +234,7 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
             limit, num_tokens = intake.max_model_len(), len(body.tokens)
             if num_tokens > limit:
                 raise invalid("tokens", too_long(f"{num_tokens} are too many", limit))
+            check_ids(body.tokens, "tokens", model.vocab_size)
             visit.spend(num_tokens)
             text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
             return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

@@ -107,6 +107,7 @@ class Generation(Body):
 class TextPart(Body):
     type: str
     text: str | None = None
+    refusal: str | None = Field(None, description="Of a part of type refusal, which assistants' messages may have.")
 
 
 class Message(Body):
@@ -114,6 +115,7 @@ class Message(Body):
 
     role: str
     content: str | list[TextPart] | None = None
+    refusal: str | None = Field(None, description="What an assistant answered in place of content.")
     name: str | None = None
     tool_calls: list[Object] | None = None
     tool_call_id: str | None = None

@@ -168,13 +168,20 @@ def _message(message: Message, place: int) -> inference.ChatMessage:
 
 
 def _text(message: Message, place: int) -> str | None:
+    if message.content is None and message.role == "assistant":
+        return message.refusal
     if message.content is None or isinstance(message.content, str):
         return message.content
+    texts: list[str] = []
     for part in message.content:
-        if part.type not in ("text", "input_text") or part.text is None:
+        text = part.text if part.type in ("text", "input_text") else None
+        if part.type == "refusal" and message.role == "assistant":
+            text = part.refusal
+        if text is None:
             problem = f"parts of type {echo(part.type, repr)} are not supported; 'text' is"
             raise invalid(f"messages[{place}].content", problem)
-    return "\n".join(part.text for part in message.content if part.text is not None)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _json(value: object) -> str:

@@ -201,6 +201,11 @@ async def iter_replies(call: grpc.aio.StreamStreamCall) -> AsyncIterator[object]
             "text_input: more values than one of shape [1], ",
         ),
         (
+            protocol.ModelInferRequest(inputs=[*request().inputs, *request("other").inputs]),
+            INVALID,
+            "inputs: 'text_input' is there more than once",
+        ),
+        (
             protocol.ModelInferRequest(
                 inputs=[Input(name="stream", datatype="BOOL", shape=[1])], raw_input_contents=[b"\1\1\1"]
             ),
@@ -239,6 +244,41 @@ async def test_clients_learn_what_is_served(start_router: StartRouter) -> None:
     assert config.model_transaction_policy.decoupled
     with pytest.raises(grpc.aio.AioRpcError):
         await stub.ModelConfig(protocol.ModelConfigRequest(name="gpt-5"))
+
+
+async def test_the_repository_has_every_name_with_its_state(start_router: StartRouter) -> None:
+    router = await start_router(served_model_aliases=["other"], pool_grace_s=0)
+    stub = GRPCInferenceServiceStub(router.public)
+    found = (await stub.RepositoryIndex(protocol.RepositoryIndexRequest())).models
+    expected = [(name, "1", "UNAVAILABLE", "no pair of workers serves") for name in (MODEL, "other")]
+    assert [(each.name, each.version, each.state, each.reason) for each in found] == expected
+    assert not (await stub.RepositoryIndex(protocol.RepositoryIndexRequest(ready=True))).models
+    await router.pair()
+    found = (await stub.RepositoryIndex(protocol.RepositoryIndexRequest(ready=True))).models
+    assert [(each.name, each.state) for each in found] == [(MODEL, "READY"), ("other", "READY")]
+
+
+async def test_statistics_count_what_was_answered_and_what_failed(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    stub = GRPCInferenceServiceStub(router.public)
+    asked = protocol.ModelStatisticsRequest(name=MODEL)
+    (before,) = (await stub.ModelStatistics(asked)).model_stats
+    assert (before.inference_count, before.inference_stats.success.ns, before.inference_stats.fail.count) == (0, 0, 0)
+    for _ in range(3):
+        await infer(router, request(max_tokens=4))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await infer(router, request(top_p=7.0))
+    for name in (MODEL, ""):
+        (found,) = (await stub.ModelStatistics(protocol.ModelStatisticsRequest(name=name))).model_stats
+        stats = found.inference_stats
+        assert (found.name, found.version, found.inference_count) == (MODEL, "1", 3)
+        assert (stats.success.count, stats.queue.count, stats.compute_infer.count, stats.fail.count) == (3, 3, 3, 1)
+        assert stats.success.ns == pytest.approx(stats.queue.ns + stats.compute_infer.ns, abs=10)
+        assert stats.success.ns > 0
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.ModelStatistics(protocol.ModelStatisticsRequest(name="gpt-5"))
+    assert refused.value.code() is NOT_FOUND
 
 
 async def test_reflection_lists_every_dialect(start_router: StartRouter) -> None:

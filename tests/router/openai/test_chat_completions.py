@@ -274,6 +274,27 @@ async def test_unknown_fields_are_accepted_and_named(start_http: StartHttp) -> N
     assert "x-ignored-fields" not in (await door.post("/v1/completions", **known)).headers
 
 
+async def test_a_refusal_of_an_assistant_is_part_of_the_conversation(start_http: StartHttp) -> None:
+    door = await start_http()
+    refusal = "I can not."
+    spellings: list[dict[str, Any]] = [
+        {"content": [{"type": "refusal", "refusal": refusal}]},
+        {"content": None, "refusal": refusal},
+        {"content": refusal, "refusal": None},
+    ]
+    for given in spellings:
+        answer = await door.post(
+            "/v1/chat/completions", messages=[*HELLO, {"role": "assistant", **given}, *HELLO], max_tokens=1
+        )
+        assert answer.status_code == 200, answer.text
+        assert "x-ignored-fields" not in answer.headers
+    prefills = door.router.workers["p0"].prefills
+    prompts = {TOKENIZER.decode(token_ids_of(sent.spec)) for sent in prefills}
+    assert prompts == {f"user: hello\nassistant: {refusal}\nuser: hello\nassistant:"}
+    bad = await door.post("/v1/chat/completions", messages=[{"role": "user", **spellings[0]}])
+    assert bad.status_code == 400
+
+
 async def test_the_whole_template_is_reached(start_http: StartHttp) -> None:
     template = "{{ tools | tojson }}{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
     door = await start_http(template=template)

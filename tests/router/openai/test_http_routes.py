@@ -33,6 +33,14 @@ async def test_text_becomes_tokens_and_text_again(start_http: StartHttp) -> None
     assert (await door.post("/tokenize")).json()["error"]["param"] == "prompt"
     assert (await door.post("/detokenize", tokens=[0] * 4097)).json()["error"]["param"] == "tokens"
     assert (await door.post("/detokenize", tokens=["x"])).json()["error"]["param"] == "tokens.0"
+    assert (await door.post("/detokenize", tokens=[-1])).json()["error"]["param"] == "tokens.0"
+    assert (await door.post("/detokenize", tokens=[])).json() == {"prompt": ""}
+    for unknown in (TOKENIZER.vocab_size, 2**32 - 1):
+        error = (await door.post("/detokenize", tokens=[5, unknown])).json()["error"]
+        assert (
+            error["message"] == f"tokens: token id {unknown} at position 1 is outside [0, {TOKENIZER.vocab_size - 1}]"
+        )
+        assert error["param"] == "tokens"
     assert (await door.post("/tokenize", prompt="hello")).json()["token_strs"] is None
     for path in ("/tokenize", "/detokenize"):
         large = await door.post(path, prompt="a" * MAX_TOKEN_BODY_BYTES, tokens=[])
