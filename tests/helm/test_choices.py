@@ -60,7 +60,7 @@ REFUSED: list[tuple[Manifest, str]] = [
     ),
     (
         {"tls.public": {"issuerRef": {"name": "i"}}},
-        "tls.public.issuerRef.name: has no effect unless tls.public.from is certManager",
+        "tls.public.issuerRef: has no effect unless tls.public.from is certManager",
     ),
     ({"tls.public": {"from": "certManager"}}, "tls.public.issuerRef.name: is required where"),
     ({"tls.identity.from": "certManager"}, "tls.identity.issuerRef.name: is required where"),

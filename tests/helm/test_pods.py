@@ -76,6 +76,9 @@ def test_no_other_pod_may_run_as_the_operator() -> None:
 def test_the_grace_period_has_room_for_the_drain_and_for_the_sleep_before_it() -> None:
     found = pods(rendered({"router.preStopSleepSeconds": 90, "router.drainTimeoutSeconds": 10}))
     assert found["router"]["terminationGracePeriodSeconds"] == 90 + 10 + 30
+    hook = {"preStop": {"sleep": {"seconds": 7}}}
+    found = pods(rendered({"pods.lifecycle": hook, "pods.drainTimeoutSeconds": 10}))
+    assert [found[pool]["terminationGracePeriodSeconds"] for pool in ("router", "decode")] == [7 + 10 + 30] * 2
 
 
 def _subjects(manifests: list[Manifest]) -> set[str]:

@@ -19,7 +19,7 @@ Manifest = dict[str, Any]
 def helm(*arguments: str, check: bool = True, values: Manifest | None = None) -> "subprocess.CompletedProcess[str]":
     """Run helm, whose errors are shown where it is to succeed. It reads `values` where --values=- is an argument."""
     command = [str(Path(sys.executable).with_name("helm")), *arguments]
-    given = yaml.dump(values, Dumper=yaml.CSafeDumper)
+    given = json.dumps(values, ensure_ascii=False).replace("\ufeff", "\\ufeff")
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=120)
     assert not check or done.returncode == 0, done.stderr
     return done

@@ -10,6 +10,8 @@ import jsonschema
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
 
+from pdserve.autoscaler.definition import GROUP, VERSION, definition
+
 Manifest = dict[str, Any]
 
 # Where models of others' resources are; those that no package has are written below.
@@ -32,6 +34,9 @@ def _validator(api_version: str, kind: str, version: str) -> Any:  # noqa: ANN40
         return jsonschema.Draft202012Validator(_of_model(getattr(importlib.import_module(_MODELS[api_version]), kind)))
     if api_version == "gateway.networking.k8s.io/v1":
         return jsonschema.Draft202012Validator(_route())
+    if api_version == f"{GROUP}/{VERSION}":
+        (known,) = definition()["spec"]["versions"]
+        return jsonschema.Draft202012Validator(known["schema"]["openAPIV3Schema"])
     group, _, name = api_version.rpartition("/")
     file = "-".join(part for part in (kind.lower(), group.split(".")[0], name) if part)
     return jsonschema.Draft7Validator(_read(version, f"{file}.json"), registry=_definitions(version))

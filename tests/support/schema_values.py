@@ -16,6 +16,7 @@ _KNOWN = {
     *("oneOf", "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     *("multipleOf", "$ref", "$schema", "$defs", "description", "title", "default", "format", "discriminator"),
 }
+_NOT_YAML = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")  # what no values can hold
 _FEW = 3  # members of a list, and keys of a map
 
 
@@ -24,10 +25,16 @@ class Values:
 
     def __init__(self, schema: Schema) -> None:
         self._root = schema
+        self._made = dict[int, Strategy]()
 
     def of(self, schema: Schema) -> Strategy:
-        """Return a strategy for values of a part of the schema."""
+        """Return a strategy for values of a part of the schema; one for each part, which is costly to make."""
         schema = self.resolved(schema)
+        if id(schema) not in self._made:
+            self._made[id(schema)] = self._make(schema)
+        return self._made[id(schema)]
+
+    def _make(self, schema: Schema) -> Strategy:
         assert schema.keys() <= _KNOWN, schema.keys() - _KNOWN
         if members := schema.get("anyOf") or schema.get("oneOf"):
             return st.one_of([self.of(each) for each in members])
@@ -82,11 +89,9 @@ class Values:
             keys = _closed({*required, *chosen}, schema.get("dependencies", {}))
             return st.fixed_dictionaries({key: parts[key] for key in sorted(keys)})
 
-        # Half the objects have few keys: a large one is rarely right as a whole.
         sizes = st.lists(st.sampled_from(optional), unique=True, min_size=least, max_size=most) if most else st.just([])
-        excluded = schema.get("not", {}).get("required")
-        found = sizes.flatmap(drawn)
-        return found if excluded is None else found.filter(lambda value: not value.keys() >= set(excluded))
+        excluded = [set(each["required"]) for each in schema.get("not", {}).get("anyOf", [])]
+        return sizes.flatmap(drawn).filter(lambda value: not any(value.keys() >= keys for keys in excluded))
 
     def _map(self, schema: Schema) -> Strategy:
         values = schema.get("additionalProperties", False)
@@ -115,6 +120,7 @@ def _closed(keys: set[str], dependencies: dict[str, list[str]]) -> set[str]:
 def _texts(pattern: str, least: int, most: int) -> Strategy:
     whole = re.compile(pattern, re.ASCII)  # as Go reads it
     found = st.from_regex(whole, fullmatch=True)
+    found = found.filter(lambda text: _NOT_YAML.search(text) is None)
     return found.filter(lambda text: least <= len(text) <= most and not (text.endswith("\n") and "$" in pattern))
 
 

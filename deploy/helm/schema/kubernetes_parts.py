@@ -5,6 +5,7 @@ Every text has a pattern. A part of a manifest that an API server would refuse i
 
 import json
 from importlib.resources import files
+from itertools import combinations
 from typing import Any
 
 Schema = dict[str, Any]
@@ -40,6 +41,7 @@ TEXT: Schema = {
     "pattern": "^[^\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\ufffe\uffff]*$",
 }  # what YAML can carry
 WORD = like("[!-~]+")
+IMAGE = like(r"[A-Za-z0-9][-A-Za-z0-9._]*(:\d+)?(/[A-Za-z0-9][-A-Za-z0-9._]*)*([:@][A-Za-z0-9][A-Za-z0-9._:-]*)?")
 NAME = like(_LABEL)
 SUBDOMAIN = like(_DOMAIN, 253)
 HOST = like(rf"(\*\.)?{_DOMAIN}", 253)
@@ -47,10 +49,12 @@ KEY = like("[-._a-zA-Z0-9]+", 253)
 QUALIFIED = f"({_DOMAIN}/)?{_WORD}"
 LABELS = map_of(QUALIFIED, like(f"({_WORD})?"))
 ANNOTATIONS = map_of(QUALIFIED, TEXT)
+_RESOURCE = rf"cpu|memory|ephemeral-storage|{_DOMAIN}/{_WORD}"
+_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 QUANTITY: Schema = {"anyOf": [like(r"\d{1,15}(\.\d{1,3})?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?"), integer(0, 2**53)]}
 PERCENT = like("([0-9]|[1-9][0-9]|100)%")
 PORT = integer(1, 65535)
-PATH = like(r"/[^\x00-\x20:\x7f]*")
+PATH = like("/[!-9;-~]*")
 CIDR = like(
     r"(\d{1,2}|1\d\d|2[0-4]\d|25[0-5])(\.(\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5])){3}/(\d|[12]\d|3[0-2])|[0-9a-f:]+:[0-9a-f:]*/\d{1,3}"
 )
@@ -70,8 +74,8 @@ _REFINED: dict[str, Schema] = {
     **dict.fromkeys(("Toleration.key", "TopologySpreadConstraint.topologyKey"), like(QUALIFIED)),
     **dict.fromkeys(("PodAffinityTerm.topologyKey", "NodeSelectorRequirement.key"), like(QUALIFIED)),
     **dict.fromkeys(("PodAffinityTerm.namespaces",), list_of(NAME)),
-    **dict.fromkeys(("ResourceRequirements.limits", "ResourceRequirements.requests"), map_of(QUALIFIED, QUANTITY)),
-    **dict.fromkeys(("Container.image", "ImageVolumeSource.reference"), WORD),
+    **dict.fromkeys(("ResourceRequirements.limits", "ResourceRequirements.requests"), map_of(_RESOURCE, QUANTITY)),
+    **dict.fromkeys(("Container.image", "ImageVolumeSource.reference"), IMAGE),
     **dict.fromkeys(
         ("Container.imagePullPolicy", "ImageVolumeSource.pullPolicy"), one_of("Always", "IfNotPresent", "Never")
     ),
@@ -83,6 +87,7 @@ _REFINED: dict[str, Schema] = {
     ),
     "PodSecurityContext.supplementalGroups": list_of(integer(1)),
     "PodSecurityContext.fsGroupChangePolicy": one_of("OnRootMismatch", "Always"),
+    "AppArmorProfile.type": one_of("RuntimeDefault", "Unconfined"),
     "SeccompProfile.type": one_of("RuntimeDefault", "Unconfined"),
     "PersistentVolumeClaimVolumeSource.claimName": SUBDOMAIN,
     "EmptyDirVolumeSource.medium": one_of("", "Memory"),
@@ -100,7 +105,7 @@ _REFINED: dict[str, Schema] = {
     "ContainerPort.containerPort": PORT,
     "ContainerPort.hostPort": PORT,
     "ContainerPort.protocol": one_of("TCP", "UDP", "SCTP"),
-    "SleepAction.seconds": integer(1),
+    "SleepAction.seconds": integer(1, 30),  # less than any grace period
     "DeploymentStrategy.type": one_of("Recreate", "RollingUpdate"),
     "RollingUpdateDeployment.maxSurge": {"anyOf": [integer(0), PERCENT]},
     "RollingUpdateDeployment.maxUnavailable": {"anyOf": [integer(0), PERCENT]},
@@ -120,10 +125,26 @@ _REFINED: dict[str, Schema] = {
     "HPAScalingRules.selectPolicy": one_of("Max", "Min", "Disabled"),
 }
 
+
+def _at_most_one(*keys: str) -> Schema:
+    return {"not": {"anyOf": [{"required": list(pair)} for pair in combinations(keys, 2)]}}
+
+
 # Limits of a definition as a whole, and what it requires beside what Kubernetes' schema does.
 _WHOLE: dict[str, Schema] = {
     "Container": {"required": ["name", "image"]},
-    "EnvVar": {"not": {"required": ["value", "valueFrom"]}},
+    # Those that run on beside the others alone have hooks and probes.
+    "InitContainer": {
+        "required": ["name", "image"],
+        "dependencies": {key: ["restartPolicy"] for key in ("lifecycle", *_PROBES)},
+    },
+    "EnvVar": _at_most_one("value", "valueFrom"),
+    "Toleration": {"dependencies": {"value": ["key"], "tolerationSeconds": ["effect"]}},
+    "Probe": _at_most_one("exec", "grpc", "httpGet", "tcpSocket"),
+    "NetworkPolicyPeer": {**_at_most_one("ipBlock", "podSelector"), "minProperties": 1},
+    "DownwardAPIVolumeFile": _at_most_one("fieldRef", "resourceFieldRef"),
+    "VolumeProjection": {"minProperties": 1, "maxProperties": 1},
+    "EnvFromSource": _at_most_one("configMapRef", "secretRef"),
     "EnvVarSource": {"minProperties": 1, "maxProperties": 1},
     "LifecycleHandler": {"minProperties": 1, "maxProperties": 1},
     "Volume": {"minProperties": 2, "maxProperties": 2},
@@ -147,7 +168,8 @@ _LEFT_OUT = {
         "terminationMessagePath",
         "terminationMessagePolicy",
     ),
-    *("clusterTrustBundle", "volumeDevices", "ephemeral", "gitRepo", "flexVolume", "flocker"),
+    *("claims", "hostIP", "hostPort", "localhostProfile", "procMount", "mountPropagation", "recursiveReadOnly"),
+    *("subPathExpr", "clusterTrustBundle", "volumeDevices", "ephemeral", "gitRepo", "flexVolume", "flocker"),
     *("awsElasticBlockStore", "azureDisk", "azureFile", "cephfs", "cinder", "fc", "gcePersistentDisk", "glusterfs"),
     *("iscsi", "photonPersistentDisk", "portworxVolume", "quobyte", "rbd", "scaleIO", "storageos", "vsphereVolume"),
 }
@@ -168,7 +190,7 @@ LISTS = {
     "extraEnvFrom": "EnvFromSource",
     "extraVolumes": "Volume",
     "extraVolumeMounts": "VolumeMount",
-    "initContainers": "Container",
+    "initContainers": "InitContainer",
     "extraContainers": "Container",
     "imagePullSecrets": "LocalObjectReference",
     "clients": "NetworkPolicyPeer",
@@ -183,6 +205,7 @@ LISTS = {
 def definitions(version: str) -> dict[str, Schema]:
     """Return the definitions of all parts, by their short names, for a version of Kubernetes such as 1.31."""
     given, found = _given(version), dict[str, Schema]()
+    given["InitContainer"] = given["Container"]
     left = sorted({*PARTS.values(), *LISTS.values()})
     while left:
         name = left.pop()
@@ -209,10 +232,11 @@ def _given(version: str) -> dict[str, Schema]:
 
 def _refined(name: str, given: Schema) -> Schema:
     """Return a definition with the patterns and limits that the API server checks, without texts for people."""
+    known = name.replace("InitContainer", "Container")
     properties = {
-        key: _REFINED.get(f"{name}.{key}", _plain(schema))
+        key: _REFINED.get(f"{known}.{key}", _plain(schema))
         for key, schema in given.get("properties", {}).items()
-        if key not in _LEFT_OUT
+        if key not in _LEFT_OUT and f"{name}.{key}" != "Container.restartPolicy"
     }
     required = {"required": given["required"]} if "required" in given else {}
     return {

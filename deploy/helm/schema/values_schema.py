@@ -107,7 +107,7 @@ KEYS: dict[str, Schema] = {
     "model.path": _or_empty(like("[!-~]+")),
     "servedName": _or_empty(parts.TEXT),
     "subPath": _or_empty(like(r"[A-Za-z0-9_-][\w.-]*(/[A-Za-z0-9_-][\w.-]*)*")),
-    "image.reference": _or_empty(parts.WORD),
+    "image.reference": _or_empty(parts.IMAGE),
     "hub.repository": _or_empty(like(f"{_MODEL}/{_MODEL}")),
     "revision": like(r"\w[\w./-]*"),
     "prompt": parts.TEXT,
@@ -175,6 +175,9 @@ class _Plain(Untitled):
 
     def default_schema(self, schema: Any) -> Any:  # noqa: ANN401 - pydantic's
         return self.generate_inner(schema["schema"])
+
+    def nullable_schema(self, schema: Any) -> Any:  # noqa: ANN401 - pydantic's
+        return self.generate_inner(schema["schema"])  # to Helm, null means a key that is left out
 
     def str_schema(self, schema: Any) -> Any:  # noqa: ANN401 - pydantic's
         return {**parts.TEXT, **super().str_schema(schema)}

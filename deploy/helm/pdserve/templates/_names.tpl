@@ -8,8 +8,8 @@
 {{- end }}
 
 {{- define "pdserve.selector" -}}
-app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "pdserve.labels" -}}
@@ -22,8 +22,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{/* Metadata of an object: takes (list root suffix). */}}
 {{- define "pdserve.metadata" -}}
 {{- $root := index . 0 -}}
-name: {{ include "pdserve.name" $root }}{{ with index . 1 }}-{{ . }}{{ end }}
-namespace: {{ $root.Release.Namespace }}
+name: {{ printf "%s-%s" (include "pdserve.name" $root) (index . 1) | trimSuffix "-" | quote }}
+namespace: {{ $root.Release.Namespace | quote }}
 labels: {{- include "pdserve.labels" $root | nindent 2 }}
 {{- end }}
 
@@ -59,7 +59,7 @@ What a value implies is filled in: the image of workers, and the limit of a disr
 {{- $common := deepCopy $values.pods -}}
 {{- if has $component (list "prefill" "decode") -}}{{- $common = mergeOverwrite $common (deepCopy $values.workers) -}}{{- end -}}
 {{- $common = mergeOverwrite $common (deepCopy (index $values (eq $component "autoscaler" | ternary "operator" $component))) -}}
-{{- if not $common.image.repository -}}
+{{- if and $common.devices (not $common.image.repository) -}}
 {{- $_ := set $common.image "repository" (eq (int $common.devices.count) 0 | ternary "pdserve-worker-cpu" "pdserve-worker-cuda") -}}
 {{- end -}}
 {{- toJson $common -}}

@@ -2,17 +2,20 @@
 {{- define "pdserve.pod" -}}
 {{- $root := .root -}}{{- $values := .values -}}
 {{- $model := and (ne .component "autoscaler") $root.Values.model -}}
-serviceAccountName: {{ include "pdserve.account" (list $root .component) }}
+{{- $hooks := dict -}}
+{{- with $values.preStopSleepSeconds }}{{ $_ := set $hooks "preStop" (dict "sleep" (dict "seconds" .)) }}{{ end -}}
+{{- range $hook, $handler := $values.lifecycle }}{{ $_ := set $hooks $hook $handler }}{{ end -}}
+serviceAccountName: {{ include "pdserve.account" (list $root .component) | quote }}
 automountServiceAccountToken: {{ eq .component "autoscaler" }}
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ add $values.drainTimeoutSeconds (default 0 $values.preStopSleepSeconds) 30 }}
+terminationGracePeriodSeconds: {{ add $values.drainTimeoutSeconds (dig "preStop" "sleep" "seconds" 0 $hooks) 30 }}
 securityContext: {{- toYaml $values.podSecurityContext | nindent 2 }}
 {{- with $root.Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" }}
 {{- with index $values $key }}
-{{ $key }}: {{- if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
+{{ $key }}: {{- if kindIs "string" . }} {{ quote . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
 {{- with $values.topologySpreadConstraints }}
@@ -95,9 +98,6 @@ containers:
       periodSeconds: 2
       timeoutSeconds: 2
       failureThreshold: 2
-    {{- $hooks := dict }}
-    {{- with $values.preStopSleepSeconds }}{{ $_ := set $hooks "preStop" (dict "sleep" (dict "seconds" .)) }}{{ end }}
-    {{- range $hook, $handler := $values.lifecycle }}{{ $_ := set $hooks $hook $handler }}{{ end }}
     {{- with $hooks }}
     lifecycle: {{- toYaml . | nindent 6 }}
     {{- end }}
@@ -114,7 +114,7 @@ containers:
         mountPath: /models
         readOnly: true
         {{- if and (eq $model.source "pvc") $model.pvc.subPath }}
-        subPath: {{ $model.pvc.subPath }}
+        subPath: {{ $model.pvc.subPath | quote }}
         {{- end }}
       {{- end }}
       {{- if .worker }}
@@ -128,13 +128,13 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
 {{- define "pdserve.volumes" -}}
 {{- $root := .root -}}{{- $values := .values -}}{{- $model := $root.Values.model -}}
 - name: config
-  configMap: {name: {{ .name }}}
+  configMap: {name: {{ quote .name }}}
 {{- range $folder, $secret := .mounts }}
 - name: {{ $folder }}
   {{- if eq $folder "policy" }}
-  configMap: {name: {{ $secret }}}
+  configMap: {name: {{ quote $secret }}}
   {{- else }}
-  secret: {secretName: {{ $secret }}, defaultMode: 0440}
+  secret: {secretName: {{ quote $secret }}, defaultMode: 0440}
   {{- end }}
 {{- end }}
 - name: scratch  # all that is ever written: the images set HOME and TMPDIR to it
@@ -142,7 +142,7 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
 {{- if ne .component "autoscaler" }}
 {{- if eq $model.source "pvc" }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ $model.pvc.claimName }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ $model.pvc.claimName | quote }}, readOnly: true}
 {{- else if eq $model.source "image" }}
 - name: models
   image: {reference: {{ $model.image.reference | quote }}, pullPolicy: {{ $model.image.pullPolicy }}}
@@ -151,7 +151,7 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
   emptyDir: {sizeLimit: {{ $model.hub.sizeLimit }}}
 {{- with $model.hub.tokenSecret }}
 - name: hub
-  secret: {secretName: {{ .name }}, defaultMode: 0440, items: [{key: {{ .key }}, path: token}]}
+  secret: {secretName: {{ quote .name }}, defaultMode: 0440, items: [{key: {{ quote .key }}, path: token}]}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -180,7 +180,7 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
 {{/* image and imagePullPolicy: takes (list root values). */}}
 {{- define "pdserve.image" -}}
 {{- $root := index . 0 -}}{{- $image := (index . 1).image -}}
-image: {{ with $root.Values.global.imageRegistry }}{{ . }}/{{ end }}{{ $image.repository }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ default $root.Chart.AppVersion $image.tag }}{{ end }}
+image: "{{ with $root.Values.global.imageRegistry }}{{ . }}/{{ end }}{{ $image.repository }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ default $root.Chart.AppVersion $image.tag }}{{ end }}"
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end }}
 
