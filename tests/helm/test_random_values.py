@@ -85,6 +85,7 @@ def test_what_random_values_render_is_valid(whole: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_what_many_random_values_render_is_valid(whole: Path) -> None:
     for batch in drawn(500):
         look_at(whole, batch, SUPPORTED)
