@@ -52,8 +52,8 @@ def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(tmp_path: Path
         shutil.copytree(ROOT / "pdserve" / name, package / name, ignore=skip)
     for name in ("kernels", "kvtransfer"):
         shutil.copytree(ROOT / name, package / name, ignore=skip)
-    for name in ("__init__", "clock", "errors", "ids", "kvlayout", "sampling", "values"):
-        shutil.copy(ROOT / "pdserve" / f"{name}.py", package)
+    for module in (ROOT / "pdserve").glob("*.py"):
+        shutil.copy(module, package)
     command = [sys.executable, "-P", "-c", BARE_IMPORT, str(tmp_path), str(ROOT / "tests" / "gpu")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
