@@ -36,7 +36,8 @@ class Hub:
         self.clients = Clients(config.api_keys_file, self.tenants)
         self.admin = AdminEndpoint(shell, config.router_id, model)
         self.connections = Connections()  # to the public port
-        self.ports = {} if config.ssl_certfile is None else {"public": self.connections}  # with TLS, by name
+        may_have_tls = config.ssl_certfile is not None or not config.serve_clients
+        self.ports = {"public": self.connections} if may_have_tls else {}  # by name; frontends report theirs
         self._live = Live(shell.core, self.admin.status, shell.clock.now_s())
         self._packed = b""  # the last state that frontends in other processes were sent
         self._packed_s = -inf  # when it was made

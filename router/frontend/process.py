@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import grpc
 
@@ -16,7 +16,7 @@ from pdserve.certificates import Part
 from pdserve.credentials import Credentials
 from pdserve.garbage import freeze_objects
 from pdserve.health import answering
-from pdserve.metrics import REQUESTS_RESUMED, REQUESTS_WITHOUT_ROUTER, Sample, connection_samples
+from pdserve.metrics import REQUESTS_RESUMED, REQUESTS_WITHOUT_ROUTER, Sample
 from pdserve.metrics_server import showing
 from pdserve.names import Lookups
 from pdserve.router.config import FrontendConfig
@@ -30,6 +30,7 @@ from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
 
+GOODBYE_S = 1.0  # for a router to hear that this process stops
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.5  # between two attempts to attach: a router that starts is found that soon
 
 
@@ -50,7 +51,7 @@ async def run(config: FrontendConfig, model: ServedModel, stop: asyncio.Event) -
     attaching = Attaching(config.routers, credentials, routers)
     clients = Clients(config.api_keys_file, routers.tenants)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(showing(config, lambda: _samples(config, routers), credentials.identity))
+        await stack.enter_async_context(showing(config, lambda: _samples(routers), credentials.identity))
         answers = await stack.enter_async_context(answering(config))
         endpoints = await stack.enter_async_context(
             open_endpoints(config, model, routers, clients, instance=config.frontend_id)
@@ -88,10 +89,9 @@ async def _raise_when_broken(routers: Routers) -> None:
     await routers.failed
 
 
-def _samples(config: FrontendConfig, routers: Routers) -> Iterator[Sample]:
+def _samples(routers: Routers) -> Iterator[Sample]:
     yield Sample(REQUESTS_WITHOUT_ROUTER, routers.num_waiting)
     yield Sample(REQUESTS_RESUMED, routers.num_resumed)
-    yield from connection_samples({} if config.ssl_certfile is None else {"public": routers.connections})
 
 
 class Attaching:
@@ -140,6 +140,12 @@ class Attaching:
                 logger.info("attached to router %s", address)
                 try:
                     why = await link.channel.run(call.read, call.write)
+                except asyncio.CancelledError:  # this process stops: the router is not to take it for lost
+                    with suppress(TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+                        async with asyncio.timeout(GOODBYE_S):
+                            await call.done_writing()
+                            await call.code()
+                    raise
                 finally:
                     call.cancel()
                     self._routers.lose(link)
