@@ -18,6 +18,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["auto", "none", "int8", "int4", "gguf"]
+QuantizedInputs = Literal[8, 16]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
 GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for this: all keys of a tile are in one page
@@ -175,6 +176,11 @@ class WorkerConfig(ServingConfig):
         "auto",
         description="Form of the weights, the same for all workers. auto keeps the codes of a GGUF file where dtype is "
         "bfloat16 on a CPU. none: floats. gguf: as the file has them. int8, int4: rounded to so many bits when read.",
+    )
+    quantized_inputs: QuantizedInputs = Field(
+        16,
+        description="Bits of the inputs of quantized products on a CPU, the same for all workers. 16 gives the answers "
+        "of the dequantized weights; 8 takes less time where many tokens are computed at once.",
     )
     shared_weights_dir: Path | None = Field(
         None,

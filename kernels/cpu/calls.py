@@ -35,11 +35,11 @@ class Call(ctypes.Structure):
     """`struct call` of src/calls.h."""
 
     _fields_ = (
-        *((name, Size) for name in ("kind", "type")),
+        *((name, Size) for name in ("kind", "type", "out_type")),
         *((name, Pointer) for name in ("out", "x")),
         *((name, Size) for name in ("out_stride", "x_stride", "inputs", "width")),
         *((name, Pointer) for name in ("weights", "bias", "residual")),
-        *((name, Size) for name in ("residual_stride", "after", "bits")),
+        *((name, Size) for name in ("residual_stride", "after", "bits", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
         ("layer", Size),
         *((name, Pointer) for name in ("q_norm", "k_norm")),

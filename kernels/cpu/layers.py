@@ -19,6 +19,7 @@ LANES = 16  # of one vector
 BLOCK = 32  # inputs of an output that share a scale and a minimum
 MAX_INPUTS = 32_768  # rows of more do not fit on a thread's stack, where they are widened
 BFLOAT16_BITS = 16
+INPUT_BITS = 16  # of coded inputs, unless a worker asks for 8
 PLAIN, ADDED, GATED = 0, 1, 2  # as src/products.h numbers them
 
 
@@ -32,8 +33,10 @@ class Tiles:
     dtype: torch.dtype  # of inputs and results
     bias: Tensor | None = None  # of each output, where gated in the order of the tiles
     gated: bool = False
+    input_bits: int = INPUT_BITS  # 8 or 16: of the inputs' codes where weights are codes
 
     def __post_init__(self) -> None:
+        require(self.input_bits in (8, 16), f"input_bits must be 8 or 16, got {self.input_bits}")
         if self.bias is not None:
             num_outputs = len(self.data) * TILE if self.gated else self.width
             require_tensor("bias", self.bias, (num_outputs,), (self.dtype,))
@@ -83,21 +86,27 @@ def multiplies_bytes(loaded: ctypes.CDLL) -> bool:
     return answer(loaded, "pdserve_multiplies_bytes")
 
 
-def multiply(calls: Calls, x: Tensor, tiles: Tiles, residual: Tensor | None = None) -> Tensor:
+def multiply(
+    calls: Calls, x: Tensor, tiles: Tiles, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias and residual added or gated.
 
-    Bias, residual and gate are applied to float32 sums. The result overwrites the residual, if there is one. Where the
-    weights are codes, the inputs are coded with 8 bits too.
+    The result has the dtype of x, or without bias, residual and gate the `out_dtype` that is asked for: float32 is what
+    sums are. Bias, residual and gate are applied to float32 sums. The result overwrites the residual, if there is one.
+    Where the weights are codes, the inputs are coded too, with `tiles.input_bits` and a scale for each BLOCK.
     """
     require_tensor("x", x, (None, tiles.inputs), (tiles.dtype,))
     num_rows, inputs = x.shape
     if residual is not None:
         require(not tiles.gated, "residual: none with gated tiles")
         require_tensor("residual", residual, (num_rows, tiles.width), (tiles.dtype,))
-    out = calls.empty(num_rows, tiles.width, tiles.dtype) if residual is None else residual
+    out_dtype = out_dtype or tiles.dtype
+    plain = residual is None and tiles.bias is None and not tiles.gated
+    require(plain or out_dtype == tiles.dtype, f"out_dtype must be {tiles.dtype} with bias, residual or gate")
+    out = calls.empty(num_rows, tiles.width, out_dtype) if residual is None else residual
     call = Call(
-        kind=Kind.PRODUCT_BFLOAT16, type=DTYPES[tiles.dtype], out=out.data_ptr(), x=x.data_ptr(),
-        out_stride=out.stride(0), x_stride=x.stride(0), inputs=inputs, width=tiles.width,
+        kind=Kind.PRODUCT_BFLOAT16, type=DTYPES[tiles.dtype], out_type=DTYPES[out_dtype], out=out.data_ptr(),
+        x=x.data_ptr(), out_stride=out.stride(0), x_stride=x.stride(0), inputs=inputs, width=tiles.width,
         weights=tiles.data.data_ptr(), bias=None if tiles.bias is None else tiles.bias.data_ptr(),
         after=GATED if tiles.gated else PLAIN, bits=tiles.bits,
     )  # fmt: skip
@@ -106,11 +115,12 @@ def multiply(calls: Calls, x: Tensor, tiles: Tiles, residual: Tensor | None = No
     if tiles.bits == BFLOAT16_BITS:
         calls.take(num_rows, call)
         return out
-    scratch = calls.empty(num_rows, inputs + inputs // 4, torch.uint8)
-    call.kind, call.scratch = Kind.PRODUCT_QUANTIZED, scratch.data_ptr()
+    scratch = calls.empty(num_rows, inputs * tiles.input_bits // 8 + inputs // 4, torch.uint8)
+    call.kind, call.scratch, call.input_bits = Kind.PRODUCT_QUANTIZED, scratch.data_ptr(), tiles.input_bits
     coding = Call(
-        kind=Kind.CODING, type=call.type, x=call.x, x_stride=call.x_stride, inputs=inputs, scratch=call.scratch
-    )
+        kind=Kind.CODING, type=call.type, x=call.x, x_stride=call.x_stride, inputs=inputs, scratch=call.scratch,
+        input_bits=tiles.input_bits,
+    )  # fmt: skip
     calls.take(num_rows, coding, call)
     return out
 

@@ -91,7 +91,7 @@ class Model(Protocol):
         """Compute K and V of every token, and logits of some.
 
         token_ids: int64 [num_tokens]. rows: the tokens whose logits are wanted, or None for all of them.
-        Returns [len(rows), vocab_size] in the model's dtype.
+        Returns [len(rows), vocab_size] in the model's dtype, or in float32: see `Ops.logits`.
         """
         ...
 

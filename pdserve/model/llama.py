@@ -71,7 +71,7 @@ class Model:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.lm_head)
+        return self.ops.logits(self.ops.rms_norm(hidden, self.final_norm), self.lm_head)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
         yield from (self.embedding, self.lm_head)

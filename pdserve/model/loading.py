@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.kernels.cpu.layers import INPUT_BITS
 from pdserve.model import llama
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model, Tensors
@@ -30,11 +31,12 @@ def load_model(
     dtype: torch.dtype,
     progress: Callable[[float], None] | None = None,
     device: torch.device | str = "cpu",
+    input_bits: int = INPUT_BITS,
 ) -> Model:
     """Build the model from Hugging Face-named tensors, in any order.
 
-    `progress` is called with the share of elements read, up to 1.0. ConfigError names a tensor that is missing,
-    unexpected, given twice or misshapen.
+    `progress` is called with the share of elements read, up to 1.0. input_bits: of the inputs of quantized products, 8
+    or 16. ConfigError names a tensor that is missing, unexpected, given twice or misshapen.
     """
     family = FAMILIES[config.architecture]
     device = torch.device(device)
@@ -46,7 +48,7 @@ def load_model(
         if progress is not None:
             progress(tensors.share)
     tensors.check_complete()
-    return family.build(config, tensors, ops_for(device, config.rms_norm_eps))
+    return family.build(config, tensors, ops_for(device, config.rms_norm_eps, input_bits))
 
 
 def dummy_weights(config: ModelConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:

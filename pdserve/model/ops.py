@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.build import Missing
-from pdserve.kernels.cpu.layers import Tiles
+from pdserve.kernels.cpu.layers import INPUT_BITS, Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.model.groups import Groups, joined_groups
 
@@ -79,6 +79,10 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor: ...
 
+    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+        """Return linear(x), in float32 where that costs nothing: bfloat16 would make near logits equal."""
+        ...
+
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
         """Return linear(x) + residual, which may be overwritten."""
         ...
@@ -116,8 +120,11 @@ class Attention(Protocol):
         ...
 
 
-def ops_for(device: torch.device, eps: float) -> DeviceOps:
-    """Return the operations of a device. eps: of every norm."""
+def ops_for(device: torch.device, eps: float, input_bits: int = INPUT_BITS) -> DeviceOps:
+    """Return the operations of a device.
+
+    eps: of every norm. input_bits: of the inputs of quantized products on a CPU, 8 or 16.
+    """
     if device.type == "cuda":
         from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
 
@@ -127,7 +134,7 @@ def ops_for(device: torch.device, eps: float) -> DeviceOps:
         return TorchOps(eps)
     from pdserve.model.ops_cpu import CpuOps  # noqa: PLC0415 - it builds on the operations in plain torch
 
-    return CpuOps(eps, loaded)
+    return CpuOps(eps, loaded, input_bits)
 
 
 def dense(weight: Linear) -> Dense:
@@ -171,6 +178,9 @@ class TorchOps:
             return _unary(x, weight.data, weight.bias, "none", [], "")
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
+
+    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+        return self.linear(x, weight)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
         if isinstance(weight, Packed):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Calls, Immediate
 from pdserve.kernels.cpu.layers import (
+    INPUT_BITS,
     MAX_INPUTS,
     Tiles,
     interleaved,
@@ -45,6 +46,10 @@ class CompiledOps:
         assert isinstance(weight, Tiles)
         return multiply(self._calls, x, weight, residual)
 
+    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+        assert isinstance(weight, Tiles)
+        return multiply(self._calls, x, weight, out_dtype=torch.float32)
+
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
         return self.linear(x, weight, residual)
 
@@ -55,8 +60,10 @@ class CompiledOps:
 class CpuOps(TorchOps):
     """The operations of a CPU: compiled for weights in tiles, in plain torch for others."""
 
-    def __init__(self, eps: float, loaded: ctypes.CDLL) -> None:
+    def __init__(self, eps: float, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS) -> None:
+        """Set up for one model. eps: of its norms. input_bits: of the inputs of its quantized products, 8 or 16."""
         super().__init__(eps)
+        self._input_bits = input_bits
         self._compiled = CompiledOps(eps, Immediate(loaded))
         self._multiplies_bytes = multiplies_bytes(loaded)
         self._multiplies_bfloat16 = multiplies_bfloat16(loaded)
@@ -67,12 +74,12 @@ class CpuOps(TorchOps):
         if isinstance(weight, Quantized):
             groups = weight.groups
             data = tiled_codes(*_tensors(groups))
-            return Tiles(data, groups.bits, groups.shape[0], weight.dtype, weight.bias)
+            return Tiles(data, groups.bits, groups.shape[0], weight.dtype, weight.bias, input_bits=self._input_bits)
         return tiled(weight.data, weight.bias) if self._fits(weight) else super().held(weight)
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         if isinstance(gate, Quantized) and isinstance(up, Quantized):
-            return _quantized_gate_up(gate, up)
+            return _quantized_gate_up(gate, up, self._input_bits)
         if isinstance(gate, Dense) and isinstance(up, Dense) and self._fits(gate):
             bias = None if gate.bias is None or up.bias is None else (gate.bias, up.bias)
             return tiled_gate_up(gate.data, up.data, bias)
@@ -94,6 +101,9 @@ class CpuOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return self._compiled.linear(x, weight) if isinstance(weight, Tiles) else super().linear(x, weight)
+
+    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+        return self._compiled.logits(x, weight) if isinstance(weight, Tiles) else super().logits(x, weight)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
         if isinstance(weight, Tiles):
@@ -122,7 +132,7 @@ class CpuOps(TorchOps):
         return fits and not _has_matrix_units() and (self._multiplies_bfloat16 or not packs(weight.data))
 
 
-def _quantized_gate_up(gate: Quantized, up: Quantized) -> Tiles:
+def _quantized_gate_up(gate: Quantized, up: Quantized, input_bits: int) -> Tiles:
     """Put SwiGLU's two matrices into common tiles, with 8 bits if one of them has 8."""
     pair = (gate.groups, up.groups)
     if gate.groups.bits != up.groups.bits:
@@ -130,7 +140,7 @@ def _quantized_gate_up(gate: Quantized, up: Quantized) -> Tiles:
     first, second = map(_tensors, pair)
     data = tiled_codes(*(interleaved(*each) for each in zip(first, second, strict=True)))
     bias = None if gate.bias is None or up.bias is None else interleaved(gate.bias, up.bias)
-    return Tiles(data, pair[0].bits, gate.groups.shape[0], gate.dtype, bias, gated=True)
+    return Tiles(data, pair[0].bits, gate.groups.shape[0], gate.dtype, bias, gated=True, input_bits=input_bits)
 
 
 def _tensors(groups: Groups) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,6 +33,9 @@ class CudaOps:
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
 
+    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+        return self.linear(x, weight)
+
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
         """Add the products to the residual before rounding."""
         matrix = dense(weight)

@@ -77,9 +77,10 @@ def build_engine(
     if config.load_format == "dummy":
         checkpoint = replace(checkpoint, weights=partial(dummy_weights, model_config, config.seed), coded_weights=None)
     quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
-    logger.info("dtype %s: %s; quantization %s", dtype, because, quantization)
+    products = quantization if quantization == "none" else f"{quantization} x {config.quantized_inputs} bits"
+    logger.info("dtype %s: %s; quantization %s", dtype, because, products)
     layout = KvLayout(
-        weights_hash=f"{checkpoint.fingerprint} {config.load_format} {config.seed} {quantization}",
+        weights_hash=f"{checkpoint.fingerprint} {config.load_format} {config.seed} {products}",
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
@@ -92,7 +93,7 @@ def build_engine(
     if num_pages is not None:
         _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
     weights = weights_in_form(checkpoint, quantization)
-    model = load_model(model_config, weights, DTYPES[dtype], progress, device)
+    model = load_model(model_config, weights, DTYPES[dtype], progress, device, config.quantized_inputs)
     if config.shared_weights_dir is not None and device.type == "cpu":
         share_weights(model, config.shared_weights_dir, layout.weights_hash)
     if num_pages is None:

@@ -25,6 +25,7 @@ class Sample(ProcessConfig):
     count: int = Field(3, ge=0, description="How many.")
     share: float = Field(0.5, description="How much.")
     colour: Literal["red", "blue"] = Field("red", description="Which.")
+    width: Literal[8, 16] = Field(16, description="How wide.")
     file: Path | None = Field(None, description="Where.")
     hosts: tuple[str, ...] = Field((), description="Whom.")
     loud: bool = Field(False, description="Whether.")
@@ -55,6 +56,7 @@ def test_a_flag_that_is_not_given_says_nothing() -> None:
         (("--count", "7"), {"count": 7}),
         (("--share", "0.25"), {"share": 0.25}),
         (("--colour", "blue"), {"colour": "blue"}),
+        (("--width", "8"), {"width": 8}),
         (("--file", "/x"), {"file": Path("/x")}),
         (("--hosts", "a:1", "--hosts", "b:2"), {"hosts": ["a:1", "b:2"]}),
         (("--loud",), {"loud": True}),

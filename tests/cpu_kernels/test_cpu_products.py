@@ -58,6 +58,14 @@ def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, num_rows: in
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_float32_results_are_the_sums_before_rounding(products: Products, num_rows: int) -> None:
+    weight, x = normal(1, 45, 64), normal(2, num_rows, 64)
+    found = multiply(products.calls, x, tiled(weight), out_dtype=torch.float32)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(found.bfloat16(), products.product(x, tiled(weight)))
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_a_row_depends_on_itself_alone(products: Products, num_rows: int) -> None:
     x, residual = normal(1, num_rows, 576), normal(2, num_rows, 100)
     matrix, pair = tiled(normal(3, 100, 576)), tiled_gate_up(normal(4, 100, 576), normal(5, 100, 576))

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from pdserve import processor
 from pdserve.config import Device, Dtype, WorkerConfig
+from pdserve.engine.runner import Runner
+from pdserve.kernels.cpu.layers import BFLOAT16_BITS, Tiles
 from pdserve.processor import choose_dtype, read_cpu_info
 from pdserve.worker.boot import build_engine, open_model, page_digest
 
@@ -76,7 +79,7 @@ def test_this_machines_own_words_can_be_read() -> None:
     assert because
 
 
-def worker(folder: Path, **settings: str) -> WorkerConfig:
+def worker(folder: Path, **settings: str | int) -> WorkerConfig:
     given = {"model": str(folder), "role": "prefill", "worker_id": "w", "routers": ("host:1",), "num_pages": 4}
     secret = {"secret_file": folder / "secret", "load_format": "dummy"}
     return WorkerConfig.model_validate(given | secret | settings)
@@ -104,7 +107,26 @@ def test_pages_of_a_gpu_have_digests_that_it_takes_itself() -> None:
 def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     hashes = set()
-    for quantization in ("auto", "int8", "int4"):
-        config = worker(tmp_path, dtype="bfloat16", quantization=quantization)
+    for settings in (
+        {"quantization": "auto"},
+        {"quantization": "auto", "quantized_inputs": 8},  # nothing is quantized: the same as before
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "int4", "quantized_inputs": 8},
+    ):
+        config = worker(tmp_path, dtype="bfloat16", **settings)
         hashes.add(build_engine(config, open_model(config), b"secret", lambda _: None).layout.weights_hash)
-    assert len(hashes) == 3
+    assert len(hashes) == 4
+
+
+def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 64, "intermediate_size": 64}))
+    for bits in (8, 16):
+        config = worker(tmp_path, dtype="bfloat16", quantization="int8", quantized_inputs=bits)
+        runner = build_engine(config, open_model(config), b"secret", lambda _: None).runner
+        assert isinstance(runner, Runner)
+        matrices = [each for each in runner._model.matrices() if isinstance(each, Tiles)]
+        assert {each.input_bits for each in matrices if each.bits != BFLOAT16_BITS} == {bits}
+    for bad in (12, 0, -8, 32, "many"):
+        with pytest.raises(ValidationError, match="quantized_inputs"):
+            worker(tmp_path, quantized_inputs=bad)

@@ -19,14 +19,15 @@ struct step;
 
 /* kernels/cpu/calls.py has the same fields. Strides are in elements. */
 struct call {
-    int64_t kind, type; /* type: of elements of x and out */
+    int64_t kind, type; /* type: of elements of x, and of out but where it is a product */
+    int64_t out_type;   /* of a product's out, bias and residual */
     void *out, *x;      /* [rows, width]; [rows, inputs], or of a lookup int64 [rows] */
     int64_t out_stride, x_stride, inputs, width;
     const void *weights;
     const void *bias;     /* of each output, in the order of the weights, or NULL */
     const void *residual; /* [rows, width]; may be out */
-    int64_t residual_stride, after, bits;
-    void *scratch;           /* for inputs in codes: rows * (inputs + inputs / 4) bytes */
+    int64_t residual_stride, after, bits, input_bits; /* bits: of weights' codes; input_bits: 8 or 16, of inputs' */
+    void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
     int64_t layer;
     const void *q_norm, *k_norm; /* [head_dim], or NULL */

@@ -15,7 +15,10 @@
 
 /* Kept out of `multiply`, of which there are as many as there are counts of rows. */
 static __attribute__((noinline)) void finish_row(const struct call *to, int64_t row, int64_t tile, const floats *sums) {
-    finish(to, row, tile, sums, BFLOAT16);
+    if (to->out_type == FLOAT32)
+        finish(to, row, tile, sums, FLOAT32);
+    else
+        finish(to, row, tile, sums, BFLOAT16);
 }
 
 /* Sums of `parts` vectors of a tile from `first` on: out [rows]. */
