@@ -51,7 +51,7 @@ class Sheet:
         if self.title:
             yield Text(self.title)
         if sum(widths) + _MARGIN * (len(widths) - 1) > options.max_width:
-            yield from self._blocks()
+            yield from self._blocks(options.max_width)
         else:
             yield self._table(widths)
         if legends := [f"{column.name}: {column.legend}" for column in self.columns if column.legend]:
@@ -72,12 +72,15 @@ class Sheet:
             table.add_row(*map(Text, row))
         return table
 
-    def _blocks(self) -> Iterator[Text]:
+    def _blocks(self, max_width: int) -> Iterator[Text]:
         names = [column.name.replace("\n", " ") for column in self.columns]
         longest = max(map(cell_len, names))
+        words = [word for row in self.rows for cell in row for word in cell.split()]
+        fits = longest + _MARGIN + max(map(cell_len, words), default=0) <= max_width  # else words would be cut
         for row in self.rows:
             yield Text("")
-            yield from (Text(f"{name:{longest}}  {cell}") for name, cell in zip_longest(names, row, fillvalue=""))
+            for name, cell in zip_longest(names, row, fillvalue=""):
+                yield from [Text(f"{name:{longest}}  {cell}")] if fits else map(Text, filter(None, (name, cell)))
 
 
 @dataclass(frozen=True, slots=True)

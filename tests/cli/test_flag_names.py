@@ -24,6 +24,8 @@ DIFFERENT = {
     frozenset(("--max-length", "--output-len")),
     frozenset(("--max-length", "--max-tokens")),  # of prompt and answer together; of one answer
     frozenset(("--stop", "--output-len")),
+    frozenset(("--pool-grace-s", "--router-grace-s")),  # a router's, for workers; a frontend's, for routers
+    frozenset(("--frontend-id", "--router-id")),
 }
 
 
