@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.errors import GrammarError
 
-EXACT = 2**53  # up to here each whole number is a float64
+EXACT = 2**53  # up to here each whole number is a float64; beside it, its successor is not
 LARGEST = 2**63 - 1024  # the largest float64 that llguidance takes as a bound of whole numbers
 OPEN_ENDED = 10**18  # a bound of so many digits needs another one on its other side
 LARGEST_NUMBER = 1e18  # the largest bound of numbers that need not be whole
@@ -22,7 +22,7 @@ def with_bounds(part: Part) -> Part:
     GrammarError if no number is left between them.
     """
     given = [part[key] for key in BOUNDS if _is_number(part.get(key))]
-    if not any(abs(each) > EXACT for each in given):
+    if not any(abs(each) >= EXACT for each in given):
         return part
     rest = {key: value for key, value in part.items() if key not in BOUNDS}
     if not _is_whole(part):

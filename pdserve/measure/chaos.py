@@ -155,7 +155,7 @@ class Verdict:
     left_over: str  # describes what was not free, or not ready again
     num_replaced: int  # requests that the router placed again
     ended: dict[str, int]  # as the router counts; a router that was hit counts from its start
-    was_router_hit: bool
+    was_router_hit: bool = False
 
     @property
     def is_clean(self) -> bool:

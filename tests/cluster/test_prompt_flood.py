@@ -154,6 +154,7 @@ def test_a_flood_of_them_takes_little_memory_and_delays_nobody(doors: Doors) -> 
     assert max(others_s) < AT_ONCE_S
 
 
+@pytest.mark.long
 def test_a_long_prompt_that_may_fit_leaves_no_memory_behind(doors: Doors) -> None:
     before = doors.memory()
     for _ in range(3):
