@@ -34,7 +34,7 @@ class AdminEndpoint(AdminServiceServicer):
         self._router_id = router_id
         self._model = model
         self.metrics_address = ""  # host:port; empty: nowhere
-        self.num_frontends = 0  # attached
+        self.frontends: list[admin.FrontendStatus] = []  # attached
 
     async def GetStatus(self, request: admin.GetStatusRequest, context: object) -> admin.GetStatusResponse:
         return admin.GetStatusResponse(status=self.status(), unix_time_ms=time.time_ns() // 1_000_000)
@@ -156,7 +156,7 @@ class AdminEndpoint(AdminServiceServicer):
             metrics_address=self.metrics_address,
             num_without_handoff=core.placements.num_without_handoff,
             without_handoff_because=core.placements.without_handoff_because,
-            num_frontends=self.num_frontends,
+            frontends=self.frontends,
         )
 
     def _worker(self, stream: WorkerStream, names: set[str], unroutable: Mapping[LinkId, str]) -> admin.WorkerStatus:

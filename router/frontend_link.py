@@ -33,7 +33,7 @@ class FrontendLink:
         self, hub: Hub, abort: Callable[[messages.Abort], None], greeted: Callable[[], None] = lambda: None
     ) -> None:
         """`abort` forwards a message to all frontends; `greeted` is called once the frontend has a name."""
-        self.frontend_id = ""  # empty: it has not said its first message
+        self.attached: messages.Attached | None = None  # its first message
         self.channel = Channel(messages.frontend_decoder, self._take)
         self._hub = hub
         self._abort = abort
@@ -59,9 +59,16 @@ class FrontendLink:
         self.channel.post(messages.Ping())
 
     def _take(self, message: messages.FromFrontend) -> None:
-        if not self.frontend_id:
+        if self.attached is None:
             self._greet(message)
-            return
+        elif isinstance(message, messages.Goodbye):
+            self.channel.close(messages.SAID_GOODBYE)
+        elif isinstance(message, messages.Attached):
+            raise ProtocolError("Attached comes first, and once")
+        else:
+            self._carry_out(message)
+
+    def _carry_out(self, message: messages.OfFrontend) -> None:
         hub = self._hub
         match message:
             case messages.Arrive(event, token_ids):
@@ -84,8 +91,6 @@ class FrontendLink:
                 hub.num_spans.update(Counter(message.num_spans) - Counter(before.num_spans))
                 hub.connections.num_opened += message.num_opened - before.num_opened
                 hub.connections.num_called += message.num_called - before.num_called
-            case messages.Attached():
-                raise ProtocolError("Attached comes first, and once")
             case _:
                 self._take_use(message)
 
@@ -95,7 +100,7 @@ class FrontendLink:
         if message.version != messages.PROTOCOL_VERSION:
             text = f"protocol version {message.version} of the frontend is not {messages.PROTOCOL_VERSION}"
             raise ProtocolError(f"{text}, which this router speaks")
-        self.frontend_id = message.frontend_id
+        self.attached = message
         self._greeted()
 
     def _admit(self, event: RequestArrived, token_ids: bytes) -> None:

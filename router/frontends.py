@@ -10,7 +10,8 @@ from functools import partial
 
 import grpc
 
-from pdserve.router.frontend.channel import METHOD, SERVICE, STREAM_ENDED, Abort
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.router.frontend.channel import METHOD, SAID_GOODBYE, SERVICE, Abort
 from pdserve.router.frontend_link import FrontendLink
 from pdserve.router.hub import Hub
 from pdserve.rpc import AnyContext, abort
@@ -66,15 +67,20 @@ class Frontends:
             self._links.remove(link)
             self._count()
             link.end()
-            if why not in (STREAM_ENDED, SHUTTING_DOWN):
+            name = link.attached.frontend_id if link.attached is not None else "without a name"
+            if why not in (SAID_GOODBYE, SHUTTING_DOWN):
                 self._hub.num_frontends_lost += 1
-                logger.warning("frontend %s is lost: %s", link.frontend_id or "without a name", why)
-        if why != STREAM_ENDED:
+                logger.warning("frontend %s is lost: %s", name, why)
+        if why != SAID_GOODBYE:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
 
     def _count(self) -> None:
         """Count those that have said who they are: their endpoints are open."""
-        self._hub.admin.num_frontends = sum(bool(link.frontend_id) for link in self._links)
+        greeted = [link.attached for link in self._links if link.attached is not None]
+        self._hub.admin.frontends = [
+            admin.FrontendStatus(frontend_id=each.frontend_id, metrics_address=each.metrics_address)
+            for each in sorted(greeted, key=lambda each: each.frontend_id)
+        ]
         self._hub.shell.note_change()
 
     def _abort(self, asked: Abort) -> None:

@@ -95,7 +95,7 @@ class Hub:
 
     def samples(self) -> Iterator[Sample]:
         """Yield all that the router shows."""
-        yield Sample(FRONTENDS, self.admin.num_frontends + self._serves_clients)
+        yield Sample(FRONTENDS, len(self.admin.frontends) + self._serves_clients)
         yield Sample(FRONTENDS_LOST, self.num_frontends_lost)
         yield from connection_samples(self.ports)
         counts = self.span_counts()

@@ -185,7 +185,7 @@ class LocalCluster:
                     before, self._published = self._published, self._endpoints(status)
                     ready = (each.registration for each in status.workers if each.registration.ready)
                     self._serving = {(worker.worker_id, worker.incarnation) for worker in ready}
-                    if not self.ready.is_set() and self._is_complete(status.num_frontends):
+                    if not self.ready.is_set() and self._is_complete(len(status.frontends)):
                         self.ready.set()
                         self._publish()
                     elif self._published != before:
@@ -207,8 +207,10 @@ class LocalCluster:
         """Return where processes publish KV events and metrics: they report the free ports that they took."""
         keys, workers = (*PUBLISHED, "metrics_address"), [worker.registration for worker in status.workers]
         found = {(w.worker_id, w.incarnation): {key: getattr(w, key) for key in keys} for w in workers}
-        routers = [process for process in self._supervisor.processes if process.role == "router"]
-        return found | {(each.name, each.incarnation): {keys[-1]: status.metrics_address} for each in routers}
+        others = {each.frontend_id: each.metrics_address for each in status.frontends}
+        others |= {each.name: status.metrics_address for each in self._supervisor.processes if each.role == "router"}
+        shown = [each for each in self._supervisor.processes if each.name in others]
+        return found | {(each.name, each.incarnation): {keys[-1]: others[each.name]} for each in shown}
 
 
 def _targets(state: ClusterState) -> list[dict[str, object]]:

@@ -446,7 +446,7 @@ class ClusterStatus(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_WITHOUT_HANDOFF_FIELD_NUMBER: _builtins.int
     WITHOUT_HANDOFF_BECAUSE_FIELD_NUMBER: _builtins.int
-    NUM_FRONTENDS_FIELD_NUMBER: _builtins.int
+    FRONTENDS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -463,8 +463,6 @@ class ClusterStatus(_message.Message):
     """Placements since the last one that hands pages from one worker to another."""
     without_handoff_because: _builtins.str
     """Why the last of these was placed as it was, in words."""
-    num_frontends: _builtins.int
-    """Frontends that are attached: processes that serve clients for this router."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Workers attached now."""
@@ -493,6 +491,10 @@ class ClusterStatus(_message.Message):
     def demand(self) -> Global___Demand:
         """What clients have asked this router for since start."""
 
+    @_builtins.property
+    def frontends(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrontendStatus]:
+        """Frontends attached now."""
+
     def __init__(
         self,
         *,
@@ -511,15 +513,41 @@ class ClusterStatus(_message.Message):
         metrics_address: _builtins.str = ...,
         num_without_handoff: _builtins.int = ...,
         without_handoff_because: _builtins.str = ...,
-        num_frontends: _builtins.int = ...,
+        frontends: _abc.Iterable[Global___FrontendStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "demand", b"demand", "ended", b"ended", "metrics_address", b"metrics_address", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_frontends", b"num_frontends", "num_held", b"num_held", "num_replaced", b"num_replaced", "num_without_handoff", b"num_without_handoff", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "without_handoff_because", b"without_handoff_because", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "demand", b"demand", "ended", b"ended", "frontends", b"frontends", "metrics_address", b"metrics_address", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "num_without_handoff", b"num_without_handoff", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "without_handoff_because", b"without_handoff_because", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class FrontendStatus(_message.Message):
+    """A process that serves clients for a router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRONTEND_ID_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    frontend_id: _builtins.str
+    """Its name."""
+    metrics_address: _builtins.str
+    """host:port where it shows its metrics over HTTP; empty: nowhere."""
+    def __init__(
+        self,
+        *,
+        frontend_id: _builtins.str = ...,
+        metrics_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "metrics_address", b"metrics_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrontendStatus: _TypeAlias = FrontendStatus  # noqa: Y015
 
 @_typing.final
 class Demand(_message.Message):

@@ -21,7 +21,8 @@ from pdserve.sampling import PromptLogprobs
 
 SERVICE, METHOD = "pdserve.v1.FrontendService", "Attach"
 ATTACH = f"/{SERVICE}/{METHOD}"
-STREAM_ENDED = "it has ended the stream"
+STREAM_ENDED = "its stream has ended"
+SAID_GOODBYE = "it stops"
 PROTOCOL_VERSION = 1  # of the messages; both ends need the same
 MAX_UNREAD_BYTES = 48 * 1024 * 1024  # that may wait for a peer which does not read; a gRPC message may have 64 MiB
 DRAINED_BYTES = 1024 * 1024  # that may wait when much more is to be sent
@@ -86,6 +87,7 @@ class Attached(Message, tag=16):
 
     frontend_id: str
     version: int
+    metrics_address: str = ""  # host:port; empty: nowhere
 
 
 class Arrive(Message, tag=17):
@@ -177,12 +179,15 @@ class Pong(Message, tag=31):
     num_called: int
 
 
+class Goodbye(Message, tag=32):
+    """The last message: the frontend stops. A killed process's stream ends without it."""
+
+
 FromCore = ReadinessChanged | Tokens | Ended | Reply | Abort | Returned | Ping
-FromFrontend = (
-    Attached
-    | (Arrive | Leave | TooSlow | Stopped | Counted | Rejected)
-    | (Begin | Using | Spend | Done | Deny | Ask | Abort | Pong)
+OfFrontend = (
+    Arrive | Leave | TooSlow | Stopped | Counted | Rejected | Begin | Using | Spend | Done | Deny | Ask | Abort | Pong
 )
+FromFrontend = Attached | OfFrontend | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 core_decoder = msgspec.msgpack.Decoder(list[FromCore])
@@ -222,6 +227,10 @@ class Channel:
         """Return once no more than DRAINED_BYTES wait to be written, or the channel has ended."""
         await asyncio.sleep(0)  # what was posted in this turn counts
         await self._is_drained.wait()
+
+    async def closed(self) -> str:
+        """Return why the channel ended, once it has."""
+        return await asyncio.shield(self._closed)
 
     def close(self, why: str) -> None:
         """End the channel at once."""

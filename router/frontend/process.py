@@ -51,7 +51,8 @@ async def run(config: FrontendConfig, model: ServedModel, stop: asyncio.Event) -
     attaching = Attaching(config.routers, credentials, routers)
     clients = Clients(config.api_keys_file, routers.tenants)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(showing(config, lambda: _samples(routers), credentials.identity))
+        shown = showing(config, lambda: _samples(routers), credentials.identity)
+        routers.metrics_address = await stack.enter_async_context(shown)
         answers = await stack.enter_async_context(answering(config))
         endpoints = await stack.enter_async_context(
             open_endpoints(config, model, routers, clients, instance=config.frontend_id)
@@ -67,6 +68,7 @@ async def run(config: FrontendConfig, model: ServedModel, stop: asyncio.Event) -
             routers.is_draining = True
             endpoints.changed()
             has_drained = await _drain(routers, config.drain_timeout_s)
+            await attaching.leave()
             for task in serving:
                 task.cancel()
     return has_drained
@@ -106,11 +108,19 @@ class Attaching:
         self._kept: dict[str, asyncio.Task[None]] = {}  # by address
         self._tasks = asyncio.TaskGroup()
         self._problems: dict[str, str] = {}  # what was wrong last, by address
+        self._is_leaving = False
 
     async def run(self) -> None:
         """Attach to all routers, and again whenever a stream is lost, until cancelled."""
         async with self._tasks:
             self._tasks.create_task(self._lookups.run(), name="names of routers")
+
+    async def leave(self) -> None:
+        """Tell routers that this process stops: they are not to take it for lost."""
+        self._is_leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self._routers.say_goodbye()
 
     def _note_addresses(self, name: str, addresses: frozenset[str]) -> None:
         self._found[name] = addresses
@@ -120,7 +130,7 @@ class Attaching:
     async def _keep(self, address: str) -> None:
         """Keep a stream to a router for as long as a name leads to it."""
         backoff_s = MIN_BACKOFF_S
-        while any(address in addresses for addresses in self._found.values()):
+        while not self._is_leaving and any(address in addresses for addresses in self._found.values()):
             if await self._attach(address):
                 backoff_s = MIN_BACKOFF_S
             self._lookups.again()  # a lost router may have a successor elsewhere
@@ -140,18 +150,13 @@ class Attaching:
                 logger.info("attached to router %s", address)
                 try:
                     why = await link.channel.run(call.read, call.write)
-                except asyncio.CancelledError:  # this process stops: the router is not to take it for lost
-                    with suppress(TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
-                        async with asyncio.timeout(GOODBYE_S):
-                            await call.done_writing()
-                            await call.code()
-                    raise
                 finally:
                     call.cancel()
                     self._routers.lose(link)
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
-        self._warn(address, why)
+        if not self._is_leaving:
+            self._warn(address, why)
         return link.readiness is not None
 
     def _warn(self, address: str, problem: str) -> None:

@@ -74,6 +74,7 @@ class Routers:
         self.span_counts: Callable[[], Mapping[str, int]] = dict
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by an error of ours
         self.changed: Callable[[], None] = lambda: None  # called when `readiness` may have changed
+        self.metrics_address = ""  # host:port; empty: nowhere
         self.is_draining = False
         self.num_resumed = 0  # requests that went from a lost router to another one
         self.home: RouterLink | None = None  # the router that gets requests
@@ -92,8 +93,17 @@ class Routers:
 
     def attach(self, link: RouterLink) -> None:
         """Begin to use a stream that has been opened."""
-        link.channel.post(messages.Attached(self._config.frontend_id, messages.PROTOCOL_VERSION))
+        name, version = self._config.frontend_id, messages.PROTOCOL_VERSION
+        link.channel.post(messages.Attached(name, version, self.metrics_address))
         self._links.append(link)
+
+    async def say_goodbye(self) -> None:
+        """Tell all routers that this frontend stops; return once each has ended its stream."""
+        links = tuple(self._links)
+        for link in links:
+            link.channel.post(messages.Goodbye())
+        for link in links:
+            await link.channel.closed()
 
     def lose(self, link: RouterLink) -> None:
         """Take the requests of a router whose stream has ended to another one."""

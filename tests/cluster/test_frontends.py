@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import random
-import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from frontend_owners import frontends, own_ports, owner
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster, load_of
 from looking import PATIENCE_S, until
 from model_zoo import VOCAB, first_disagreement
+from scraping import scrape
+from sockets import assert_listens_where_it_says
 from transformers import PreTrainedModel
 
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
@@ -113,6 +114,10 @@ def clients_of_each(cluster: LiveCluster) -> dict[int, list[Client]]:
     return found
 
 
+def test_frontends_listen_in_the_place_of_the_router(cluster: LiveCluster) -> None:
+    assert_listens_where_it_says(cluster)
+
+
 def test_a_killed_frontend_costs_its_own_connections_alone(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
     rng = random.Random(3)
     of_each = clients_of_each(cluster)
@@ -141,10 +146,13 @@ def test_a_killed_frontend_costs_its_own_connections_alone(cluster: LiveCluster,
 
 
 def test_another_frontend_takes_its_place(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
-    until(lambda: len(frontends(cluster.process.pid)) == 2)
+    until(lambda: num_frontends(cluster)[0] == 2)
+    _, num_lost = num_frontends(cluster)
+    (killed, _) = frontends(cluster.process.pid)
+    killed.kill()
+    until(lambda: num_frontends(cluster) == (2, num_lost + 1))
     running = {process.pid for process in frontends(cluster.process.pid)}
-    until(lambda: metric(cluster, "pdserve_frontends") == 2)
-    assert until(lambda: metric(cluster, "pdserve_frontends_lost_total")) == 1
+    assert killed.pid not in running
     of_each = clients_of_each(cluster)
     assert of_each.keys() == running
     for client in (client for pid in of_each for client in of_each[pid]):
@@ -186,11 +194,8 @@ def test_streams_go_on_when_the_router_ends(
     cluster.wait_for(is_idle, 30)
 
 
-def metric(cluster: LiveCluster, name: str) -> float | None:
-    """Return what any frontend shows; None from one that has no router yet."""
-    connection = http.client.HTTPConnection(cluster.state.http.removeprefix("http://"), timeout=10)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-    return None if found is None else float(found[1])
+def num_frontends(cluster: LiveCluster) -> tuple[float, float]:
+    """Return how many frontends the router has now, and how many it has lost."""
+    (router,) = (process for process in cluster.state.processes if process.role == "router")
+    shown = scrape(router.metrics_address)
+    return shown.value("pdserve_frontends"), shown.value("pdserve_frontends_lost_total")

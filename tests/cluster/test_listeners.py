@@ -30,7 +30,7 @@ def test_the_table_of_ports_for_operators_is_what_processes_are_held_to() -> Non
     found: dict[str, set[str]] = {process: set() for process in LISTENERS}
     for line in table.partition("\n\n")[0].splitlines()[2:]:
         port, of, _, default, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        processes = {"each": ("router", "worker"), "`pdserve up`": ("launcher",)}.get(of, (of,))
+        processes = {"each": ("router", "frontend", "worker"), "`pdserve up`": ("launcher",)}.get(of, of.split(", "))
         for process in processes if default not in ("off", "none") else ():
             found[process].add(port.lower().replace("-", ""))
     assert found == LISTENERS

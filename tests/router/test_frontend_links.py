@@ -116,7 +116,7 @@ async def test_a_frontend_says_first_who_it_is(core: Core, sent: messages.Messag
     peer, link, stream = await core.peer()
     peer.post(sent)
     assert why in "".join(await stream.whys())
-    assert not link.frontend_id
+    assert link.attached is None
 
 
 async def test_frontends_share_a_look_at_the_live_page(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -81,7 +82,7 @@ async def start_both(
                 "http_port": http_port, "routers": (router.addresses.internal,), "shares_ports": True, **settings,
             }  # fmt: skip
             processes = [await stack.enter_async_context(serving_process("frontend", flags)) for _ in range(2)]
-            await router.until_status(lambda status: status.num_frontends == 2, START_S)
+            await router.until_status(lambda status: len(status.frontends) == 2, START_S)
             return TwoFrontends(router, f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", processes)
 
         yield start
@@ -168,6 +169,20 @@ async def test_each_frontend_shows_the_live_page_of_the_router(start_both: Start
         assert known["ledger"]["steps"][0] == {"name": "received", "at_ms": 0.0}
         with pytest.raises(HTTPError, match="404"):
             await asyncio.to_thread(urlopen, f"{page}/requests/00", timeout=10)
+
+
+async def test_only_a_frontend_that_said_nothing_is_lost(start_both: StartBoth) -> None:
+    both = await start_both()
+
+    async def end(process: Process, number: signal.Signals, num_left: int) -> float:
+        process.send_signal(number)
+        await process.wait()
+        await both.router.until_status(lambda status: len(status.frontends) == num_left, 10)
+        return (await asyncio.to_thread(scrape, both.router.addresses.metrics)).value("pdserve_frontends_lost_total")
+
+    stopped, killed = both.processes
+    assert await end(stopped, signal.SIGTERM, 1) == 0
+    assert await end(killed, signal.SIGKILL, 0) == 1
 
 
 async def test_a_frontend_refuses_a_port_that_others_listen_on(
