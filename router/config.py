@@ -36,6 +36,11 @@ class Limits(BaseModel):
     pool_grace_s: float = Field(
         default=30.0, ge=0, description="Seconds that requests wait for workers while no pair can serve."
     )
+    scale_to_zero: bool = Field(
+        default=False,
+        description="Pools may have no workers while no request comes: requests wait for the first ones until their "
+        "deadline, and that time does not count against their objectives.",
+    )
     worker_silence_s: float = Field(
         default=4.0,
         ge=1.5,  # three beats of a worker

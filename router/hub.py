@@ -49,24 +49,27 @@ class Hub:
         self._model = model
         self._shows_metrics, self._serves_clients = config.metrics, config.serve_clients
         self._is_stopping = is_stopping
-        self._grace_s = config.pool_grace_s
+        self._grace_s, self._scale_to_zero = config.pool_grace_s, config.scale_to_zero
+        self._max_model_len: int | None = None  # of the workers, as last seen
         self._ready_until_s = -inf
 
     def readiness(self) -> Readiness:
         """Return whether the router serves now.
 
         It counts as ready for `pool_grace_s` after a pair of workers was seen here: requests wait for workers as long.
-        Pairs that come and go between two calls are not seen.
+        Pairs that come and go between two calls are not seen. Where pools scale to zero, it counts as ready without.
         """
         is_live, core, now_s = not self._is_stopping(), self.shell.core, self.clock.now_s()
-        if core.is_ready:
+        has_pair = core.is_ready or self._scale_to_zero
+        if has_pair:
             self._ready_until_s = now_s + self._grace_s
-        was_ready = core.is_ready or now_s < self._ready_until_s
+        self._max_model_len = core.workers.max_model_len() or self._max_model_len
+        was_ready = has_pair or now_s < self._ready_until_s
         return Readiness(
             is_live=is_live,
             is_ready=was_ready and is_live,
-            can_serve=core.is_ready and is_live,
-            max_model_len=core.workers.max_model_len(),
+            can_serve=has_pair and is_live,
+            max_model_len=self._max_model_len,
         )
 
     def admit(self, event: RequestArrived, answer: Answer) -> None:
@@ -113,7 +116,7 @@ class Hub:
             max_num_seqs += known.max_num_seqs
         ended, ends = core.placements.ended, self.outcomes
         return EngineState(
-            is_ready=core.is_ready,
+            is_ready=self.readiness().can_serve,
             num_running=core.num_active,
             num_waiting=core.num_held,
             num_tokens=num_tokens,

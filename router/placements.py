@@ -130,8 +130,10 @@ class Placements:
         """Ask the policy where these sequences of a request go now.
 
         While no pair of workers can serve, a request waits for one for `pool_grace_s` at most, and not at all where no
-        worker has come, gone or loaded for that long.
+        worker has come, gone or loaded for that long. Where pools scale to zero, it waits until its deadline.
         """
+        if self._limits.scale_to_zero:
+            request.excuse_wait(now_s)
         demand = request.demand(indices, self.num_placed, now_s, self._limits.max_hold_s)
         decision = decide(self.workers, demand, self._policy, local=self._limits.local_prefill)
         if not isinstance(decision, Held) or not decision.lacks_workers:
@@ -139,6 +141,8 @@ class Placements:
         if self.workers_changed_s is None:
             self.workers_changed_s = now_s  # the first request came before any worker
         until_s = min(self.workers_changed_s, request.wait_for_pair(now_s)) + self._limits.pool_grace_s
+        if self._limits.scale_to_zero:
+            until_s = inf
         if now_s < until_s:
             return Held(decision.because, until_s)
         return Refused(Status.UNAVAILABLE, decision.because.text, because=decision.because)

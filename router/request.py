@@ -143,6 +143,7 @@ class Request:
         self.avoid: frozenset[LinkId] = frozenset()
         self.losses: list[Loss] = []  # since it last gained a token
         self._no_pair_since_s: float | None = None
+        self._excused_s = 0.0  # of waiting, that do not count against its objectives
         self.ledger = Ledger()
         self.cached_tokens = 0
         self.awaits_prompt = event.params.prompt_logprobs is not None and len(event.token_ids) > 1  # to be scored
@@ -205,6 +206,7 @@ class Request:
 
     def demand(self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float) -> Demand:
         num_delivered = len(self.sequences[indices[0]].token_ids)
+        waited_s = now_s - self.received_s - self._excused_s
         return Demand(
             num_tokens=len(self.prompt_ids) + num_delivered,
             num_sequences=len(indices),
@@ -217,8 +219,8 @@ class Request:
             hashes=() if self.awaits_prompt else self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens],
             draw=self.draw,
             now_s=now_s,
-            waited_s=now_s - self.received_s,
-            may_wait_s=max_hold_s - (now_s - self.received_s),
+            waited_s=waited_s,
+            may_wait_s=max_hold_s - waited_s,
             is_admitted=self.is_admitted,
             priority=self.priority,
         )
@@ -228,6 +230,13 @@ class Request:
         if self._no_pair_since_s is None:
             self._no_pair_since_s = now_s
         return self._no_pair_since_s
+
+    def excuse_wait(self, now_s: float) -> None:
+        """Let the time in which no pair of workers could serve it not count against its objectives."""
+        if self._no_pair_since_s is not None:
+            excused_s, self._no_pair_since_s = now_s - self._no_pair_since_s, None
+            self._excused_s += excused_s
+            self.first_token_due_s += excused_s
 
     def groups(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
         """Split sequences into those that one prefill can serve: all while none has a token, else each alone."""

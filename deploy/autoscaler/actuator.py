@@ -224,10 +224,13 @@ class PoolSizes:
     decode: int
     max_workers: int | None
     elsewhere: bool = False  # whether the autoscaler starts all of them, with Ray
+    may_be_empty: bool = False  # whether a pool may have none later
 
 
 def sizes_at_start(policy_file: Path) -> PoolSizes:
     """Return how few workers a policy lets a cluster of this machine begin with, and how many it lets be.
+
+    A pool that may have none begins with one, so that its steps and its size are known once it is to come back.
 
     ConfigError where the policy is not valid, or is for another actuator.
     """
@@ -236,4 +239,5 @@ def sizes_at_start(policy_file: Path) -> PoolSizes:
         raise ConfigError(f"{policy_file}: actuator.kind: {policy.actuator.kind} starts no workers of this cluster")
     prefill, decode = (bounds(policy.pools.of(pool), time.time()) for pool in POOLS)
     most = policy.budget.max_devices // min(prefill.devices, decode.devices)
-    return PoolSizes(prefill.least, decode.least, most, policy.actuator.kind == "ray")
+    may_be_empty = any(policy.pools.of(pool).may_be_empty for pool in POOLS)
+    return PoolSizes(max(1, prefill.least), max(1, decode.least), most, policy.actuator.kind == "ray", may_be_empty)

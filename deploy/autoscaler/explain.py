@@ -56,6 +56,8 @@ def _pool(pool: Pool, react_s: float) -> Iterator[str]:
     each = _count(pool.devices_per_replica, "device")
     yield f"It has {pool.min_replicas} to {_count(pool.max_replicas, 'replica')} of {each}."
     yield from map(_schedule, pool.schedules)
+    if pool.may_be_empty:
+        yield _empty(pool)
     startup, drain = in_units(pool.startup_s), in_units(pool.drain_timeout_s)
     yield f"A replica is expected to serve {startup} after its order, until start-ups are measured."
     yield f"A drain that has not ended after {drain} is reported as late."
@@ -66,6 +68,16 @@ def _pool(pool: Pool, react_s: float) -> Iterator[str]:
     if pool.cost_per_replica_hour:
         cost = pool.cost_per_replica_hour
         yield f"It costs {cost * pool.min_replicas:g} to {cost * pool.max_replicas:g} an hour, {cost:g} a replica."
+
+
+def _empty(pool: Pool) -> str:
+    quiet = in_units(pool.behavior.scale_down.stabilization_window_seconds)
+    startup, cost = in_units(pool.startup_s), pool.cost_per_replica_hour
+    saved = f" An hour without any saves {cost:g}." if cost else ""
+    return (
+        f"It has none once no request has come or run for {quiet}. The first request then waits until one serves, "
+        f"which takes {startup} until start-ups are measured.{saved}"
+    )
 
 
 def _schedule(schedule: Schedule) -> str:

@@ -77,6 +77,13 @@ class Observation:
     costs: Mapping[Role, StepCosts] = field(default_factory=dict)  # of steps, as learnt or from a profile
     capacities: Mapping[Role, Capacity] = field(default_factory=dict)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request has come since the last observation, or waits, or runs."""
+        has_come = self.demand is not None and self.demand.num_requests > 0
+        is_busy = any(replica.num_sequences or replica.waiting_tokens for replica in self.replicas)
+        return has_come or self.num_held > 0 or is_busy
+
 
 class Observer:
     """Makes observations of what one cluster reports: of counters the differences, of states when they began.

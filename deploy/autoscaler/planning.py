@@ -11,7 +11,7 @@ from dataclasses import replace
 from pdserve.autoscaler import urgent
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.forecast import new_forecaster
-from pdserve.autoscaler.observation import Observation, Replica
+from pdserve.autoscaler.observation import Observation
 from pdserve.autoscaler.pacing import Wanted
 from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.schema import Policy
@@ -104,6 +104,8 @@ class Planner:
         mixture = self._mixture.traffic()
         if mixture is None:
             return self._idle(sizes, bounds) if self._is_idle(seen) else "no request has ended yet"
+        may_be_empty = {pool: bounds[pool].least == 0 and not seen.has_requests for pool in POOLS}
+        bounds = {pool: replace(bounds[pool], least=max(1, bounds[pool].least)) for pool in POOLS}
         lacking = [pool for pool in POOLS if not _is_known(pool, seen)]
         if lacking:
             return f"nothing is known of the steps or the size of {' and '.join(lacking)} workers"
@@ -129,6 +131,8 @@ class Planner:
             if not self._is_warm or keeps_both:
                 kept = max(kept, sizes[pool])
             wanted[pool] = Wanted(min(size, max(lower.replicas[pool], pressing)), size, min(kept, bounds[pool].most))
+            if kept == 1 and may_be_empty[pool]:
+                wanted[pool], binds[pool] = Wanted(0, 0, 0), Binds.MIN
         serving = {pool: len(urgent.ready(seen.replicas, pool)) for pool in POOLS}
         self._misses.expect({pool: expected.by_model(pool, serving[pool]) for pool in POOLS})
         attained = {pool: expected.attainment(pool, sizes[pool]) for pool in POOLS}
@@ -147,7 +151,7 @@ class Planner:
 
     def _is_idle(self, seen: Observation) -> bool:
         """Return whether no request has come of late, and none is left."""
-        return self._mixture.num_requests < _NONE and not seen.num_held and not any(map(_has_work, seen.replicas))
+        return self._mixture.num_requests < _NONE and not seen.has_requests
 
     def _idle(self, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Plan:
         """Return the smallest pools that are allowed; before a first interval is over, none smaller than it is."""
@@ -212,10 +216,6 @@ def settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mappin
         return best
     attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
     return Sized(dict(sizes), attainments, best.binds)
-
-
-def _has_work(replica: Replica) -> bool:
-    return bool(replica.num_sequences or replica.waiting_tokens)
 
 
 def _is_known(pool: Role, seen: Observation) -> bool:

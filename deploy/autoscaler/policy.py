@@ -77,7 +77,7 @@ class Autoscaler:
         if isinstance(plan, Plan):
             for pool in POOLS:
                 self._pacing[pool].want(plan.wanted[pool], at_s)
-        goals = {pool: self._goal(pool, supply, plan) for pool in POOLS}
+        goals = {pool: self._goal(pool, supply, plan, has_requests=observation.has_requests) for pool in POOLS}
         for pool in sorted(POOLS, key=lambda pool: self._urgency(pool, goals[pool], plan)):
             if goals[pool].target > goals[pool].size and not goals[pool].is_given:
                 self._grow(pool, goals, supply)
@@ -130,11 +130,13 @@ class Autoscaler:
         self._planner.observe(seen.demand, seen, startup_s)
         return self._planner.plan(seen, supply.sizes, supply.limits, startup_s)
 
-    def _goal(self, pool: Role, supply: Supply, plan: Plan | str) -> _Goal:
+    def _goal(self, pool: Role, supply: Supply, plan: Plan | str, *, has_requests: bool) -> _Goal:
         size, limits, at_s = supply.sizes[pool], supply.limits[pool], supply.at_s
         notes = supply.late(pool, self._late_s(pool), self._policy.pools.of(pool).drain_timeout_s)
         if size < limits.least:
             return _Goal(size, limits.least, Binds.MIN, notes, is_forced=True)
+        if size == 0 and has_requests:
+            return _Goal(size, 1, Binds.WAITING, notes, is_forced=True)
         if self._has_failed(pool, supply):
             return _Goal(size, max(size, min(size + 1, limits.most)), Binds.LATE, notes, is_forced=True, is_rescue=True)
         if isinstance(plan, str):
@@ -158,7 +160,9 @@ class Autoscaler:
     def _has_failed(self, pool: Role, supply: Supply) -> bool:
         """Return whether no replica of a pool serves, and each one that starts takes longer than a start does."""
         startup_s = self.startup_s(pool)
-        return all(r.state is State.STARTING and supply.at_s - r.since_s > startup_s for r in supply.of(pool))
+        here = supply.of(pool)
+        is_late = [r.state is State.STARTING and supply.at_s - r.since_s > startup_s for r in here]
+        return all(is_late) and bool(here)
 
     @staticmethod
     def _urgency(pool: Role, goal: _Goal, plan: Plan | str) -> tuple[bool, float]:

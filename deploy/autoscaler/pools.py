@@ -21,6 +21,7 @@ DAYS: tuple[Day, ...] = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 Metric = Literal["queue_tokens", "kv_usage", "running_sequences", "held_requests"]
 
 Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS, strict=True)]
+LeastReplicas = Annotated[int, Field(ge=0, le=MAX_REPLICAS, strict=True)]
 Devices = Annotated[int, Field(ge=1, le=65_536, strict=True)]
 
 
@@ -133,7 +134,7 @@ class Schedule(Section):
     time_zone: str = Field(
         default="UTC", description="Time zone of both, from the IANA database, such as Europe/Zurich."
     )
-    min_replicas: Replicas | None = Field(default=None, description="In place of the pool's minReplicas.")
+    min_replicas: LeastReplicas | None = Field(default=None, description="In place of the pool's minReplicas.")
     max_replicas: Replicas | None = Field(default=None, description="In place of the pool's maxReplicas.")
 
     @field_validator("time_zone")
@@ -171,7 +172,11 @@ class Fallback(Section):
 class Pool(Section):
     """One pool: all workers of a role."""
 
-    min_replicas: Replicas = Field(default=1, description="Replicas that the pool has at least.")
+    min_replicas: LeastReplicas = Field(
+        default=1,
+        description="Replicas that the pool has at least. 0: it has none while no request comes; the router's "
+        "scale_to_zero then lets the first ones wait.",
+    )
     max_replicas: Replicas = Field(description="Replicas that the pool has at most.")
     startup_s: Annotated[float, Field(ge=0, le=86_400, strict=True), DURATION] = Field(
         default=60.0,
@@ -196,6 +201,11 @@ class Pool(Section):
         description="Limits that hold at certain hours in place of minReplicas and maxReplicas.",
     )
     fallback: Fallback = Field(default=Fallback(), description="What the pool does without fresh metrics.")
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the pool may have no replicas at some hour."""
+        return 0 in (self.min_replicas, *(each.min_replicas for each in self.schedules))
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

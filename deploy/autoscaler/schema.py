@@ -251,11 +251,11 @@ def check_budget(budget: Budget, pools: Pools) -> None:
             f"{budget.max_devices} is below {fallback}, what fallback.replicas of both pools hold",
         )
     for at_s in changes_of((*pools.prefill.schedules, *pools.decode.schedules)):
-        least = sum(pool.devices_per_replica * bounds(pool, at_s).least for pool in both)
+        least = sum(pool.devices_per_replica * max(1, bounds(pool, at_s).least) for pool in both)
         if least > budget.max_devices:
             raise FieldError(
                 ("budget", "maxDevices"),
-                f"{budget.max_devices} is below {least}, what minReplicas of both pools hold{_hour(at_s, *both)}",
+                f"{budget.max_devices} is below {least}, what both pools need at least{_hour(at_s, *both)}",
             )
 
 

@@ -225,6 +225,8 @@ def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, a
     secret_file = settings.pop("workers_secret_file", None)
     of_router = {key: value for key, value in flags.items() if key in RouterConfig.model_fields}
     router_flags = settings.pop("router_flags", {}) | of_router
+    if sizes.may_be_empty:
+        router_flags.setdefault("scale_to_zero", True)
     return ClusterSpec(
         **{"served_model_name": model_name(model), "max_workers": sizes.max_workers, **settings},
         model=str(fetched(model)),

@@ -60,7 +60,7 @@ FAULTS = [
     (
         "maxDevices: 8",
         "maxDevices: 5",
-        "line 4: budget.maxDevices: 5 is below 6, what minReplicas of both pools hold on Mon",
+        "line 4: budget.maxDevices: 5 is below 6, what both pools need at least on Mon",
     ),
     ("maxDevices: 8", "maxDevices: 8, minDevices: 9", "line 4: budget.minDevices: 9 is above maxDevices, 8"),
     ("maxDevices: 8", "maxDevices: 99, minDevices: 13", "budget.minDevices: 13 is above 12, what both pools hold at"),

@@ -140,3 +140,18 @@ def test_a_disruption_budget_has_one_limit(budget: Manifest, limit: dict[str, An
     found = of_kind(rendered({"decode.podDisruptionBudget": budget}), "PodDisruptionBudget")
     spec = found["chat-pdserve-decode"]["spec"]
     assert {key: value for key, value in spec.items() if key != "selector"} == limit
+
+
+NIGHT = {"start": "20:00", "end": "06:00", "minReplicas": 0}
+
+
+@pytest.mark.parametrize("pool", [{"minReplicas": 0}, {"schedules": [NIGHT]}], ids=["always", "at night"])
+def test_a_pool_that_may_be_empty_lets_requests_wait_at_routers(pool: Manifest) -> None:
+    values = {"autoscaling.by": "pdserve", "autoscaling.policy.pools.decode": {"maxReplicas": 4, **pool}}
+    assert settings(rendered(values), "router")["scale_to_zero"] is True
+    assert "scale_to_zero" not in settings(rendered({**values, "autoscaling.by": "none"}), "router")
+    scaled = of_kind(rendered({**values, "autoscaling.by": "keda"}), "ScaledObject")
+    assert [each["spec"]["minReplicaCount"] for each in scaled.values()] == [1, pool.get("minReplicas", 1)]
+    needs = "autoscaling.policy.pools: minReplicas 0 needs autoscaling.by pdserve, or keda with follow desired"
+    assert needs in refusal({**values, "autoscaling.by": "hpa"})
+    assert needs in refusal({**values, "autoscaling.by": "keda", "autoscaling.follow": "waiting"})

@@ -85,6 +85,8 @@ BREAKING = [
     some({"decode": {"schedules": [held(minReplicas=2), held(minReplicas=3, start="18:00", end="08:30")]}}),
     some({"prefill": {"minReplicas": 4}, "decode": {"schedules": [held(minReplicas=4)]}}, budget={"maxDevices": 7}),
     some({"decode": {"minReplicas": 4}, "prefill": {"minReplicas": 4}}, budget={"maxDevices": 7}),
+    some({"decode": {"minReplicas": 0}, "prefill": {"minReplicas": 0}}, budget={"maxDevices": 1}),
+    some({"decode": {"minReplicas": 2, "schedules": [held(minReplicas=0), held(minReplicas=3)]}}),
     some(budget={"maxDevices": 8, "minDevices": 9}),
     some(budget={"maxDevices": 20, "minDevices": 9}),
     some({"decode": {"fallback": {"replicas": 4}}}, budget={"maxDevices": 3}),
@@ -118,7 +120,7 @@ ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asi
 SCHEDULE = st.fixed_dictionaries(
     {"start": st.sampled_from(CLOCKS), "end": st.sampled_from([*CLOCKS, "24:00"])},
     optional={
-        "minReplicas": st.integers(1, 4),
+        "minReplicas": st.integers(0, 4),
         "maxReplicas": st.integers(2, 6),
         "timeZone": st.sampled_from(ZONES),
         "daysOfWeek": st.lists(st.sampled_from(DAYS), min_size=1, unique=True),
@@ -126,7 +128,7 @@ SCHEDULE = st.fixed_dictionaries(
 )
 POOL = st.fixed_dictionaries(
     {"maxReplicas": st.integers(3, 6)},
-    optional={"minReplicas": st.integers(1, 4), "schedules": st.lists(SCHEDULE, max_size=3)},
+    optional={"minReplicas": st.integers(0, 4), "schedules": st.lists(SCHEDULE, max_size=3)},
 )
 SCHEDULED = st.builds(
     lambda prefill, decode, most: some({"prefill": prefill, "decode": decode}, budget={"maxDevices": most}),

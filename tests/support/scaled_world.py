@@ -59,6 +59,8 @@ class World:
     orders: list[tuple[float, Action]] = field(default_factory=list)
     decisions: tuple[Decision, ...] = ()
     refused: dict[str, int] = field(default_factory=dict)
+    num_held: int = 0  # requests that wait in routers
+    knows_costs: bool = True  # whether routers have learnt what steps take
 
     def __post_init__(self) -> None:
         self.scaler = Autoscaler(self.policy)
@@ -105,8 +107,8 @@ class World:
     def observation(self, seconds: float, *, fresh: bool = True) -> Observation:
         replicas = tuple(self.replicas.values())
         demand = self._demand(seconds) if fresh else None
-        known = dict.fromkeys(BOTH, COSTS), dict.fromkeys(BOTH, CAPACITY)
-        return Observation(self.at_s, self.at_s, replicas, demand, seconds, 0, self.refused, *known)
+        known = (dict.fromkeys(BOTH, COSTS), dict.fromkeys(BOTH, CAPACITY)) if self.knows_costs else ()
+        return Observation(self.at_s, self.at_s, replicas, demand, seconds, self.num_held, self.refused, *known)
 
     def _demand(self, seconds: float) -> Demand:
         count = self.rate * seconds

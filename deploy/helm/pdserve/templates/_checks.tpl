@@ -32,6 +32,10 @@
 {{- $problems = append $problems (printf "autoscaling.policy.pools.%s.devicesPerReplica: is %d, and %s.devices.count is %d" $pool (int $given) $pool (int $count)) -}}
 {{- end -}}
 {{- end -}}
+{{- $scaling := .Values.autoscaling -}}
+{{- if and (include "pdserve.mayBeEmpty" (values $scaling.policy.pools)) (or (eq $scaling.by "hpa") (and (eq $scaling.by "keda") (eq $scaling.follow "waiting"))) -}}
+{{- $problems = append $problems "autoscaling.policy.pools: minReplicas 0 needs autoscaling.by pdserve, or keda with follow desired: an HPA keeps one replica, and workers that are not there show no metric" -}}
+{{- end -}}
 {{- range include "pdserve.policyProblems" (list . (include "pdserve.policySpec" . | fromJson)) | fromJsonArray -}}
 {{- $problems = append $problems (printf "autoscaling.policy.%s" .) -}}
 {{- end -}}

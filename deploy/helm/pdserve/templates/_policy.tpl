@@ -11,6 +11,14 @@
 {{- toJson $policy -}}
 {{- end }}
 
+{{/* Not empty if a pool of the policy may have no replicas: takes (list pool ..). */}}
+{{- define "pdserve.mayBeEmpty" -}}
+{{- range . -}}
+{{- if eq (dig "minReplicas" 1 . | int64) 0 }}yes{{ end -}}
+{{- range .schedules }}{{ if eq (dig "minReplicas" 1 . | int64) 0 }}yes{{ end }}{{ end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "pdserve.policy" -}}
 {{- $name := include "pdserve.name" . -}}
 {{- $actuator := dict "kind" "publish" -}}
@@ -105,14 +113,14 @@ autoscaler does: of what is wrong between parts, the first is named.
 {{- $here := printf "%s.schedules.%d" $place $index -}}
 {{- if not (hasKey $zones (dig "timeZone" "UTC" .)) -}}
 {{- $found = append $found (printf "%s.timeZone: '%s' is refused: is no time zone" $here .timeZone) -}}
-{{- else if not (or .minReplicas .maxReplicas) -}}
+{{- else if not (or (hasKey . "minReplicas") (hasKey . "maxReplicas")) -}}
 {{- $found = append $found (printf "%s: sets neither minReplicas nor maxReplicas" $here) -}}
 {{- else if eq .start .end -}}
 {{- $found = append $found (printf "%s.end: %s is the start as well; the whole day is 00:00 to 24:00" $here .end) -}}
 {{- end -}}
 {{- end -}}
 {{- if not (or $found (index . 3)) -}}
-{{- $least := default 1 $pool.minReplicas | int64 -}}{{- $most := int64 $pool.maxReplicas -}}
+{{- $least := dig "minReplicas" 1 $pool | int64 -}}{{- $most := int64 $pool.maxReplicas -}}
 {{- $fallback := (default dict $pool.fallback).replicas | int64 -}}
 {{- $metrics := list }}{{ range $pool.signals }}{{ $metrics = append $metrics .metric }}{{ end -}}
 {{- if gt $least $most -}}

@@ -86,11 +86,11 @@ zones). They are the starts and ends in one week for each combination of offsets
 {{- range $index, $schedule := $pool.schedules -}}
 {{- if include "pdserve.holds" (list . (get $zones (default "UTC" .timeZone)) $unix) -}}
 {{- $held = append $held $index -}}
-{{- with .minReplicas }}{{ $least = append $least (int64 .) }}{{ end -}}
+{{- if hasKey . "minReplicas" }}{{ $least = append $least (int64 .minReplicas) }}{{ end -}}
 {{- with .maxReplicas }}{{ $most = append $most (int64 .) }}{{ end -}}
 {{- end -}}
 {{- end -}}
-{{- $lower := default 1 $pool.minReplicas | int64 }}{{ with $least }}{{ $lower = 0 }}{{ range . }}{{ $lower = max $lower . }}{{ end }}{{ end -}}
+{{- $lower := dig "minReplicas" 1 $pool | int64 }}{{ with $least }}{{ $lower = 0 }}{{ range . }}{{ $lower = max $lower . }}{{ end }}{{ end -}}
 {{- $upper := int64 $pool.maxReplicas }}{{ with $most }}{{ $upper = 0 }}{{ range . }}{{ $upper = max $upper . }}{{ end }}{{ end -}}
 {{- dict "held" $held "least" $lower "most" $upper "devices" (default 1 $pool.devicesPerReplica | int64) | toJson -}}
 {{- end }}
@@ -114,7 +114,7 @@ zones). They are the starts and ends in one week for each combination of offsets
 {{- $bounds := include "pdserve.bounds" (list $pool $zones $unix) | fromJson -}}
 {{- $hour := include "pdserve.hour" (list $unix (list $pool)) -}}
 {{- range $field := list "minReplicas" "maxReplicas" -}}
-{{- $asking := list }}{{ range $bounds.held }}{{ if get (index $pool.schedules (int .)) $field }}{{ $asking = append $asking (int .) }}{{ end }}{{ end -}}
+{{- $asking := list }}{{ range $bounds.held }}{{ if hasKey (index $pool.schedules (int .)) $field }}{{ $asking = append $asking (int .) }}{{ end }}{{ end -}}
 {{- range rest $asking -}}
 {{- $count := get (index $pool.schedules .) $field | int64 }}{{ $other := get (index $pool.schedules (first $asking)) $field | int64 -}}
 {{- if and (not $found) (ne $count $other) -}}
@@ -156,9 +156,9 @@ zones). They are the starts and ends in one week for each combination of offsets
 {{- $unix := int64 . }}{{ $held := 0 -}}
 {{- if not $found -}}
 {{- range $both -}}
-{{- $bounds := include "pdserve.bounds" (list . $zones $unix) | fromJson }}{{ $held = add $held (mul $bounds.devices (int64 $bounds.least)) -}}
+{{- $bounds := include "pdserve.bounds" (list . $zones $unix) | fromJson }}{{ $held = add $held (mul $bounds.devices (max 1 $bounds.least)) -}}
 {{- end -}}
-{{- if gt $held $most }}{{ $found = printf "budget.maxDevices: %d is below %d, what minReplicas of both pools hold%s" $most $held (include "pdserve.hour" (list $unix $both)) }}{{ end -}}
+{{- if gt $held $most }}{{ $found = printf "budget.maxDevices: %d is below %d, what both pools need at least%s" $most $held (include "pdserve.hour" (list $unix $both)) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
