@@ -1,6 +1,5 @@
 """A request's sampling parameters, with the limits that every part of the system relies on; and sampled tokens."""
 
-import math
 from dataclasses import dataclass
 from struct import unpack
 from typing import Literal
@@ -178,6 +177,6 @@ class SampledToken:
 
 
 def _in_range(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    if math.isnan(value) or value > high or value < low or (low_open and value == low):
+    if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
         raise invalid(field, f"{value} is outside {bracket}{low}, {high}]")

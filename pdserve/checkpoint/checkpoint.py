@@ -125,7 +125,8 @@ class GenerationDefaults:
         try:
             SamplingParams(**fitting.sampling()).validate(vocab_size)  # type: ignore[arg-type]
         except RequestError as error:
-            raise ConfigError(f"generation_config.json: {error.message}") from error
+            problem = error.message.replace("max_tokens:", "max_new_tokens:", 1)  # as the file has it
+            raise ConfigError(f"generation_config.json: {problem}") from error
         return fitting
 
 

@@ -97,7 +97,7 @@ def _named_files(path: Path) -> list[Path]:
     if not isinstance(weight_map, Mapping):
         raise ConfigError(f"{INDEX}: not an index of safetensors files")
     for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not name or Path(name).name != name:
             raise ConfigError(f"{INDEX}: {name!r} is not the name of a file beside it")
     return [path / name for name in sorted(set(weight_map.values()))]
 

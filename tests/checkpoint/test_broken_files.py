@@ -174,6 +174,27 @@ def test_whatever_a_file_holds_a_model_opens_or_is_refused_by_name(
     assert str(folder) in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("generation_config.json", {"max_new_tokens": 10**400}, "max_new_tokens"),
+        ("generation_config.json", {"repetition_penalty": -(10**400)}, "repetition_penalty"),
+        ("generation_config.json", {"temperature": 10**400}, "temperature"),
+        ("model.safetensors.index.json", {"weight_map": {"": ""}}, "'' is not the name of a file"),
+        ("model.safetensors.index.json", {"weight_map": {"": "."}}, "'.' is not the name of a file"),
+    ],
+)
+def test_numbers_beyond_all_bounds_and_names_of_no_file_are_refused(
+    tmp_path: Path, name: str, change: dict[str, object], problem: str
+) -> None:
+    folder = whole_model(tmp_path)
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**content, **change}))
+    said = refusal(folder)
+    assert str(folder) in said
+    assert problem in said
+
+
 @pytest.fixture
 def gguf_model(
     write_gguf: WriteGguf, tiny_model: dict[str, object], tokenizer_keys: dict[str, object], embedding: Tensors
