@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 
 from pdserve.certificates import Part
-from pdserve.checkpoint.fetch import default_cache_dir
+from pdserve.checkpoint.home import default_cache_dir
 from pdserve.checkpoint.open import check_model
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError, first_of

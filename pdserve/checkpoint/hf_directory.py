@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from pdserve.checkpoint.checkpoint import DEFAULT, TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
-from pdserve.checkpoint.fetch import repository_of
+from pdserve.checkpoint.hub import repository_of
 from pdserve.errors import ConfigError
 from pdserve.model.config import Fields, ModelConfig
 from pdserve.text.tokenizer import Tokenizer

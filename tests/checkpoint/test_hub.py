@@ -9,7 +9,8 @@ import pytest
 from fake_hub import COMMIT, REPOSITORY, FakeHub, fake_hub
 from huggingface_hub import constants
 
-from pdserve.checkpoint.fetch import HubModel, parse_hub_name, repository_of, resolve_model
+from pdserve.checkpoint.fetch import resolve_model
+from pdserve.checkpoint.hub import HubModel, parse_hub_name, repository_of
 from pdserve.cli.models import list_models, model_name
 from pdserve.errors import ConfigError
 
@@ -97,3 +98,8 @@ def test_a_model_in_the_cache_is_called_by_its_repository(tmp_path: Path) -> Non
     folder.mkdir(parents=True)
     assert repository_of(folder) == REPOSITORY == model_name(str(folder)) == model_name(f"{REPOSITORY}@v1")
     assert repository_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("revision", ["..", "../x", ".hidden"])
+def test_a_revision_is_no_path(revision: str) -> None:
+    assert parse_hub_name(f"acme/tiny@{revision}") is None

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from huggingface_hub.utils.sha import git_hash
+
 REPOSITORY = "acme/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -16,32 +18,49 @@ class FakeHub:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = files
+        self.sent: dict[str, bytes] = {}  # other bytes than those that it says a file has
+        self.commit = COMMIT
         self.fetched: list[str] = []
         self.address = ""
+        self.stalls_at: str | None = None  # a file of which it sends half, until `go_on`
+        self.stalled, self.go_on = threading.Event(), threading.Event()
 
     def reply(self, path: str) -> tuple[int, bytes, dict[str, str]]:
         path = path.partition("?")[0]
         api = f"/api/models/{REPOSITORY}"
         if path.startswith(api):
             kind, _, revision = path.removeprefix(f"{api}/").partition("/")
-            if revision not in ("main", "v1", COMMIT):
+            if path != api and revision not in ("main", "v1", self.commit):
                 return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
             return 200, json.dumps(self._tree() if kind == "tree" else self._info()).encode(), {}
-        start = f"/{REPOSITORY}/resolve/{COMMIT}/"
+        start = f"/{REPOSITORY}/resolve/{self.commit}/"
         name = path.removeprefix(start)
         if path.startswith(start) and name in self.files:
-            content = self.files[name]
-            return 200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            headers = {"ETag": f'"{_digest(name, self.files[name])}"', "X-Repo-Commit": self.commit}
+            return 200, self.sent.get(name, self.files[name]), headers
         return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
 
     def _info(self) -> dict[str, object]:
-        return {"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+        return {"id": REPOSITORY, "sha": self.commit, "siblings": [{"rfilename": name} for name in self.files]}
 
     def _tree(self) -> list[dict[str, object]]:
         return [
-            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            {"type": "file", "path": name, "size": len(content), "oid": git_hash(content)}
+            | (
+                {"lfs": {"oid": _digest(name, content), "size": len(content), "pointerSize": 1}}
+                if _is_large(name)
+                else {}
+            )
             for name, content in self.files.items()
         ]
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def _digest(name: str, content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest() if _is_large(name) else git_hash(content)
 
 
 @contextmanager
@@ -61,21 +80,31 @@ def fake_hub(files: Mapping[str, bytes]) -> Iterator[FakeHub]:
             for name, shown in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, shown)
             self.end_headers()
-            if is_wanted:
-                self.wfile.write(content)
-                if status == 200 and "/resolve/" in self.path:
-                    hub.fetched.append(self.path.partition(f"/{COMMIT}/")[2])
+            if not is_wanted:
+                return
+            name = self.path.partition(f"/{hub.commit}/")[2]
+            if name == hub.stalls_at:
+                self.wfile.write(content[: len(content) // 2])
+                self.wfile.flush()
+                hub.stalled.set()
+                hub.go_on.wait(60)
+                return
+            self.wfile.write(content)
+            if status == 200 and "/resolve/" in self.path:
+                hub.fetched.append(name)
 
         def log_message(self, *_: object) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign] - clients are killed while it answers
     hub.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         yield hub
     finally:
+        hub.go_on.set()
         server.shutdown()
         thread.join()
         server.server_close()
