@@ -19,6 +19,7 @@ def settings(manifests: list[Manifest], component: str) -> Manifest:
 HUB = {"model.source": "hub", "model.hub.repository": "some/model"}
 PVC = {"model.source": "pvc", "model.pvc.claimName": "models"}
 IMAGE = {"model.source": "image", "model.image.reference": "r/m:1"}
+SHARED = {"model.persistence.enabled": True}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,8 @@ IMAGE = {"model.source": "image", "model.image.reference": "r/m:1"}
         ({**IMAGE, "model.path": "/models/m.gguf"}, "/models/m.gguf", None),
         ({**IMAGE, "model.path": "/models", "model.servedName": "m"}, "/models", "m"),
         ({"model.source": "builtIn", "model.path": "/opt/m"}, "/opt/m", None),
+        (SHARED, "smollm2-135m-instruct", None),
+        ({**HUB, **SHARED, "model.hub.revision": "v1"}, "some/model@v1", "some/model"),
     ],
 )
 def test_every_process_serves_the_model_of_the_source(values: Manifest, path: str, name: str | None) -> None:
@@ -54,6 +57,9 @@ REFUSED: list[tuple[Manifest, str]] = [
     ({"model.hub.repository": "some/model"}, "model.hub.repository: has no effect unless model.source is hub"),
     ({"model.pvc.claimName": "c"}, "model.pvc.claimName: has no effect unless model.source is pvc"),
     ({"model.image.reference": "r/m:1"}, "model.image.reference: has no effect unless model.source is image"),
+    ({**PVC, **SHARED, "model.path": "/models/m"}, "model.source: must be catalog or hub where model.persist"),
+    ({**HUB, **SHARED, "model.path": "/models/model/m.gguf"}, "model.path: must be empty where model.source is hub"),
+    ({"model.persistence.existingClaim": "c"}, "model.persistence.existingClaim: has no effect unless"),
     (
         {"tls.public": {"existingSecret": "s"}},
         "tls.public.existingSecret: has no effect unless tls.public.from is secret",
@@ -155,3 +161,52 @@ def test_a_pool_that_may_be_empty_lets_requests_wait_at_routers(pool: Manifest) 
     needs = "autoscaling.policy.pools: minReplicas 0 needs autoscaling.by pdserve, or keda with follow desired"
     assert needs in refusal({**values, "autoscaling.by": "hpa"})
     assert needs in refusal({**values, "autoscaling.by": "keda", "autoscaling.follow": "waiting"})
+
+
+@pytest.mark.parametrize("source", [{}, HUB])
+def test_all_pods_that_serve_share_a_claim_which_the_first_one_fills(source: Manifest) -> None:
+    manifests = rendered({**SHARED, **source})
+    (claim,) = of_kind(manifests, "PersistentVolumeClaim").values()
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert claim["spec"] == {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
+    for component in ("router", "prefill", "decode"):
+        pod, model = pods(manifests)[component], settings(manifests, component)["model"]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == "models"]
+        assert volume == {"name": "models", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}
+        (download,), (main,) = pod["initContainers"], pod["containers"]
+        assert download["command"] == ["pdserve", "models", "fetch", model]
+        assert {"name": "models", "mountPath": "/models"} in download["volumeMounts"]
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in main["volumeMounts"]
+        for container in (download, main):
+            assert {"name": "PDSERVE_DOWNLOAD_DIR", "value": "/models"} in container["env"]
+    assert "initContainers" not in pods(manifests)["autoscaler"]
+
+
+def test_a_claim_that_exists_is_used_and_none_is_made() -> None:
+    manifests = rendered({**SHARED, "model.persistence.existingClaim": "models"})
+    assert of_kind(manifests, "PersistentVolumeClaim") == {}
+    (volume,) = [each for each in pods(manifests)["decode"]["volumes"] if each["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "models"}
+
+
+def test_a_claim_is_made_as_it_is_asked_for() -> None:
+    given = {"accessModes": ["ReadWriteOnce"], "storageClass": "fast", "size": "20Gi"}
+    (claim,) = of_kind(
+        rendered({f"model.persistence.{key}": value for key, value in given.items()} | SHARED), "PersistentVolumeClaim"
+    ).values()
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "20Gi"}},
+    }
+
+
+def test_without_a_claim_each_pod_has_its_own_model() -> None:
+    """A token of the hub goes to the container that downloads alone."""
+    found = rendered({**HUB, "model.hub.tokenSecret": {"name": "hub", "key": "token"}})
+    assert of_kind(found, "PersistentVolumeClaim") == {}
+    for component in ("router", "prefill", "decode"):
+        pod = pods(found)[component]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == "models"]
+        assert set(volume) == {"name", "emptyDir"}
+        assert [each["command"][:2] for each in pod["initContainers"]] == [["hf", "download"]]

@@ -80,5 +80,15 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "keda-waiting": ({"autoscaling.by": "keda", "autoscaling.follow": "waiting"}, ()),
     "http-route": ({"router.route": {"enabled": True, "kind": "HTTPRoute", "parentRefs": [{"name": "g"}]}}, ()),
     "image-volume": ({"model": {"path": "/models/m", "source": "image", "image": {"reference": "r/m:1"}}}, ()),
+    "shared-models": (
+        {
+            "model": {
+                "source": "hub",
+                "hub": {"repository": "some/model", "tokenSecret": {"name": "hub", "key": "token"}},
+                "persistence": {"enabled": True, "storageClass": "nfs"},
+            }
+        },
+        (),
+    ),
     "everything": (EVERYTHING, ()),
 }

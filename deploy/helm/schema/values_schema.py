@@ -75,6 +75,7 @@ KEYS: dict[str, Schema] = {
     **dict.fromkeys(("annotations", "podAnnotations"), parts.ANNOTATIONS),
     **dict.fromkeys(("nameOverride", "fullnameOverride"), _or_empty(like("[a-z]([-a-z0-9]{0,38}[a-z0-9])?"))),
     **dict.fromkeys(("existingSecret", "claimName", "className", "tlsSecret"), _or_empty(parts.SUBDOMAIN)),
+    **dict.fromkeys(("existingClaim", "storageClass"), _or_empty(parts.SUBDOMAIN)),
     **dict.fromkeys(("serviceAccount.name", "priorityClassName", "runtimeClassName"), _or_empty(parts.SUBDOMAIN)),
     **dict.fromkeys(("existingSecrets.router", "existingSecrets.worker"), _or_empty(parts.SUBDOMAIN)),
     **dict.fromkeys(("imageRegistry", "image.repository"), _or_empty(like(_REPOSITORY))),
@@ -87,6 +88,8 @@ KEYS: dict[str, Schema] = {
     "startupTimeoutSeconds": integer(2, 86_400),
     "replicas": integer(0),
     "devices.count": integer(0),
+    "persistence.size": like(r"[1-9]\d{0,14}(k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?"),
+    "accessModes": {**list_of(one_of("ReadWriteMany", "ReadWriteOnce")), "minItems": 1},
     "extraArgs": list_of(parts.TEXT),
     "extraObjects": list_of({"type": "object", "additionalProperties": True}),  # templates, which Kubernetes checks
     "tokenSecret": _together(_SECRET_KEY, name=["key"], key=["name"]),

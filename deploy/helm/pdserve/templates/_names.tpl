@@ -73,8 +73,14 @@ What a value implies is filled in: the image of workers, and the limit of a disr
 
 {{/* What processes open as the model, and the name that they serve it by; empty: the model's own. */}}
 {{- define "pdserve.modelPath" -}}
-{{- with .Values.model }}{{ .path | default (eq .source "hub" | ternary "/models/model" "smollm2-135m-instruct") }}{{ end -}}
+{{- with .Values.model }}
+{{- if and (eq .source "hub") .persistence.enabled }}{{ .hub.repository }}@{{ .hub.revision }}
+{{- else }}{{ .path | default (eq .source "hub" | ternary "/models/model" "smollm2-135m-instruct") }}{{ end -}}
+{{- end -}}
 {{- end }}
+
+{{/* The claim on which models are kept. */}}
+{{- define "pdserve.claimName" -}}{{ .Values.model.persistence.existingClaim | default (printf "%s-models" (include "pdserve.name" .)) }}{{- end }}
 {{- define "pdserve.servedName" -}}
 {{- with .Values.model }}{{ .servedName | default (eq .source "hub" | ternary .hub.repository "") }}{{ end -}}
 {{- end }}

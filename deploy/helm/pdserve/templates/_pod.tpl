@@ -28,26 +28,37 @@ topologySpreadConstraints:
     {{- end }}
 {{- end }}
 {{- end }}
-{{- $download := and $model (eq $model.source "hub") }}
+{{- $shared := and $model $model.persistence.enabled }}
+{{- $download := and $model (or $shared (eq $model.source "hub")) }}
+{{- $hubToken := and $model (eq $model.source "hub") $model.hub.tokenSecret }}
 {{- if or $download $values.initContainers }}
 initContainers:
 {{- end }}
 {{- if $download }}
   - name: download
     {{- include "pdserve.image" (list $root $values) | nindent 4 }}
+    {{- if $shared }}
+    command: [pdserve, models, fetch, {{ include "pdserve.modelPath" $root | quote }}]
+    {{- else }}
     command: [hf, download, {{ $model.hub.repository | quote }}, --revision, {{ $model.hub.revision | quote }}, --local-dir, /models/model]
     {{- if not .worker }}
     args: [--exclude, "*.safetensors", --exclude, "*.bin"]
     {{- end }}
-    {{- if $model.hub.tokenSecret }}
+    {{- end }}
+    {{- if or $shared $hubToken }}
     env:
+      {{- if $shared }}
+      - {name: PDSERVE_DOWNLOAD_DIR, value: /models}
+      {{- end }}
+      {{- if $hubToken }}
       - {name: HF_TOKEN_PATH, value: /etc/pdserve/hub/token}
+      {{- end }}
     {{- end }}
     securityContext: {{- include "pdserve.containerSecurity" false | nindent 6 }}
     volumeMounts:
       - {name: models, mountPath: /models}
       - {name: scratch, mountPath: /var/cache/pdserve}
-      {{- if $model.hub.tokenSecret }}
+      {{- if $hubToken }}
       - {name: hub, mountPath: /etc/pdserve/hub, readOnly: true}
       {{- end }}
     resources: {{- toYaml $values.resources | nindent 6 }}
@@ -71,6 +82,9 @@ containers:
       - {name: POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
       - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
       - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+      {{- if $shared }}
+      - {name: PDSERVE_DOWNLOAD_DIR, value: /models}
+      {{- end }}
       {{- if .worker }}
       - {name: UCX_TCP_PORT_RANGE, value: "50060-50075"}
       {{- end }}
@@ -109,7 +123,7 @@ containers:
       - {name: {{ $folder }}, mountPath: /etc/pdserve/{{ $folder }}, readOnly: true}
       {{- end }}
       - {name: scratch, mountPath: /var/cache/pdserve}
-      {{- if and $model (has $model.source (list "pvc" "image" "hub")) }}
+      {{- if and $model (or $shared (has $model.source (list "pvc" "image" "hub"))) }}
       - name: models
         mountPath: /models
         readOnly: true
@@ -140,7 +154,10 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
 - name: scratch  # all that is ever written: the images set HOME and TMPDIR to it
   emptyDir: {}
 {{- if ne .component "autoscaler" }}
-{{- if eq $model.source "pvc" }}
+{{- if $model.persistence.enabled }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ include "pdserve.claimName" $root | quote }}}
+{{- else if eq $model.source "pvc" }}
 - name: models
   persistentVolumeClaim: {claimName: {{ $model.pvc.claimName | quote }}, readOnly: true}
 {{- else if eq $model.source "image" }}
@@ -149,10 +166,10 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
 {{- else if eq $model.source "hub" }}
 - name: models
   emptyDir: {sizeLimit: {{ $model.hub.sizeLimit }}}
-{{- with $model.hub.tokenSecret }}
-- name: hub
-  secret: {secretName: {{ quote .name }}, defaultMode: 0440, items: [{key: {{ quote .key }}, path: token}]}
 {{- end }}
+{{- if and (eq $model.source "hub") $model.hub.tokenSecret }}
+- name: hub
+  secret: {secretName: {{ quote $model.hub.tokenSecret.name }}, defaultMode: 0440, items: [{key: {{ quote $model.hub.tokenSecret.key }}, path: token}]}
 {{- end }}
 {{- end }}
 {{- if .worker }}
