@@ -1,6 +1,8 @@
-"""Features of the processor, and the dtype that suits it."""
+"""Features of the processor, the dtype that suits it, and settings of torch that do not suit a worker."""
 
+import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +13,16 @@ ChosenDtype = Literal["bfloat16", "float16", "float32"]
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")  # as x86 calls them in "flags", ARM in "Features"
 _FEATURE_LINES = ("flags", "Features")
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def allocator_problem(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what keeps torch's GPU memory from being registered for transfers to other processes; empty: nothing."""
+    for name in _ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
+            return f"{name}: expandable_segments makes memory that no other process can be given: leave it out"
+    return ""
 
 
 def choose_dtype(asked: Dtype, device: Device, cpu_info: str, *, compiled: bool) -> tuple[ChosenDtype, str]:

@@ -24,6 +24,7 @@ from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
+from pdserve.launch.devices import deal
 from pdserve.launch.folder import (
     CERTIFICATES,
     ClusterState,
@@ -234,6 +235,7 @@ async def running(
         claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port,
         claimed_port(spec.host, spec.http_port, HTTP_PORT, "--http-port") as http_port,
     ):
+        devices, spec = await asyncio.to_thread(deal, spec)
         num_cores = len(os.sched_getaffinity(0))
         wiring = Wiring(
             spec,
@@ -247,7 +249,7 @@ async def running(
             shared_weights_dir=default_cache_dir() / "weights",
         )
         await asyncio.to_thread(check_model, Path(spec.model), with_weights=spec.reads_weights)
-        supervisor = Supervisor(wiring.children(), folder / "logs", MonotonicClock(), backoff=backoff)
+        supervisor = Supervisor(wiring.children(), folder / "logs", MonotonicClock(), backoff=backoff, devices=devices)
         cluster = LocalCluster(_state(wiring), supervisor, listener)
         endpoint = LauncherEndpoint(supervisor, wiring, cluster.serves)
         try:

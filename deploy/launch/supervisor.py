@@ -22,6 +22,7 @@ from pdserve.clock import Clock, new_incarnation
 from pdserve.errors import CommandError, ConfigError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.devices import Devices
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
@@ -130,12 +131,14 @@ class Supervisor:
         *,
         environment: Mapping[str, str] | None = None,
         backoff: Backoff | None = None,
+        devices: Devices | None = None,
     ) -> None:
         self._children = {spec.name: _Child(spec) for spec in children}
         self._log_dir = log_dir
         self._clock = clock
         self._environment = environment
         self._backoff = backoff or Backoff()
+        self._devices = devices
         self._stopping = asyncio.Event()
         self._begin: Callable[[_Child], object] | None = None  # keeps a child running, while `run` does
         self._ending: set[asyncio.Task[None]] = set()
@@ -246,6 +249,8 @@ class Supervisor:
                 child.num_restarts += 1
             if not self.is_stopping:
                 del self._children[name]
+                if self._devices is not None:
+                    self._devices.release(name)
                 on_change()
         finally:
             child.ended.set()
@@ -257,6 +262,12 @@ class Supervisor:
         except OSError:  # such as when the user has logged out, and /run/user/ID is gone with all that runs from it
             return Path(os.devnull).open("ab")
 
+    def _environment_of(self, spec: ChildSpec) -> Mapping[str, str] | None:
+        if self._devices is None:
+            return self._environment
+        inherited = os.environ if self._environment is None else self._environment
+        return {**inherited, **self._devices.hold(spec.name, spec.role)}
+
     async def _start(self, child: _Child) -> Process:
         child.incarnation = new_incarnation()
         command = child.spec.command_for(child.incarnation)
@@ -267,7 +278,7 @@ class Supervisor:
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=STDOUT,
-                env=self._environment,
+                env=self._environment_of(child.spec),
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor alone
             )
         if child.leaving.is_set():  # it was asked to end before this process was there

@@ -20,7 +20,7 @@ from pdserve.doctor.machine import PORTS, Machine, RdmaPort, shown_address
 from pdserve.errors import EXTRAS
 from pdserve.kernels.cpu.build import Missing, built
 from pdserve.kvtransfer.backends.ucx import RDMA_DEVICES
-from pdserve.processor import read_cpu_info
+from pdserve.processor import allocator_problem, read_cpu_info
 
 PACKAGES = ("pdserve", "grpcio", "protobuf", *EXTRAS)
 CHILD_LIMIT_S = 60.0  # torch takes seconds to import
@@ -74,6 +74,7 @@ def gather_machine(handoff_host: str, rdma_devices: Sequence[str]) -> Machine:
         gpus=_driver_gpus(),
         torch_gpus=gpus,
         torch_problem=problem,
+        allocator_problem=allocator_problem(),
         rdma_ports=read_rdma_ports(RDMA_DEVICES),
         transports=transports,
         transports_problem=transports_problem,

@@ -71,6 +71,7 @@ class Machine:
     gpus: tuple[str, ...]  # as the driver's nvidia-smi shows them
     torch_gpus: tuple[str, ...]
     torch_problem: str  # why torch cannot use a GPU; empty where it can, or is not installed
+    allocator_problem: str  # why workers would refuse torch's memory on a GPU; empty where they would not
     rdma_ports: tuple[RdmaPort, ...]
     transports: tuple[str, ...]  # that UCX offers NIXL here, transport/device
     transports_problem: str
@@ -145,6 +146,8 @@ def _open_files(limit: int | None) -> Finding:
 
 
 def _gpu(machine: Machine) -> Finding:
+    if machine.torch_gpus and machine.allocator_problem:
+        return failed("gpu", f"{', '.join(machine.torch_gpus)}; {machine.allocator_problem}", "unset it for workers")
     if machine.torch_gpus:
         return ok("gpu", ", ".join(machine.gpus or machine.torch_gpus))
     if not machine.gpus:

@@ -34,7 +34,7 @@ from pdserve.kvtransfer.session import Pages, Peer
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
-from pdserve.processor import choose_dtype, cpu_name, read_cpu_info
+from pdserve.processor import allocator_problem, choose_dtype, cpu_name, read_cpu_info
 from pdserve.roles import lacks_pages
 from pdserve.rpc import split_address
 from pdserve.worker.memory import available_bytes, share_weights
@@ -118,9 +118,11 @@ def page_digest(device: Device) -> PageDigest:
 
 
 def engine_device(config: WorkerConfig) -> torch.device:
-    """Return where the engine runs; ConfigError if it is not there."""
+    """Return where the engine runs; ConfigError if it is not there, or its memory could not be shared."""
     if config.device != "cuda":
         return torch.device("cpu")
+    if problem := allocator_problem():
+        raise ConfigError(problem)
     if not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, and torch sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())

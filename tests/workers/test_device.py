@@ -8,6 +8,7 @@ import torch
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout
+from pdserve.processor import allocator_problem
 from pdserve.worker.boot import engine_device, pages_asked_for
 
 
@@ -25,6 +26,19 @@ def config_of(**settings: object) -> WorkerConfig:
 
 def test_left_to_itself_a_worker_runs_on_the_cpu() -> None:
     assert engine_device(config_of()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("given", ["expandable_segments:True", "backend:native, Expandable_Segments : true"])
+def test_an_allocator_whose_memory_nobody_can_be_given_is_refused(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, given)
+    with pytest.raises(ConfigError, match=f"^{name}: expandable_segments"):
+        engine_device(config_of(device="cuda"))
+    assert engine_device(config_of()) == torch.device("cpu")
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert not allocator_problem()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,95 @@
+"""Deals out the GPUs of this machine, so that no two workers take the same one while another is free.
+
+Invariant: a worker keeps its GPU until it is released, however often its process starts again.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from pdserve.config import WorkerConfig
+from pdserve.errors import ConfigError
+from pdserve.launch.plan import WORKER_ROLES, ClusterSpec
+from pdserve.roles import Role
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+COUNT_LIMIT_S = 60.0  # torch takes seconds to import
+_COUNT = "import torch; print(torch.cuda.device_count())"
+_SHARE = "gpu_memory_utilization"
+_DEFAULT_SHARE: float = WorkerConfig.model_fields[_SHARE].default
+
+
+class Devices:
+    """GPUs by the names that CUDA_VISIBLE_DEVICES has for them, and the workers that hold them."""
+
+    def __init__(self, names: Sequence[str], roles: Collection[str]) -> None:
+        """`roles`: of the workers that compute on a GPU."""
+        self._names = names
+        self._roles = roles
+        self._held: dict[str, str] = {}  # by worker
+
+    def hold(self, worker: str, role: str) -> Mapping[str, str]:
+        """Return what is in a worker's environment: it sees one GPU alone, which the fewest other workers have."""
+        if role not in self._roles:
+            return {}
+        if worker not in self._held:
+            held = Counter(self._held.values())
+            self._held[worker] = min(self._names, key=lambda name: held[name])
+        return {VISIBLE: self._held[worker]}
+
+    def release(self, worker: str) -> None:
+        """Take note that a worker has ended for good."""
+        self._held.pop(worker, None)
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that this process's children may use. CUDA takes those before the first that is none."""
+    given = environment.get(VISIBLE)
+    if given is None:
+        done = subprocess.run(
+            [sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False, timeout=COUNT_LIMIT_S
+        )
+        return [str(index) for index in range(int(done.stdout or 0))]
+    names = [name.strip() for name in given.split(",")]
+    end = next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
+    return names[:end]
+
+
+def deal(spec: ClusterSpec) -> tuple[Devices | None, ClusterSpec]:
+    """Return the GPUs that a cluster's workers are to hold, and the cluster with the share of one that each gets.
+
+    None if no worker asks for a GPU, or another machine has them. ConfigError if there is none, or if workers that
+    share a GPU would take more than all of it.
+    """
+    roles = [role for role in WORKER_ROLES if spec.flags_of(role).get("device") == "cuda"]
+    if not roles or spec.elsewhere:
+        return None, spec
+    names = visible_devices(os.environ)
+    if not names:
+        raise ConfigError("--device: cuda is asked for, and no CUDA device is visible here")
+    num_sharing = -(-_num_workers(spec, roles) // len(names))
+    if num_sharing > 1:
+        spec = _shared(spec, roles, num_sharing, len(names))
+    return Devices(names, roles), spec
+
+
+def _num_workers(spec: ClusterSpec, roles: Sequence[Role]) -> int:
+    """Return how many workers may want a GPU at once."""
+    counts = {Role.PREFILL: spec.num_prefill, Role.DECODE: spec.num_decode, Role.MIXED: spec.num_mixed}
+    return sum(counts[role] for role in roles) + spec.most_workers - spec.num_workers
+
+
+def _shared(spec: ClusterSpec, roles: Sequence[Role], num_sharing: int, num_devices: int) -> ClusterSpec:
+    """Return a cluster whose workers leave one another room on each GPU."""
+    role_flags = dict(spec.role_flags)
+    for role in roles:
+        given = spec.flags_of(role).get(_SHARE)
+        if given is None:
+            role_flags[role] = {**role_flags.get(role, {}), _SHARE: round(_DEFAULT_SHARE / num_sharing, 4)}
+        elif num_sharing * float(str(given)) > 1:
+            text = f"{num_sharing} workers share each of {num_devices} devices, so each may take {1 / num_sharing:.3g}"
+            raise ConfigError(f"--gpu-memory-utilization: {given} is refused: {text}")
+    return replace(spec, role_flags=role_flags)
