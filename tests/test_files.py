@@ -1,12 +1,18 @@
 """Files are read as a whole, with the mode that they themselves have, and again when they have changed."""
 
 import os
+import pwd
+import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
 import pytest
+from mounts import mounted
 
+from pdserve.checkpoint.home import default_cache_dir
 from pdserve.errors import ConfigError
 from pdserve.files import read_private
 from pdserve.watched import Watched
@@ -74,3 +80,26 @@ def test_a_file_that_another_replaces_while_it_is_read_is_judged_by_its_own_mode
         with pytest.raises(ConfigError, match=r"^key: .* mode 0644"):
             read_private(path, "key")
     writer.join()
+
+
+def test_a_full_disk_is_named_though_its_error_names_no_file(tmp_path: Path) -> None:
+    code = "import sys, pathlib, pdserve.files as f; f.write_atomically(pathlib.Path(sys.argv[1]), bytes(2**16))"
+    path = tmp_path / "state"
+    command = [*mounted("size=4k", tmp_path), sys.executable, "-P", "-c", code, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stderr.splitlines()[-1] == f"OSError: [Errno 28] No space left on device: '{path}'"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container with a user id of its own."""
+
+    def unknown(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    for variable in ("HOME", "PDSERVE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match=re.escape("no home folder; set PDSERVE_CACHE or XDG_CACHE_HOME")):
+        default_cache_dir()
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    assert default_cache_dir() == tmp_path

@@ -87,7 +87,9 @@ def read_record(path: Path) -> Record:
     """Return what an autoscaler wrote; ConfigError where none runs, or one of another version."""
     try:
         return Record.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError("no autoscaler runs for this cluster: start one with `pdserve autoscale run`") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
         raise ConfigError(f"{path} was written by another version of pdserve") from error

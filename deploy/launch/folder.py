@@ -15,6 +15,7 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from pdserve.errors import CommandError, ConfigError
+from pdserve.files import home_folder, why_unusable
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.plan import ProcessRole, Wiring
 from pdserve.rpc import bare_host, bind_error, join_address, read_secret, why_not_bound
@@ -69,7 +70,7 @@ def runtime_dir(name: str) -> Path:
     if not name or "/" in name or name.startswith("."):
         raise ConfigError(f"name: {name!r} cannot name a folder")
     session = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(session) / "pdserve" if session else Path.home() / ".cache" / "pdserve" / "run"
+    base = Path(session) / "pdserve" if session else home_folder("XDG_RUNTIME_DIR") / ".cache" / "pdserve" / "run"
     return base / name
 
 
@@ -88,8 +89,10 @@ def read_state(name: str) -> ClusterState:
     path = state_file(name)
     try:
         state = ClusterState.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"no cluster named {name!r} runs here: start one with `pdserve up`") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
         raise ConfigError(f"{path} was written by another version of pdserve") from error
     if not (psutil.pid_exists(state.supervisor_pid) and _is_owned(path.parent)):
@@ -114,12 +117,9 @@ def claimed_folder(name: str) -> Iterator[Path]:
     Logs, and that it drained, outlive the cluster; its state and its secret do not.
     """
     folder = runtime_dir(name)
-    try:
+    with _making(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        cure = "set XDG_RUNTIME_DIR to a folder that this user can write to"
-        raise CommandError(f"cannot make {error.filename or folder}: {error.strerror}; {cure}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +128,8 @@ def claimed_folder(name: str) -> Iterator[Path]:
         _forget(folder)
         drained_file(name).unlink(missing_ok=True)
         shutil.rmtree(folder / "logs", ignore_errors=True)
-        (folder / "logs").mkdir(mode=0o700)
+        with _making(folder):
+            (folder / "logs").mkdir(mode=0o700)
         try:
             yield folder
         finally:
@@ -153,9 +154,17 @@ def write_secret(folder: Path, given: Path | None = None) -> Path:
     """Write a secret that only this user can read, a random one unless a file has one; return its file."""
     secret = secrets.token_hex(32).encode() if given is None else read_secret(given)
     path = folder / "secret"
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+    with _making(path), os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(secret)
     return path
+
+
+@contextmanager
+def _making(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"cannot make {why_unusable(error, path, 'XDG_RUNTIME_DIR')}") from error
 
 
 @contextmanager

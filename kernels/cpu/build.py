@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from pdserve.files import make_own_folder
+from pdserve.errors import ConfigError
+from pdserve.files import home_folder, make_own_folder, why_unusable
 
 SOURCES = Path(__file__).parent / "src"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -66,17 +67,20 @@ def built() -> Path | Missing:
         with _locked(folder / ".lock"):
             return path if path.exists() else _compile(sources, compiler[0], path)
     except OSError as error:
-        return Missing(Reason.FOLDER, f"{folder}: {error.strerror}")
+        return Missing(Reason.FOLDER, why_unusable(error, folder, "XDG_CACHE_HOME"))
 
 
 def _folder() -> Path | Missing:
     """Return the folder of libraries. Nobody else can write to it, because the libraries are run."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME")
-        folder = (Path(cache) if cache else Path.home() / ".cache") / "pdserve" / "kernels"
-        make_own_folder(folder)
-    except (OSError, RuntimeError) as error:
+        folder = (Path(cache) if cache else home_folder("XDG_CACHE_HOME") / ".cache") / "pdserve" / "kernels"
+    except ConfigError as error:
         return Missing(Reason.FOLDER, str(error))
+    try:
+        make_own_folder(folder)
+    except OSError as error:
+        return Missing(Reason.FOLDER, why_unusable(error, folder, "XDG_CACHE_HOME"))
     return folder
 
 

@@ -62,9 +62,10 @@ def find_file(project: str, sha256: str) -> httpx2.URL:
 
 def _indexes() -> Iterator[str]:
     files = RawConfigParser(strict=False)
-    own = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    home = Path(os.path.expanduser("~"))  # as it is, where this user has none
+    own = os.environ.get("XDG_CONFIG_HOME") or home / ".config"
     shared = [Path(folder) / "pip" for folder in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":")]
-    folders = [*shared, Path("/etc"), Path.home() / ".pip", Path(own) / "pip", Path(sys.prefix)]
+    folders = [*shared, Path("/etc"), home / ".pip", Path(own) / "pip", Path(sys.prefix)]
     given = os.environ.get("PIP_CONFIG_FILE", "")
     try:
         files.read([] if given == os.devnull else [*(folder / "pip.conf" for folder in folders), given])

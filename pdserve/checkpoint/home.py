@@ -10,7 +10,6 @@ process loses those as soon as it closes any descriptor of the file. Where a fil
 once, they spoil one another's downloads. The digests show it, so that costs time and gives nobody a wrong model.
 """
 
-import errno
 import hashlib
 import logging
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from pdserve.errors import ConfigError
+from pdserve.files import home_folder, why_unusable
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +31,16 @@ WAIT_VARIABLE = "PDSERVE_FETCH_TIMEOUT_S"
 WAIT_S = 3600.0  # some 400 GB at a gigabit per second
 LOOK_EVERY_S = 0.2  # while another process has the lock: NFS tells nobody that one is free
 CHUNK_BYTES = 2**20  # that are read or written at once
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 Progress = Callable[[float], None]  # gets the share done, from 0 to 1
 
 
 def default_cache_dir() -> Path:
     """Return $PDSERVE_CACHE, or the folder pdserve of the user's caches."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(caches) / "pdserve")
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given)
+    caches = os.environ.get("XDG_CACHE_HOME") or home_folder(f"{CACHE_VARIABLE} or XDG_CACHE_HOME") / ".cache"
+    return Path(caches) / "pdserve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,7 @@ def writing(path: Path, setting: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cure = "make room there, or " if error.errno in _FULL else ""
-        raise ConfigError(
-            f"{error.filename or path}: {error.strerror or error}; {cure}name another folder with {setting}"
-        ) from error
+        raise ConfigError(why_unusable(error, path, setting)) from error
 
 
 def _acquire(lock: FileLock, file: Path, path: Path) -> None:

@@ -11,6 +11,7 @@ kernel for the memory while the worker serves.
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -29,7 +30,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pdserve.files import make_own_folder
+from pdserve.files import make_own_folder, naming_file, why_unusable
 from pdserve.model.family import Model
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ def share_weights(model: Model, folder: Path, weights_hash: str) -> None:
     try:
         mapped = _mapped(folder, name, places)
     except OSError as error:
-        logger.warning("weights are not shared with other workers: %s", error)
+        why = why_unusable(error, folder, "shared_weights_dir")
+        logger.warning("weights are not shared with other workers: %s", why)
         return
     for place in places:
         tensor = place.tensor
@@ -117,7 +119,7 @@ def _mapped(folder: Path, name: str, places: list[Place]) -> Tensor:
             _write(path, places)
             mapped = _read(path, places)
         if mapped is None:
-            raise OSError(f"{path}: what was written is not what is read")
+            raise OSError(errno.EIO, "what was written is not what is read", str(path))
         os.utime(path)
         for old in sorted(folder.glob(f"{machine}@*.weights"), key=lambda each: each.stat().st_mtime)[:-NUM_KEPT]:
             old.unlink()
@@ -142,14 +144,14 @@ def _is_in(file: BinaryIO, place: Place) -> bool:
 
 def _write(path: Path, places: list[Place]) -> None:
     if shutil.disk_usage(path.parent).free < 2 * places[-1].end:
-        raise OSError(f"{path.parent}: too little space is free for {places[-1].end} bytes")
+        raise OSError(errno.ENOSPC, f"too little space is free for {places[-1].end} bytes", str(path.parent))
     scratch = path.with_suffix(".tmp")
     try:
         scratch.touch(0o600)
-        with scratch.open("wb") as file:
+        with naming_file(scratch), scratch.open("wb") as file:
             for place in places:
                 file.seek(place.offset)
-                place.bytes_of().numpy().tofile(file)
+                file.write(place.bytes_of().numpy().data)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)

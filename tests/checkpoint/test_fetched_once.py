@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from file_server import FileServer, file_server
 from looking import until
+from mounts import mounted, read_only
 from tiny_model import WHEEL, fetching, tiny_content, tiny_entry, tiny_wheel
 
 pytestmark = pytest.mark.slow
@@ -215,21 +216,12 @@ def test_a_limit_that_is_no_number_of_seconds_is_refused_by_name(start: Start, g
     )
 
 
-def mounted(options: str, folder: Path) -> list[str]:
-    """Return the command that runs another one while a file system of its own lies over a folder."""
-    enter = ["unshare", "--user", "--map-root-user", "--mount"]
-    mount = f"mount -t tmpfs -o {options} none '{folder}'"
-    if subprocess.run([*enter, "sh", "-c", mount], check=False, capture_output=True).returncode:
-        pytest.skip("needs namespaces for mounts by unprivileged users")
-    return [*enter, "sh", "-ec", f'{mount}; exec "$@"', "sh"]
-
-
 @pytest.mark.parametrize("variable", ["PDSERVE_CACHE", "PDSERVE_DOWNLOAD_DIR"])
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("size=4m", "No space left on device; make room there, or name another"),
-        ("ro", "Read-only file system; name another"),
+        ("size=4m", "No space left on device; make room there, or set"),
+        ("ro", "Read-only file system; set"),
     ],
 )
 def test_a_folder_that_takes_no_model_is_named_with_what_moves_it(
@@ -246,11 +238,7 @@ def test_a_folder_that_takes_no_model_is_named_with_what_moves_it(
 def test_a_model_that_is_there_is_used_from_a_read_only_folder(start: Start, tmp_path: Path) -> None:
     """As the containers of a pod do, after the one that fetches."""
     path = done(start())
-    enter = ["unshare", "--user", "--map-root-user", "--mount"]
-    bind = f"mount --bind '{tmp_path}' '{tmp_path}' && mount -o remount,bind,ro '{tmp_path}'"
-    if subprocess.run([*enter, "sh", "-c", bind], check=False, capture_output=True).returncode:
-        pytest.skip("needs namespaces for mounts by unprivileged users")
-    assert done(start([*enter, "sh", "-ec", f'{bind}; exec "$@"', "sh"])) == path
+    assert done(start(read_only(tmp_path))) == path
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "PDSERVE_DOWNLOAD_DIR"])

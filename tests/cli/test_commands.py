@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from mounts import mounted
 
 import pdserve as package
 from pdserve.cli.app import main
@@ -263,6 +264,34 @@ def test_what_the_operating_system_refuses_is_one_line_with_the_file(tmp_path: P
         f"pdserve: cannot make {file}/pdserve/default: Not a directory; "
         "set XDG_RUNTIME_DIR to a folder that this user can write to\n",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ("ro", "Read-only file system; set XDG_RUNTIME_DIR"),
+        ("size=4k", "No space left on device; make room there, or set"),
+    ],
+)
+def test_a_folder_that_takes_no_cluster_is_named_with_what_helps(tmp_path: Path, size: str, says: str) -> None:
+    fill = ["sh", "-c", 'touch "$0/full"; head -c 4096 /dev/zero > "$0/full"; exec "$@"', str(tmp_path)]
+    command = [*mounted(size, tmp_path), *fill, sys.executable, "-P", "-m", "pdserve", "up", str(tmp_path)]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith(f"pdserve: cannot make {tmp_path}/pdserve")
+    assert says in said
+
+
+def test_a_state_that_cannot_be_read_is_not_taken_for_none(
+    pdserve: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = tmp_path / "pdserve" / "default" / "state.json"
+    path.mkdir(parents=True)
+    assert pdserve("status").stderr == f"pdserve: {path}: cannot be read: Is a directory\n"
 
 
 def test_version_is_the_packages(pdserve: Command) -> None:

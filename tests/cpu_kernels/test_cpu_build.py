@@ -99,7 +99,12 @@ def test_nothing_is_run_from_a_folder_that_others_may_write_to(
 def test_a_folder_that_cannot_be_made_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert reason(built()) is Reason.FOLDER
+    missing = built()
+    assert isinstance(missing, Missing)
+    assert missing.reason is Reason.FOLDER
+    folder = tmp_path / "file" / "pdserve" / "kernels"
+    cure = "set XDG_CACHE_HOME to a folder that this user can write to"
+    assert missing.detail == f"{folder}: Not a directory; {cure}"
 
 
 def test_a_library_that_cannot_be_loaded_is_missing(

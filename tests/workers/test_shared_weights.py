@@ -143,5 +143,7 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path, cap
         share_weights(model_in(), tmp_path, "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "weights are not shared" in caplog.text
+    path = tmp_path / f"{os.uname().nodename}@"
+    assert f"weights are not shared with other workers: {path}" in caplog.text
+    assert ".tmp: File too large; set shared_weights_dir to a folder that this user can write to" in caplog.text
     assert [each.name for each in tmp_path.iterdir()] == [".lock"]
