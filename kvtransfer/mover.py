@@ -153,6 +153,7 @@ class Mover:
 
     def _run(self) -> None:
         try:
+            self._backend.begin()
             self._serve()
         except Exception:
             # Outstanding copies are never reported. The next order raises InvariantError.
@@ -167,7 +168,7 @@ class Mover:
         wait_s: float | None = None
         while True:
             self._turn += 1
-            num_orders = self._await_orders(wait_s)
+            num_orders = self._await_orders(wait_s, self._backend.progress())
             if self._closed_because:
                 return
             for _ in range(num_orders):
@@ -181,12 +182,13 @@ class Mover:
             else:
                 wait_s = None
 
-    def _await_orders(self, wait_s: float | None) -> int:
+    def _await_orders(self, wait_s: float | None, at_most_s: float | None) -> int:
         """Sleep until there are orders, the time is up or the mover is closed; return how many orders there are."""
         with self._wake:
             if not self._orders and not self._closed_because and wait_s != 0.0:
                 self._is_resting = wait_s is None
-                self._wake.wait(wait_s)
+                times_s = [each for each in (wait_s, at_most_s) if each is not None]
+                self._wake.wait(min(times_s, default=None))
                 self._is_resting = False
             return len(self._orders)
 

@@ -60,6 +60,14 @@ class Backend(Protocol):
         """What the same library in another process needs to write here."""
         ...
 
+    def begin(self) -> None:
+        """Prepare the thread that calls all of it from now on."""
+        ...
+
+    def progress(self) -> float | None:
+        """Let what others write here advance; return in how many seconds again. None: it advances by itself."""
+        ...
+
     def connect(self, description: Description) -> Connection:
         """Prepare writes to a peer's region; PostError if it cannot be reached."""
         ...

@@ -70,6 +70,12 @@ class CollectiveBackend:
         self._receiver = Receiver(self._rows, meeting)
         self.metadata = self._receiver.metadata
 
+    def begin(self) -> None:
+        """Do nothing: writers' threads need no preparation."""
+
+    def progress(self) -> None:
+        """Do nothing: each writer has a thread here."""
+
     def connect(self, description: Description) -> Connection:
         region, address = description.metadata[:REGION_BYTES], description.metadata[REGION_BYTES:]
         host, _, port = address.decode(errors="replace").rpartition(":")

@@ -3,6 +3,9 @@
 The bindings are used directly: the package's wrapper gives its progress thread no pause, which costs a third of a core
 in an idle process. With a pause the thread sleeps on UCX's file descriptors, and the passive side needs it: connections
 and TCP's copies do not advance without it.
+
+Where pages are a GPU's, NIXL gets no thread: that one calls CUDA without a context and may end the process (NIXL's
+issues 2102 and 2103). The mover's thread does its work, once the GPU's context is its own.
 """
 
 import random
@@ -19,6 +22,7 @@ from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import Peer
 
+PROGRESS_S = 2e-3  # between two looks at what others write here, where NIXL has no thread of its own
 PROGRESS_PAUSE_US = 100_000  # longest sleep of the progress thread while no file descriptor wakes it
 
 _ERRORS = tuple(each for each in vars(nixl).values() if isinstance(each, type) and issubclass(each, Exception))
@@ -30,10 +34,18 @@ class NixlBackend:
     name = "nixl"
     carrier = ""  # UCX does not say
 
-    def __init__(self, me: Peer, region: Region, network: Network, fail_share: float = 0.0) -> None:
-        """`fail_share`: of the slices that are made to fail, for testing. ConfigError: UCX cannot be confined."""
+    def __init__(
+        self, me: Peer, region: Region, network: Network, fail_share: float = 0.0, *, has_thread: bool | None = None
+    ) -> None:
+        """`fail_share`: of the slices that are made to fail, for testing. ConfigError: UCX cannot be confined.
+
+        `has_thread`: whether NIXL gets a thread of its own; by default it does where pages are in the host's memory.
+        """
         self.region = region  # stays alive while UCX may read it
-        self.agent = start_agent(f"{me.worker_id}-{me.incarnation:016x}", network, gpu=region.gpu is not None)
+        self._has_thread = region.gpu is None if has_thread is None else has_thread
+        self.agent = start_agent(
+            f"{me.worker_id}-{me.incarnation:016x}", network, gpu=region.gpu is not None, has_thread=self._has_thread
+        )
         here = region.description()
         segment, runs = _memory_of(here)
         whole = [(address, row_bytes * rows, gpu, "") for address, row_bytes, gpu, _, rows in runs]
@@ -45,6 +57,16 @@ class NixlBackend:
             raise InvariantError("NIXL describes itself with nothing")
         self._fail_share = fail_share
         self._faults = random.Random(me.worker_id)
+
+    def begin(self) -> None:
+        if self.region.gpu is not None:
+            bind_thread(self.region.gpu)
+
+    def progress(self) -> float | None:
+        if self._has_thread:
+            return None
+        self.agent.getNotifs({})
+        return PROGRESS_S
 
     def connect(self, description: Description) -> Connection:
         try:
@@ -129,10 +151,18 @@ class _Transfer:
         return True
 
 
-def start_agent(name: str, network: Network, *, gpu: bool) -> nixl.nixlAgent:
+def bind_thread(gpu: int) -> None:
+    """Give this thread the context of a GPU, without which UCX finds no way to its memory but TCP."""
+    import torch  # noqa: PLC0415 - a process without GPUs may do without
+
+    torch.cuda.set_device(gpu)
+    torch.zeros(1, device=f"cuda:{gpu}")  # the first call makes the context current
+
+
+def start_agent(name: str, network: Network, *, gpu: bool, has_thread: bool = True) -> nixl.nixlAgent:
     """Start an agent with UCX. ConfigError where UCX cannot be confined to the network."""
     config = nixl.nixlAgentConfig()
-    config.useProgThread = True
+    config.useProgThread = has_thread
     config.pthrDelay = PROGRESS_PAUSE_US
     config.useListenThread = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE

@@ -11,7 +11,7 @@ from scripted_backend import Rig, scripted_rig
 @pytest.fixture(scope="package")
 def idle() -> Iterator[Idle]:
     """Target processes for each kind of mover, ended after the last test."""
-    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": [], "collective": [], "staged": []}
+    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": [], "driven-tcp": [], "collective": [], "staged": []}
     yield idle
     for target in (target for targets in idle.values() for target in targets):
         assert target.process is not None
@@ -19,13 +19,13 @@ def idle() -> Iterator[Idle]:
         assert target.process.returncode == 0
 
 
-@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp", "collective", "staged"])
+@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp", "driven-tcp", "collective", "staged"])
 def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
 
-@pytest.fixture(params=["nixl-shm", "nixl-tcp", "collective", "staged"])
+@pytest.fixture(params=["nixl-shm", "nixl-tcp", "driven-tcp", "collective", "staged"])
 def remote(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
@@ -37,7 +37,7 @@ def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
         yield setting
 
 
-@pytest.fixture(params=["nixl-tcp", "collective", "staged"])
+@pytest.fixture(params=["nixl-tcp", "driven-tcp", "collective", "staged"])
 def tcp(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting

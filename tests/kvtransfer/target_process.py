@@ -26,7 +26,8 @@ def mover_of(kind: str, region: Region) -> Mover:
         return Mover(CollectiveBackend(me, region, Meeting(b"s" * 32), staged=kind == "staged"), lambda _: None)
     from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415
 
-    return Mover(NixlBackend(me, region, Network(tcp_only=kind == "nixl-tcp")), lambda _: None)
+    network = Network(tcp_only=kind.endswith("-tcp"))
+    return Mover(NixlBackend(me, region, network, has_thread=not kind.startswith("driven")), lambda _: None)
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def test_an_attached_mover_without_work_uses_no_processor(remote: Setting) -> No
     with pytest.raises(queue.Empty):
         writer.next_stopped(timeout_s=1.0)
     used_s = time.process_time() + _process_cpu_s(target.process.pid) - before_s
-    assert used_s < 0.06
+    assert used_s < (0.15 if remote.name == "driven-tcp" else 0.06)  # which looks every 2 ms
 
 
 def _process_cpu_s(pid: int) -> float:

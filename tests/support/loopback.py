@@ -20,6 +20,12 @@ class LoopbackBackend:
         self.metadata = secrets.token_bytes(16)
         _regions[self.metadata] = region
 
+    def begin(self) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
     def connect(self, description: Description) -> "LoopbackConnection":
         if description.metadata not in _regions:
             raise PostError("no such region in this process")

@@ -31,6 +31,12 @@ NOBODY = Peer(WorkerId("nobody"), Incarnation(1))
 TARGET_PROCESS = Path(__file__).parent.parent / "kvtransfer" / "target_process.py"
 
 
+def nixl_backend(kind: str, me: Peer, region: Region) -> NixlBackend:
+    """Return NIXL over TCP alone if the kind ends so, and driven by the mover's thread as on a GPU if it begins so."""
+    network = Network(tcp_only=kind.endswith("-tcp"))
+    return NixlBackend(me, region, network, has_thread=not kind.startswith("driven"))
+
+
 @dataclass(frozen=True)
 class Target:
     peer: Peer
@@ -88,7 +94,7 @@ class Setting:
         if self.name in ("collective", "staged"):
             staged = self.name == "staged"
             return Mover(CollectiveBackend(me, Region.of(view), Meeting(b"s" * 32), staged=staged), on_stopped)
-        return Mover(NixlBackend(me, Region.of(view), Network(tcp_only=self.name == "nixl-tcp")), on_stopped)
+        return Mover(nixl_backend(self.name, me, Region.of(view)), on_stopped)
 
     def target(self) -> Target:
         peer = Peer(WorkerId("target"), new_incarnation())

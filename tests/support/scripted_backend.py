@@ -69,6 +69,12 @@ class ScriptedBackend:
     carrier = "script"
     metadata = b""
 
+    def begin(self) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
     def connect(self, description: Description) -> Connection:
         if self.breaks:
             raise ZeroDivisionError

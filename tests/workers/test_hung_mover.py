@@ -48,6 +48,12 @@ class HangingBackend:
         self.region = Region.of(np.zeros((2, 64), np.uint8))
         self.is_looking, self.may_return = threading.Event(), threading.Event()
 
+    def begin(self) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
     def connect(self, description: Description) -> "HangingBackend":
         return self
 

@@ -1,0 +1,73 @@
+"""On a GPU the mover's thread has the GPU's context before it does anything else, and NIXL has no thread of its own."""
+
+import threading
+from dataclasses import replace
+
+import nixl_cu12._bindings as nixl
+import numpy as np
+import pytest
+import torch
+from mover_settings import PAGE_BYTES
+
+from pdserve.clock import new_incarnation
+from pdserve.errors import ProtocolError
+from pdserve.ids import WorkerId
+from pdserve.kvtransfer.backends import nixl as backends
+from pdserve.kvtransfer.backends.nixl import NixlBackend, start_agent
+from pdserve.kvtransfer.backends.ucx import Network
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.session import Peer
+
+
+def test_the_movers_thread_takes_the_gpus_context_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, object, str]] = []
+
+    def note(name: str, what: object) -> None:
+        calls.append((name, what, threading.current_thread().name))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: note("set_device", gpu))
+    monkeypatch.setattr(torch, "zeros", lambda _size, device: note("zeros", device))
+    me = Peer(WorkerId("w"), new_incarnation())
+    backend = NixlBackend(me, Region.of(np.zeros((4, PAGE_BYTES), np.uint8)), Network(), has_thread=False)
+    backend.region = replace(backend.region, gpu=3)
+    agent, connect = backend.agent, backend.agent.loadRemoteMD
+
+    class Agent:
+        def loadRemoteMD(self, metadata: bytes) -> bytes:  # noqa: N802 - NIXL's name
+            note("loadRemoteMD", b"")
+            return bytes(connect(metadata))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(agent, name)
+
+    backend.agent = Agent()
+    mover = Mover(backend, lambda _: None)
+    try:
+        with pytest.raises(ProtocolError):
+            mover.attach(Peer(WorkerId("x"), new_incarnation()), mover.describe()[:-8] + bytes(8))
+    finally:
+        mover.close()
+    first = [(name, what) for name, what, _ in calls[:3]]
+    assert first == [("set_device", 3), ("zeros", "cuda:3"), ("loadRemoteMD", b"")]
+    assert {thread for _, _, thread in calls} == {"mover-nixl"}
+
+
+@pytest.mark.parametrize(("gpu", "has_thread"), [(None, True), (0, False)])
+def test_nixl_has_a_thread_where_pages_are_in_the_hosts_memory_alone(
+    gpu: int | None, has_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def start(name: str, network: Network, *, gpu: bool, has_thread: bool) -> nixl.nixlAgent:
+        asked.append(has_thread)
+        return start_agent(name, network, gpu=gpu, has_thread=has_thread)
+
+    monkeypatch.setattr(backends, "start_agent", start)
+    region = replace(Region.of(np.zeros((4, PAGE_BYTES), np.uint8)), gpu=gpu)
+    me = Peer(WorkerId("w"), new_incarnation())
+    try:
+        NixlBackend(me, region, Network()).close(in_flight=False)
+    except backends._ERRORS:
+        assert gpu == 0, "the memory is no GPU's"
+    assert asked == [has_thread]
