@@ -9,6 +9,7 @@ between `start` and `finish` the host may plan and start the next step. Steps ru
 stream, and a token that one step samples for the next need not come to the host in between.
 """
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]
 
 WORKSPACE_BYTES = 256 << 20  # for libraries, and for attention's partial results
+CONTEXT_BYTES = 1 << 30  # of CUDA's context and libraries in a process, at most: an assumption, never measured
 SAMPLING_BYTES = 8  # per logit: a count and a changed logit, where a row has penalties
 GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
 _NUM_INPUTS = 3  # token ids, positions, slots
@@ -275,6 +277,28 @@ def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: i
     return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + SCORING_BYTES + WORKSPACE_BYTES
 
 
-def pages_that_fit(total_bytes: int, bytes_in_use: int, utilization: float, page_bytes: int) -> int:
-    """Return how many pages fit into `utilization` of the memory beside what is in use; 0 if none does."""
-    return max(0, int(total_bytes * utilization) - bytes_in_use) // page_bytes
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes of a GPU, which other processes may use as well."""
+
+    total: int
+    free: int
+    reserved: int  # by torch in this process
+
+    @classmethod
+    def of(cls, device: torch.device) -> "GpuMemory":
+        """Return those of a GPU, once torch has given back what it only keeps for later."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, torch.cuda.memory_reserved(device))
+
+    @property
+    def own(self) -> int:
+        """What this process has, at most: nobody says how much CUDA's context and libraries take."""
+        return min(self.total - self.free, self.reserved + CONTEXT_BYTES)
+
+    def pages_that_fit(self, utilization: float, step_bytes: int, page_bytes: int) -> int:
+        """Return how many pages fit into this process's share beside what it has and a step; 0 if none does."""
+        room = min(int(self.total * utilization) - self.own, self.free) - step_bytes
+        return max(0, room) // page_bytes

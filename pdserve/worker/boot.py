@@ -164,17 +164,15 @@ def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
 
 def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     """Return how many pages fit on the model's GPU beside it and a step."""
-    from pdserve.engine.runner_cuda import pages_that_fit, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
+    from pdserve.engine.runner_cuda import GpuMemory, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
 
-    free, total = torch.cuda.mem_get_info(model.device)
+    memory = GpuMemory.of(model.device)
     needed = step_bytes(model.config, max(config.step_tokens.values()), config.max_num_seqs, model.dtype.itemsize)
-    in_use = total - free + needed
-    num_pages = pages_that_fit(total, in_use, config.gpu_memory_utilization, layout.page_bytes)
+    num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, layout.page_bytes)
     if num_pages == 0:
-        raise ConfigError(
-            f"gpu_memory_utilization: {config.gpu_memory_utilization} of {total} bytes leaves no room for a page of "
-            f"{layout.page_bytes} bytes beside {in_use}"
-        )
+        share = f"{config.gpu_memory_utilization} of {memory.total} bytes, {memory.free} of them free"
+        page = f"a page of {layout.page_bytes} bytes beside {memory.own + needed}"
+        raise ConfigError(f"gpu_memory_utilization: {share}, leaves no room for {page}")
     return num_pages
 
 

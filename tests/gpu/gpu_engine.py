@@ -18,7 +18,7 @@ from gpu_rows_bench import COPY_BYTES, copy_time_us
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, pages_that_fit, step_bytes
+from pdserve.engine.runner_cuda import CudaRunner, GpuMemory, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import StepPlan, StepResult
@@ -259,11 +259,11 @@ def _row(name: str, driven: Driven, work: Work, bound_s: float) -> Row:
 
 
 def _num_pages(config: ModelConfig) -> int:
-    free, total = torch.cuda.mem_get_info()
     needed = step_bytes(config, STEP_LIMITS.max_num_batched_tokens, NUM_SEQS, torch.bfloat16.itemsize)
     page_bytes = _kv_bytes_per_token(config) * PAGE_SIZE
     enough = NUM_SEQS * -(-STEP_LIMITS.max_model_len // PAGE_SIZE)
-    return min(enough, pages_that_fit(total, total - free + needed, UTILIZATION, page_bytes))
+    memory = GpuMemory.of(torch.device("cuda", torch.cuda.current_device()))
+    return min(enough, memory.pages_that_fit(UTILIZATION, needed, page_bytes))
 
 
 def _kv_bytes_per_token(config: ModelConfig) -> int:

@@ -11,7 +11,7 @@ import torch
 from gpu_engine import PROMPT_LENS, QWEN3_0_6B, Work, different_texts, drive, nano_vllm_work
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner_cuda import WORKSPACE_BYTES, CudaRunner, pages_that_fit, step_bytes
+from pdserve.engine.runner_cuda import WORKSPACE_BYTES, CudaRunner, GpuMemory, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
@@ -89,9 +89,22 @@ def test_the_engine_on_the_gpu_draws_the_tokens_of_the_cpus() -> None:
 
 
 def test_pages_take_what_is_left_of_their_share() -> None:
-    assert pages_that_fit(1000, 400, 0.9, 100) == 5
-    assert pages_that_fit(1000, 400, 0.9, 501) == 0
-    assert pages_that_fit(1000, 950, 0.9, 1) == 0
+    alone = GpuMemory(1000, 700, 250)  # and 50 of CUDA's
+    assert alone.pages_that_fit(0.9, 100, 100) == 5
+    assert alone.pages_that_fit(0.9, 100, 501) == 0
+    assert alone.pages_that_fit(0.3, 100, 1) == 0
+    gib = 1 << 30
+    shared = GpuMemory(80 * gib, 40 * gib, 16 * gib)  # another process has 23 of it
+    assert shared.pages_that_fit(0.45, 4 * gib, gib) == 36 - 16 - 1 - 4
+    assert GpuMemory(80 * gib, 10 * gib, 16 * gib).pages_that_fit(0.45, 4 * gib, gib) == 6, "no more than is free"
+
+
+def test_what_torch_only_keeps_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [300]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (700 - sum(kept), 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 250 + sum(kept))
+    assert GpuMemory.of(torch.device("cuda", 0)) == GpuMemory(1000, 700, 250)
 
 
 def test_a_larger_step_leaves_less_for_pages() -> None:
