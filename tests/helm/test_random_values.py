@@ -11,7 +11,7 @@ import yaml
 from api_server import refusals
 from helm_chart import CHART, Manifest, helm
 from hypothesis import HealthCheck, Phase, given, settings
-from jsonschema import ValidationError
+from jsonschema_rs import ValidationError
 from kubernetes_schemas import check
 from kubernetes_validate.utils import all_versions
 from random_values import chart_values

@@ -6,9 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import jsonschema
-from referencing import Registry, Resource
-from referencing.jsonschema import DRAFT7
+from jsonschema_rs import Draft7Validator, Draft202012Validator, Registry
 
 from pdserve.autoscaler.definition import GROUP, VERSION, definition
 
@@ -29,17 +27,17 @@ def check(manifest: Manifest, version: str) -> None:
 
 
 @cache
-def _validator(api_version: str, kind: str, version: str) -> Any:  # noqa: ANN401 - jsonschema's
+def _validator(api_version: str, kind: str, version: str) -> Draft7Validator | Draft202012Validator:
     if api_version in _MODELS:
-        return jsonschema.Draft202012Validator(_of_model(getattr(importlib.import_module(_MODELS[api_version]), kind)))
+        return Draft202012Validator(_of_model(getattr(importlib.import_module(_MODELS[api_version]), kind)))
     if api_version == "gateway.networking.k8s.io/v1":
-        return jsonschema.Draft202012Validator(_route())
+        return Draft202012Validator(_route())
     if api_version == f"{GROUP}/{VERSION}":
         (known,) = definition()["spec"]["versions"]
-        return jsonschema.Draft202012Validator(known["schema"]["openAPIV3Schema"])
+        return Draft202012Validator(known["schema"]["openAPIV3Schema"])
     group, _, name = api_version.rpartition("/")
     file = "-".join(part for part in (kind.lower(), group.split(".")[0], name) if part)
-    return jsonschema.Draft7Validator(_read(version, f"{file}.json"), registry=_definitions(version))
+    return Draft7Validator(_read(version, f"{file}.json"), registry=_definitions(version))
 
 
 def _read(version: str, name: str) -> Manifest:
@@ -49,8 +47,8 @@ def _read(version: str, name: str) -> Manifest:
 
 
 @cache
-def _definitions(version: str) -> Registry[Any]:
-    return Registry().with_resource("_definitions.json", Resource(_read(version, "_definitions.json"), DRAFT7))
+def _definitions(version: str) -> Registry:
+    return Registry([("_definitions.json", _read(version, "_definitions.json"))])
 
 
 def _of_model(model: Any) -> Manifest:  # noqa: ANN401 - a pydantic model
