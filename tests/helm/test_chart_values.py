@@ -49,6 +49,11 @@ BAD = [
     ({"decode.rdma.devices": ["mlx5"]}, "decode.rdma.devices.0: Does not match pattern"),
     ({"workers.sharedMemory": "lots"}, "workers.sharedMemory: Does not match pattern"),
     ({"pods.podSecurityContext.runAsUser": 0}, "pods.podSecurityContext.runAsUser: Must be greater than or equal to 1"),
+    ({"frontends.config.placement": "goodput"}, "frontends.config: Additional property placement is not allowed"),
+    ({"frontends.config.shares_ports": True}, "frontends.config: Additional property shares_ports is not allowed"),
+    ({"frontends.config.router_grace_s": -1}, "frontends.config.router_grace_s: Must be greater than or equal to 0"),
+    ({"frontends.service": {}}, "frontends: Additional property service is not allowed"),
+    ({"router.route.hostnames": 17 * ["a.example"]}, "router.route.hostnames: Array must have at most 16 items"),
     ({"router.image.digest": "latest"}, "router.image.digest: Does not match pattern"),
 ]
 
@@ -81,7 +86,7 @@ def test_every_key_has_a_default() -> None:
     assert defaults.keys() == known.keys()
     for part in ("pods", "tls", "networkPolicy"):
         assert defaults[part].keys() == known[part]["properties"].keys()
-    for part in ("router", "workers", "operator"):
+    for part in ("router", "frontends", "workers", "operator"):
         assert known[part]["properties"].keys() == defaults["pods"].keys() | defaults[part].keys()
 
 

@@ -38,8 +38,8 @@ SHARED = {"model.persistence.enabled": True}
     ],
 )
 def test_every_process_serves_the_model_of_the_source(values: Manifest, path: str, name: str | None) -> None:
-    manifests = rendered({**PUBLIC, **values})
-    for component in ("router", "prefill", "decode"):
+    manifests = rendered({**PUBLIC, **values, "frontends.replicas": 1})
+    for component in ("router", "frontend", "prefill", "decode"):
         given = settings(manifests, component)
         assert (given["model"], given.get("served_model_name")) == (path, name), component
 
@@ -70,6 +70,20 @@ REFUSED: list[tuple[Manifest, str]] = [
     ),
     ({"tls.public": {"from": "certManager"}}, "tls.public.issuerRef.name: is required where"),
     ({"tls.identity.from": "certManager"}, "tls.identity.issuerRef.name: is required where"),
+    (
+        {
+            "frontends.replicas": 1,
+            "tls.identity.from": "secret",
+            "tls.identity.existingSecrets": {"router": "r", "worker": "w", "operator": "o"},
+        },
+        "tls.identity.existingSecrets.frontend: is required where tls.identity.from is secret and there are frontends",
+    ),
+    ({"frontends.replicas": 1, "router.replicas": 0}, "router.replicas: must be over 0 where there are frontends"),
+    ({"frontends.image.repository": ""}, "frontends.image.repository: is required"),
+    (
+        {"frontends.podDisruptionBudget": {"minAvailable": 1, "maxUnavailable": 1}},
+        "frontends.podDisruptionBudget.minAvailable: cannot be set together with maxUnavailable",
+    ),
     ({"router.route.enabled": True}, "router.route.parentRefs: are required where router.route.enabled is true"),
     ({"autoscaling.by": "pdserve", "autoscaling.follow": "waiting"}, "autoscaling.follow: must be desired where"),
     (

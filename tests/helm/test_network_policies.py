@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 from helm_chart import Manifest, of_kind, pods, rendered
 
-PARTS = ("router", "prefill", "decode", "autoscaler", "test")
+PARTS = ("router", "frontend", "prefill", "decode", "autoscaler", "test")
+FRONTENDS = {"frontends.replicas": 1}
 UCX = range(50060, 50076)
 ASKED = [{"port": 50051}, {"port": 8000}]  # by clients
 
@@ -51,12 +53,19 @@ def _policies(**values: Any) -> list[Manifest]:  # noqa: ANN401 - values of the 
     return list(of_kind(rendered({"networkPolicy.enabled": True, **values}), "NetworkPolicy").values())
 
 
-def test_each_part_reaches_the_ports_that_it_calls_and_no_others() -> None:
-    workers, policies = {"prefill", "decode"}, _policies()
-    calls = {(worker, "router", 50052) for worker in workers} | {
-        ("autoscaler", "router", 50052),
-        ("test", "router", 50051),
-    }
+@pytest.mark.parametrize(
+    ("values", "calls"),
+    [
+        ({}, {("test", "router", 50051)}),
+        (FRONTENDS, {("test", "frontend", 50051), ("frontend", "router", 50052)}),
+    ],
+    ids=["routers serve", "frontends serve"],
+)
+def test_each_part_reaches_the_ports_that_it_calls_and_no_others(
+    values: Manifest, calls: set[tuple[str, str, int]]
+) -> None:
+    workers, policies = {"prefill", "decode"}, _policies(**values)
+    calls = calls | {(caller, "router", 50052) for caller in (*workers, "autoscaler")}
     calls |= {(one, other, port) for one in workers for other in workers for port in (50053, *UCX)}
     ports = (8000, 50050, 50051, 50052, 50053, 50054, *range(50059, 50077), 9464)
     found = {
@@ -75,13 +84,17 @@ def test_ucx_listens_on_the_ports_that_are_let_through() -> None:
         assert {"name": "UCX_TCP_PORT_RANGE", "value": f"{UCX[0]}-{UCX[-1]}"} in environment
 
 
-def test_clients_are_anybody_unless_some_are_named() -> None:
-    def rules(policies: list[Manifest]) -> list[Manifest]:
-        return [rule for rule in _rules(policies, "router", "ingress") if rule["ports"] == ASKED]
+@pytest.mark.parametrize(("values", "serving"), [({}, "router"), (FRONTENDS, "frontend")])
+def test_clients_are_anybody_unless_some_are_named(values: Manifest, serving: str) -> None:
+    def rules(policies: list[Manifest]) -> dict[str, list[Manifest]]:
+        """Return what may come to the ports for clients, by part."""
+        found = {part: [rule for rule in _rules(policies, part, "ingress") if rule["ports"] == ASKED] for part in PARTS}
+        return {part: rules for part, rules in found.items() if rules}
 
     clients = [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]
-    assert rules(_policies()) == [{"ports": ASKED}]
-    assert rules(_policies(**{"networkPolicy.clients": clients})) == [{"ports": ASKED, "from": clients}]
+    assert rules(_policies(**values)) == {serving: [{"ports": ASKED}]}
+    named = {**values, "networkPolicy.clients": clients}
+    assert rules(_policies(**named)) == {serving: [{"ports": ASKED, "from": clients}]}
 
 
 def test_nothing_leaves_the_cluster_where_models_are_on_a_volume() -> None:
@@ -89,7 +102,8 @@ def test_nothing_leaves_the_cluster_where_models_are_on_a_volume() -> None:
         return [rule for rule in _rules(policies, part, "egress") if "to" not in rule]
 
     volume = {"model.source": "pvc", "model.pvc.claimName": "models", "model.path": "/models/m"}
-    assert [outside(_policies(**volume), part) for part in PARTS if part != "autoscaler"] == [[], [], [], []]
+    closed = {part: [] for part in PARTS if part != "autoscaler"}
+    assert {part: outside(_policies(**volume, **FRONTENDS), part) for part in closed} == closed
     assert outside(_policies(), "decode") == [{"ports": [{"port": 443}]}]
     assert outside(_policies(**volume), "autoscaler") == [{"ports": [{"port": 443}, {"port": 6443}]}]
 

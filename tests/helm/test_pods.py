@@ -3,7 +3,13 @@
 import pytest
 from helm_chart import Manifest, of_kind, pods, refusal, rendered
 
-PARTS = {"router": "router", "prefill": "prefill", "decode": "decode", "operator": "autoscaler"}
+PARTS = {
+    "router": "router",
+    "frontends": "frontend",
+    "prefill": "prefill",
+    "decode": "decode",
+    "operator": "autoscaler",
+}
 SIDECAR = {"name": "sidecar", "image": "sidecar:1"}
 SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
 GIVEN = {
@@ -19,7 +25,7 @@ GIVEN = {
 
 @pytest.mark.parametrize(("part", "component"), PARTS.items())
 def test_a_component_takes_what_all_pods_take(part: str, component: str) -> None:
-    manifests = rendered({part: GIVEN})
+    manifests = rendered({"frontends.replicas": 1, **{f"{part}.{key}": value for key, value in GIVEN.items()}})
     pod, others = pods(manifests)[component], set(PARTS.values()) - {component}
     (main, sidecar) = pod["containers"]
     assert sidecar == SIDECAR
@@ -69,8 +75,10 @@ def test_an_account_that_pools_share_is_made_once() -> None:
 
 def test_no_other_pod_may_run_as_the_operator() -> None:
     """It may change the sizes of pools."""
-    said = refusal({"pods.serviceAccount.name": "all", "tls.public": {"from": "secret", "existingSecret": "public"}})
-    assert "operator.serviceAccount.name: must differ from that of router" in said
+    public = {"from": "secret", "existingSecret": "public"}
+    said = refusal({"pods.serviceAccount.name": "all", "frontends.replicas": 1, "tls.public": public})
+    for component in ("router", "frontend", "prefill", "decode"):
+        assert f"operator.serviceAccount.name: must differ from that of {component}" in said
 
 
 def test_the_grace_period_has_room_for_the_drain_and_for_the_sleep_before_it() -> None:

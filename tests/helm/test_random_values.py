@@ -9,12 +9,12 @@ import pytest
 import values_schema
 import yaml
 from api_server import refusals
+from chart_references import dangling, texts
 from helm_chart import CHART, Manifest, helm
 from hypothesis import HealthCheck, Phase, given, settings
-from jsonschema_rs import ValidationError
-from kubernetes_schemas import check
+from kubernetes_schemas import problems
 from kubernetes_validate.utils import all_versions
-from random_values import chart_values
+from random_values import chart_values, has_frontends
 
 VERSIONS = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())]
 SUPPORTED = VERSIONS[VERSIONS.index(values_schema.oldest_kubernetes()) :]
@@ -53,16 +53,15 @@ def render(whole: Path, batch: list[Manifest]) -> dict[str, list[Manifest]]:
 
 def look_at(whole: Path, batch: list[Manifest], versions: list[str]) -> None:
     for name, manifests in render(whole, batch).items():
-        assert sum(each["kind"] == "Deployment" for each in manifests) == 4
+        values = batch[int(name[1:])]
+        assert sum(each["kind"] == "Deployment" for each in manifests) == 4 + has_frontends(values)
+        assert [*dangling(manifests, {*texts(values)})] == []
         identities = [(each["kind"], each["metadata"]["name"]) for each in manifests]
         assert len({*identities}) == len(identities), identities
         for manifest in manifests:
-            assert [*refusals(manifest)] == [], batch[int(name[1:])]
+            assert [*refusals(manifest)] == [], values
             for version in versions:
-                try:
-                    check(manifest, version)
-                except ValidationError as error:
-                    raise AssertionError(f"{version}: {error.message} in {batch[int(name[1:])]}") from error
+                assert problems(manifest, version) == [], (version, values)
 
 
 def drawn(count: int, **options: Any) -> list[list[Manifest]]:  # noqa: ANN401 - hypothesis's

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 from chart_cases import CASES, EVERYTHING
+from chart_references import dangling, texts
 from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered
-from kubernetes_schemas import check
+from kubernetes_schemas import problems
 from kubernetes_validate.utils import all_versions
 
 from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import KubernetesActuator, Policy
 from pdserve.config import AutoscalerConfig, WatcherConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import FrontendConfig, RouterConfig
 
 NEWEST = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())][-3:]  # each is listed twice
 NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ each time
@@ -25,10 +26,11 @@ NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ 
 def test_every_manifest_is_valid_for_the_newest_versions_of_kubernetes(name: str) -> None:
     values, files = CASES[name]
     manifests = rendered(values, *files)
-    assert len(of_kind(manifests, "Deployment")) == 4
+    components = {"router", "prefill", "decode", "autoscaler", *(["frontend"] if "frontends" in values else [])}
+    assert of_kind(manifests, "Deployment").keys() == {f"chat-pdserve-{component}" for component in components}
     for version in NEWEST:
         for manifest in manifests:
-            check(manifest, version)
+            assert problems(manifest, version) == []
 
 
 @pytest.mark.parametrize("file", ["laptop", "h100-rdma", "several-nodes"])
@@ -75,6 +77,14 @@ def test_every_pod_is_restricted_but_for_what_rdma_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_what_manifests_name_is_there(name: str) -> None:
+    values, files = CASES[name]
+    known = [yaml.safe_load((CHART / "values" / f"{file}.yaml").read_text(encoding="utf-8")) for file in files]
+    manifests = rendered(values, *files)
+    assert [*dangling(manifests, {*texts([values, *known]), "public"})] == []
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_pod_is_killed_half_a_minute_after_its_sleep_and_its_drain_end(name: str) -> None:
     values, files = CASES[name]
     manifests = rendered(values, *files)
@@ -86,7 +96,7 @@ def test_a_pod_is_killed_half_a_minute_after_its_sleep_and_its_drain_end(name: s
             assert pod["terminationGracePeriodSeconds"] == hook["sleep"]["seconds"] + drain_s + 30
 
 
-CONFIGS = {"router": RouterConfig, "prefill": WorkerConfig, "decode": WorkerConfig}
+CONFIGS = {"router": RouterConfig, "frontend": FrontendConfig, "prefill": WorkerConfig, "decode": WorkerConfig}
 
 
 @pytest.mark.parametrize("name", CASES)

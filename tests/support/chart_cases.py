@@ -39,6 +39,7 @@ EVERYTHING: dict[str, Any] = {
         "ingress": {"enabled": True, "className": "nginx", "host": "llm.example.com", "tlsSecret": "ingress"},
         "route": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example.com"]},
     },
+    "frontends": {"replicas": 2, "config": {"max_num_waiting": 64}},
     "workers": {
         "devices": {"count": 2},
         "rdma": {"enabled": True, "networks": "roce", "devices": ["mlx5_0:1"]},
@@ -75,9 +76,19 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "frontends": (
+        {
+            "frontends": {"replicas": 2},
+            "tls.public": {"from": "secret", "existingSecret": "public"},
+            "tls.identity.from": "secret",
+            "tls.identity.existingSecrets": {"router": "r", "worker": "w", "operator": "o", "frontend": "f"},
+        },
+        (),
+    ),
     "hpa-desired": ({"autoscaling.by": "hpa"}, ()),
     "hpa-waiting": ({"autoscaling.by": "hpa", "autoscaling.follow": "waiting"}, ()),
     "keda-waiting": ({"autoscaling.by": "keda", "autoscaling.follow": "waiting"}, ()),
+    "policy-resource": ({"autoscaling.by": "pdserve", "autoscaling.policyAs": "AutoscalingPolicy"}, ()),
     "http-route": ({"router.route": {"enabled": True, "kind": "HTTPRoute", "parentRefs": [{"name": "g"}]}}, ()),
     "image-volume": ({"model": {"path": "/models/m", "source": "image", "image": {"reference": "r/m:1"}}}, ()),
     "shared-models": (

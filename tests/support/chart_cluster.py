@@ -21,6 +21,7 @@ from live_cluster import Answer, greedy
 from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 
+from pdserve.certificates import Part
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
@@ -148,15 +149,17 @@ def chart_cluster(model: Path, folder: Path, values: Manifest) -> Iterator[Clust
         "tls.public.from": "chart",
         "tls.identity": {
             "from": "secret",
-            "existingSecrets": {part: part for part in ("router", "worker", "operator")},
+            "existingSecrets": {part: part for part in Part},
         },
         **values,
     }
-    identities = [secret_of(name, certificates / name) for name in ("router", "worker", "operator")]
+    identities = [secret_of(name, certificates / name) for name in Part]
     with kube_node([*rendered(given, "laptop"), *identities], folder / "pods", kubeconfig) as kube:
         running = Cluster(kube, certificates / "operator")
         kube.deploy()
-        kube.node.until(lambda: len(kube.node.pods) == 4, "all pods are made")
+        deployments = of_kind(kube.node.manifests, "Deployment").values()
+        num_pods = sum(each["spec"]["replicas"] for each in deployments)
+        kube.node.until(lambda: len(kube.node.pods) == num_pods, "all pods are made")
         kube.node.until_ready(*kube.node.pods)
         try:
             yield running

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from jsonschema import Draft4Validator  # in which bounds are as in Kubernetes
 from jsonschema_rs import Draft7Validator, Draft202012Validator, Registry
 
 from pdserve.autoscaler.definition import GROUP, VERSION, definition
@@ -18,23 +19,26 @@ _MODELS = {
     "keda.sh/v1alpha1": "cloudcoil.models.keda.v1alpha1",
     "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
 }
-_NAME = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
+_DOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 
-def check(manifest: Manifest, version: str) -> None:
-    """Raise ValidationError for what Kubernetes of that version, such as 1.37, would refuse; unknown fields too."""
-    _validator(manifest["apiVersion"], manifest["kind"], version).validate(manifest)
+def problems(manifest: Manifest, version: str) -> list[str]:
+    """Return what Kubernetes of that version, such as 1.37, would refuse; unknown fields too."""
+    return [
+        error.message for error in _validator(manifest["apiVersion"], manifest["kind"], version).iter_errors(manifest)
+    ]
 
 
 @cache
-def _validator(api_version: str, kind: str, version: str) -> Draft7Validator | Draft202012Validator:
+def _validator(api_version: str, kind: str, version: str) -> Any:  # noqa: ANN401 - a validator
     if api_version in _MODELS:
         return Draft202012Validator(_of_model(getattr(importlib.import_module(_MODELS[api_version]), kind)))
     if api_version == "gateway.networking.k8s.io/v1":
         return Draft202012Validator(_route())
     if api_version == f"{GROUP}/{VERSION}":
         (known,) = definition()["spec"]["versions"]
-        return Draft202012Validator(known["schema"]["openAPIV3Schema"])
+        return Draft4Validator(known["schema"]["openAPIV3Schema"])
     group, _, name = api_version.rpartition("/")
     file = "-".join(part for part in (kind.lower(), group.split(".")[0], name) if part)
     return Draft7Validator(_read(version, f"{file}.json"), registry=_definitions(version))
@@ -63,14 +67,20 @@ def _object(*required: str, **properties: object) -> Manifest:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
+def _text(pattern: str, most: int) -> Manifest:
+    return {"type": "string", "pattern": f"^({pattern})$", "minLength": 1, "maxLength": most}
+
+
 def _route() -> Manifest:
-    parent = _object("name", name=_NAME, namespace=_NAME, sectionName=_NAME, port={"type": "integer"})
-    backend = _object("name", "port", name=_NAME, port={"type": "integer"})
+    name, kind = _text(_DOMAIN, 253), _text("[a-zA-Z]([-a-zA-Z0-9]*[a-zA-Z0-9])?", 63)
+    referred = {"group": name, "kind": kind, "name": name, "namespace": _text("[a-z0-9]([-a-z0-9]*[a-z0-9])?", 63)}
+    parent = _object("name", **referred, sectionName=name, port=_PORT)
+    backend = _object("name", "port", name=name, port=_PORT)
     rule = _object("backendRefs", backendRefs={"type": "array", "minItems": 1, "items": backend})
     spec = _object(
         *("parentRefs", "rules"),
-        parentRefs={"type": "array", "minItems": 1, "items": parent},
-        hostnames={"type": "array", "items": _NAME},
+        parentRefs={"type": "array", "minItems": 1, "maxItems": 32, "items": parent},
+        hostnames={"type": "array", "maxItems": 16, "items": _text(rf"(\*\.)?{_DOMAIN}", 253)},
         rules={"type": "array", "minItems": 1, "items": rule},
     )
     kinds = {"enum": ["GRPCRoute", "HTTPRoute"]}

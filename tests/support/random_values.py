@@ -17,7 +17,7 @@ from pdserve.autoscaler.schema import Policy
 SCHEMA: Manifest = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 DEFAULTS: Manifest = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 RULES: list[Manifest] = yaml.safe_load((CHART / "files" / "requirements.yaml").read_text(encoding="utf-8"))
-PARTS = ("router", "prefill", "decode", "operator")
+PARTS = ("router", "frontends", "prefill", "decode", "operator")
 POOLS = ("prefill", "decode")
 _SIMPLE = "abcdefghijklmnopqrstuvwxyz0123456789-./"  # of which paths are made that a rule asks for
 _OWN_VOLUMES = ("scratch", "config")
@@ -44,6 +44,11 @@ def merged(values: Manifest) -> Manifest:
         common = _over(whole["pods"], whole["workers"]) if part in POOLS else whole["pods"]
         whole[part] = _over(common, whole[part])
     return whole
+
+
+def has_frontends(values: Manifest) -> bool:
+    """Return whether processes of their own serve the clients."""
+    return bool(merged(values)["frontends"]["replicas"])
 
 
 def _over(below: Any, above: Any) -> Any:  # noqa: ANN401 - values
@@ -115,11 +120,23 @@ def _keep_policy(values: Manifest) -> None:
         Policy.model_validate({**head, **policy})
     except ValidationError:
         values.get("autoscaling", {}).pop("policy", None)
+    if _may_be_empty(policy) and _keeps_a_replica(merged(values)["autoscaling"]):
+        values["autoscaling"].pop("policy", None)
     if counts != {0}:
         for part in ("workers", *POOLS):
             values.get(part, {}).pop("devices", None)
             values.setdefault(part, {}).setdefault("devices", {})["count"] = 1
         values.get("autoscaling", {}).pop("policy", None)
+
+
+def _may_be_empty(policy: Manifest) -> bool:
+    limits = [each for pool in policy["pools"].values() for each in (pool, *pool.get("schedules", []))]
+    return any(each.get("minReplicas") == 0 for each in limits)
+
+
+def _keeps_a_replica(scaling: Manifest) -> bool:
+    """Return whether what scales the pools cannot go below one replica."""
+    return scaling["by"] == "hpa" or (scaling["by"] == "keda" and scaling["follow"] == "waiting")
 
 
 def _keep_accounts(values: Manifest) -> None:

@@ -16,8 +16,9 @@ from kubernetes_parts import Schema, integer, like, list_of, one_of
 from pydantic import BaseModel, ConfigDict, create_model
 
 from pdserve.autoscaler.schema import Policy, Untitled
+from pdserve.certificates import Part
 from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import FrontendConfig, RouterConfig
 from pdserve.yaml_models import Section
 
 CHART = Path(__file__).parents[1] / "pdserve"
@@ -29,7 +30,17 @@ OF_THE_CHART = {
     *("host", "port", "http_host", "http_port", "internal_host", "internal_port"),
     *("handoff_host", "handoff_port", "handoff_rdma_devices", "dialect_host", "dialect_port"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
-    *("role", "routers", "router_id", "worker_id", "launch_id", "incarnation", "termination_message_file"),
+    *(
+        "role",
+        "routers",
+        "router_id",
+        "frontend_id",
+        "shares_ports",
+        "worker_id",
+        "launch_id",
+        "incarnation",
+        "termination_message_file",
+    ),
     *("device", "tensor_parallel_size", "policy", "policy_resource", "name", "serve_clients"),
 }
 
@@ -59,7 +70,7 @@ _PARENT = {
         {
             **dict.fromkeys(("name", "sectionName", "group"), parts.SUBDOMAIN),
             "namespace": parts.NAME,
-            "kind": like("[A-Z][A-Za-z]*"),
+            "kind": like("[A-Z][A-Za-z]*", 63),
             "port": parts.PORT,
         }
     ),
@@ -77,14 +88,13 @@ KEYS: dict[str, Schema] = {
     **dict.fromkeys(("existingSecret", "claimName", "className", "tlsSecret"), _or_empty(parts.SUBDOMAIN)),
     **dict.fromkeys(("existingClaim", "storageClass"), _or_empty(parts.SUBDOMAIN)),
     **dict.fromkeys(("serviceAccount.name", "priorityClassName", "runtimeClassName"), _or_empty(parts.SUBDOMAIN)),
-    **dict.fromkeys(("existingSecrets.router", "existingSecrets.worker"), _or_empty(parts.SUBDOMAIN)),
+    **{f"existingSecrets.{part}": _or_empty(parts.SUBDOMAIN) for part in Part},
     **dict.fromkeys(("imageRegistry", "image.repository"), _or_empty(like(_REPOSITORY))),
     **dict.fromkeys(("devices.resource", "resourceName"), like(parts.QUALIFIED)),
     **dict.fromkeys(("sharedMemory", "sizeLimit"), parts.QUANTITY),
     **dict.fromkeys(("rdma.count", "durationDays", "waitingPerReplica", "maxTokens"), integer(1)),
     **dict.fromkeys(("minAvailable", "maxUnavailable"), _COUNT_OR_SHARE),
     **dict.fromkeys(("drainTimeoutSeconds", "preStopSleepSeconds"), _SECONDS),
-    "existingSecrets.operator": _or_empty(parts.SUBDOMAIN),
     "startupTimeoutSeconds": integer(2, 86_400),
     "replicas": integer(0),
     "devices.count": integer(0),
@@ -95,10 +105,10 @@ KEYS: dict[str, Schema] = {
     "tokenSecret": _together(_SECRET_KEY, name=["key"], key=["name"]),
     "issuerRef": _together(_ISSUER, kind=["name"], group=["name"]),
     "dnsNames": list_of(parts.HOST),
-    "hostnames": list_of(parts.HOST),
+    "hostnames": {**list_of(parts.HOST), "maxItems": 16},
     "ingress.host": _or_empty(parts.HOST),
     "loadBalancerSourceRanges": list_of(parts.CIDR),
-    "parentRefs": list_of(_PARENT),
+    "parentRefs": {**list_of(_PARENT), "maxItems": 32},
     "kubernetesApi.ports": list_of(parts.PORT),
     "rdma.devices": list_of(like(r"\w+:\d+")),
     "networks": _or_empty(parts.WORD),
@@ -161,6 +171,7 @@ def _without(cls: type[BaseModel], base: type[BaseModel], names: Collection[str]
 _PROCESSES: dict[str, type[ProcessConfig]] = {
     "pods": ProcessConfig,
     "router": RouterConfig,
+    "frontends": FrontendConfig,
     "workers": WorkerConfig,
     "operator": AutoscalerConfig,
 }

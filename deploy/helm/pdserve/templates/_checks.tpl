@@ -1,12 +1,12 @@
 {{/* What is wrong with the values beyond their schema, as a JSON list. files/requirements.yaml has most of the rules. */}}
 {{- define "pdserve.problems" -}}
 {{- $problems := list -}}
-{{- $parts := list "router" "prefill" "decode" "operator" -}}
+{{- $parts := dict "router" "router" "frontends" "frontend" "prefill" "prefill" "decode" "decode" "operator" "autoscaler" -}}
 {{- $values := dict -}}
 {{- range $key, $value := .Values }}{{ $_ := set $values $key $value }}{{ end -}}
-{{- range $parts }}{{ $_ := set $values . (include "pdserve.values" (list $ .) | fromJson) }}{{ end -}}
+{{- range $part, $component := $parts }}{{ $_ := set $values $part (include "pdserve.values" (list $ $component) | fromJson) }}{{ end -}}
 {{- range $rule := .Files.Get "files/requirements.yaml" | fromYamlArray -}}
-{{- range $part := contains "*" $rule.key | ternary $parts (list "") -}}
+{{- range $part := contains "*" $rule.key | ternary (keys $parts | sortAlpha) (list "") -}}
 {{- $applies := true -}}
 {{- range $key, $pattern := $rule.where -}}
 {{- $value := include "pdserve.at" (list $values (replace "*" $part $key)) -}}
@@ -18,9 +18,9 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $part := list "router" "prefill" "decode" -}}
-{{- if eq (include "pdserve.account" (list $ $part)) (include "pdserve.account" (list $ "operator")) -}}
-{{- $problems = append $problems (printf "operator.serviceAccount.name: must differ from that of %s: the operator may change the sizes of pools" $part) -}}
+{{- range $component := without (include "pdserve.components" . | fromJsonArray) "autoscaler" -}}
+{{- if eq (include "pdserve.account" (list $ $component)) (include "pdserve.account" (list $ "autoscaler")) -}}
+{{- $problems = append $problems (printf "operator.serviceAccount.name: must differ from that of %s: the operator may change the sizes of pools" $component) -}}
 {{- end -}}
 {{- end -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "pdserve.name" .)) -}}

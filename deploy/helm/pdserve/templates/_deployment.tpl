@@ -3,7 +3,7 @@ The Deployment of a component, and its ConfigMap and disruption budget.
 
 Takes a dict: root, component (as in the label), role (as in certificates), own (settings that the chart decides beside
 the model, the secret and the certificate), command (of pdserve), args (with values of the downward API), mounts (folder
-to the name of its secret, beside those two), single (no two pods at once).
+to the name of its secret, beside those two), ports (by name), single (no two pods at once).
 */}}
 {{- define "pdserve.deployment" -}}
 {{- $root := .root -}}
@@ -20,7 +20,8 @@ to the name of its secret, beside those two), single (no two pods at once).
 {{- $values := include "pdserve.values" (list $root .component) | fromJson -}}
 {{- $name := printf "%s-%s" (include "pdserve.name" $root) .component -}}
 {{- $worker := hasKey $values "rdma" -}}
-{{- $pod := include "pdserve.pod" (merge (dict "values" $values "name" $name "worker" $worker) .) -}}
+{{- $opens := or $worker (eq .component (include "pdserve.serving" $root)) (and (hasKey .own "model") (not .own.served_model_name)) -}}
+{{- $pod := include "pdserve.pod" (merge (dict "values" $values "name" $name "worker" $worker "opensModel" $opens) .) -}}
 {{- include "pdserve.refuse" (include "pdserve.podProblems" (list .component ($pod | fromYaml))) -}}
 {{- $config := mergeOverwrite (deepCopy $values.config) (deepCopy .own) (dict "drain_timeout_s" $values.drainTimeoutSeconds "health_port" 50054 "metrics_port" 9464) | toYaml -}}
 apiVersion: v1

@@ -52,13 +52,18 @@ labels: {{- include "pdserve.labels" $root | nindent 2 }}
 
 {{/*
 Values of a component, over what it has in common with others, as JSON: takes (list root component).
-What a value implies is filled in: the image of workers, and the limit of a disruption budget.
+What a value implies is filled in: the image of workers, and settings that frontends share with routers.
 */}}
 {{- define "pdserve.values" -}}
 {{- $values := (index . 0).Values -}}{{- $component := index . 1 -}}
 {{- $common := deepCopy $values.pods -}}
 {{- if has $component (list "prefill" "decode") -}}{{- $common = mergeOverwrite $common (deepCopy $values.workers) -}}{{- end -}}
-{{- $common = mergeOverwrite $common (deepCopy (index $values (eq $component "autoscaler" | ternary "operator" $component))) -}}
+{{- if eq $component "frontend" -}}
+{{- $shared := omit (default dict $values.router.config | deepCopy) "placement" "kv_events" "profile" "local_prefill" "scale_to_zero" "worker_silence_s" "pool_grace_s" "max_num_requests" "max_num_held" "max_hold_s" "max_attempts" "max_interruptions" -}}
+{{- $common = mergeOverwrite $common (dict "config" $shared) -}}
+{{- end -}}
+{{- $key := get (dict "autoscaler" "operator" "frontend" "frontends") $component | default $component -}}
+{{- $common = mergeOverwrite $common (deepCopy (index $values $key)) -}}
 {{- if and $common.devices (not $common.image.repository) -}}
 {{- $_ := set $common.image "repository" (eq (int $common.devices.count) 0 | ternary "pdserve-worker-cpu" "pdserve-worker-cuda") -}}
 {{- end -}}
@@ -67,8 +72,17 @@ What a value implies is filled in: the image of workers, and the limit of a disr
 
 {{/* Name of a component's service account: takes (list root component). */}}
 {{- define "pdserve.account" -}}
-{{- $component := eq (index . 1) "operator" | ternary "autoscaler" (index . 1) -}}
-{{- (include "pdserve.values" . | fromJson).serviceAccount.name | default (printf "%s-%s" (include "pdserve.name" (index . 0)) $component) -}}
+{{- (include "pdserve.values" . | fromJson).serviceAccount.name | default (printf "%s-%s" (include "pdserve.name" (index . 0)) (index . 1)) -}}
+{{- end }}
+
+{{/* The component that serves clients. */}}
+{{- define "pdserve.serving" -}}
+{{- (include "pdserve.values" (list . "frontend") | fromJson).replicas | empty | ternary "router" "frontend" -}}
+{{- end }}
+
+{{/* All components that have a Deployment, as JSON. */}}
+{{- define "pdserve.components" -}}
+{{- list "router" (include "pdserve.serving" .) "prefill" "decode" "autoscaler" | uniq | toJson -}}
 {{- end }}
 
 {{/* What processes open as the model, and the name that they serve it by; empty: the model's own. */}}

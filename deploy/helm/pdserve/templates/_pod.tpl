@@ -1,7 +1,7 @@
-{{/* The specification of a pod. Takes the dict of the Deployment, with values, name, worker. */}}
+{{/* The specification of a pod. Takes the dict of the Deployment, with values, name, worker, opensModel. */}}
 {{- define "pdserve.pod" -}}
 {{- $root := .root -}}{{- $values := .values -}}
-{{- $model := and (ne .component "autoscaler") $root.Values.model -}}
+{{- $model := and .opensModel $root.Values.model -}}
 {{- $hooks := dict -}}
 {{- with $values.preStopSleepSeconds }}{{ $_ := set $hooks "preStop" (dict "sleep" (dict "seconds" .)) }}{{ end -}}
 {{- range $hook, $handler := $values.lifecycle }}{{ $_ := set $hooks $hook $handler }}{{ end -}}
@@ -153,7 +153,7 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
 {{- end }}
 - name: scratch  # all that is ever written: the images set HOME and TMPDIR to it
   emptyDir: {}
-{{- if ne .component "autoscaler" }}
+{{- if .opensModel }}
 {{- if $model.persistence.enabled }}
 - name: models
   persistentVolumeClaim: {claimName: {{ include "pdserve.claimName" $root | quote }}}
