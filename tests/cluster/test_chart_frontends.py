@@ -14,9 +14,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yield a cluster whose router reads no model: its pod has no volume for one."""
-    values = {"frontends": {"replicas": 1, "drainTimeoutSeconds": 30}, "model.servedName": "m"}
+    waiting = {"router_grace_s": 120}  # a router starts slowly on a busy machine
+    values = {
+        "frontends": {"replicas": 1, "drainTimeoutSeconds": 30, "config": waiting},
+        "model.servedName": "m",
+    }
     with chart_cluster(model, tmp_path_factory.mktemp("node"), values) as running:
         yield running
+
+
+def test_probes_say_that_routers_and_frontends_serve(cluster: Cluster) -> None:
+    for component in ("router", "frontend"):
+        probes = ("startupProbe", "livenessProbe", "readinessProbe")
+        assert [cluster.pod(component).holds(probe) for probe in probes] == [True, True, True]
 
 
 def test_helm_test_and_clients_of_openai_are_served(cluster: Cluster) -> None:

@@ -99,6 +99,9 @@ def test_what_the_operator_reads_next_warns_of_gpus_without_rdma() -> None:
 
     plain, with_gpus = notes(), notes(**{"decode.devices.count": 1})
     assert "helm test -n llm chat" in plain
+    assert "deployment/chat-pdserve-frontend" not in plain
+    started = "deployment/chat-pdserve-router deployment/chat-pdserve-frontend deployment/chat-pdserve-prefill"
+    assert started in notes(**{"frontends.replicas": 1})
     assert "RDMA" not in plain
     assert "WARNING: decode workers have GPUs and no RDMA resource (decode.rdma.enabled)" in with_gpus
     assert "WARNING: prefill" not in with_gpus

@@ -84,6 +84,24 @@ def test_what_manifests_name_is_there(name: str) -> None:
     assert [*dangling(manifests, {*texts([values, *known]), "public"})] == []
 
 
+@pytest.mark.parametrize("name", ["several-nodes", "frontends", "shared-models", "everything"])
+def test_what_is_left_out_of_the_manifests_is_missed(name: str) -> None:
+    """Proves the test above."""
+    values, files = CASES[name]
+    manifests = rendered(values, *files)
+    named = ("ConfigMap", "ServiceAccount", "Certificate", "Secret", "PersistentVolumeClaim")
+    made = [each for each in manifests if each["kind"] in named and each["metadata"]["name"].startswith("chat-pdserve")]
+    made = [each for each in made if not each["metadata"]["name"].endswith("dashboards")]
+    given = {"public", "shared", "keys", "hub", *"rwof"}
+    assert made
+    for left_out in made:
+        found = [*dangling([each for each in manifests if each is not left_out], given)]
+        assert any(left_out["metadata"]["name"] in each for each in found), left_out["metadata"]["name"]
+    for port in ("public", "internal", "metrics"):
+        others = json.loads(json.dumps(manifests).replace(f'"targetPort": "{port}"', '"targetPort": "another"'))
+        assert others == manifests or [*dangling(others, ())]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_pod_is_killed_half_a_minute_after_its_sleep_and_its_drain_end(name: str) -> None:
     values, files = CASES[name]

@@ -26,6 +26,7 @@ def dangling(manifests: list[Manifest], given: Collection[str]) -> Iterator[str]
         if not any(_selects(budget["spec"]["selector"]["matchLabels"], pod) for pod in pods):
             yield f"PodDisruptionBudget {name}: selects no pods"
     yield from _routes(manifests)
+    yield from _monitors(manifests, pods)
 
 
 def _volumes(manifests: list[Manifest], pod: Manifest, given: Collection[str]) -> Iterator[str]:
@@ -33,12 +34,15 @@ def _volumes(manifests: list[Manifest], pod: Manifest, given: Collection[str]) -
     secrets = {*of_kind(manifests, "Secret"), *given}
     secrets |= {each["spec"]["secretName"] for each in manifests if each["kind"] == "Certificate"}
     maps, accounts = {*of_kind(manifests, "ConfigMap"), *given}, {*of_kind(manifests, "ServiceAccount"), *given}
+    claims = {*of_kind(manifests, "PersistentVolumeClaim"), *given}
     component, spec = pod["metadata"]["labels"]["app.kubernetes.io/component"], pod["spec"]
     for volume in spec["volumes"]:
         if volume.get("secret", {}).get("secretName", "") not in {"", *secrets}:
             yield f"{component}: the secret {volume['secret']['secretName']} is not there"
         if volume.get("configMap", {}).get("name", "") not in {"", *maps}:
             yield f"{component}: the map {volume['configMap']['name']} is not there"
+        if volume.get("persistentVolumeClaim", {}).get("claimName", "") not in {"", *claims}:
+            yield f"{component}: the claim {volume['persistentVolumeClaim']['claimName']} is not there"
     if spec["serviceAccountName"] not in accounts:
         yield f"{component}: the account {spec['serviceAccountName']} is not there"
 
@@ -70,6 +74,21 @@ def _routes(manifests: list[Manifest]) -> Iterator[str]:
         for name, key, value in asked:
             if name not in services or value not in [port[key] for port in services[name]["spec"]["ports"]]:
                 yield f"{each['kind']}: the Service {name} has no port {value}"
+
+
+def _monitors(manifests: list[Manifest], pods: list[Manifest]) -> Iterator[str]:
+    for name, monitor in of_kind(manifests, "PodMonitor").items():
+        selected = [pod for pod in pods if _selects(monitor["spec"]["selector"]["matchLabels"], pod)]
+        named = [{port["name"] for port in pod["spec"]["containers"][0]["ports"]} for pod in selected]
+        asked = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+        if len(selected) < len(pods) or not all(asked <= names for names in named):
+            yield f"PodMonitor {name}: not all pods have the ports {asked}"
+    for name, monitor in of_kind(manifests, "ServiceMonitor").items():
+        services = [each["spec"] for each in of_kind(manifests, "Service").values()]
+        whole = [each for each in services if all(_selects(each["selector"], pod) for pod in pods)]
+        named = [{port["name"] for port in each["ports"]} for each in whole]
+        if not any({endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= names for names in named):
+            yield f"ServiceMonitor {name}: no Service of all pods has its ports"
 
 
 def _selects(labels: Manifest, pod: Manifest) -> bool:

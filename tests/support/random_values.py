@@ -28,6 +28,8 @@ _STRATEGIES = Values(SCHEMA)
 def chart_values(draw: st.DrawFn) -> Manifest:
     """Return values that rendering takes."""
     values: Manifest = draw(_STRATEGIES.of(SCHEMA))
+    if draw(st.booleans()):  # by itself this number is hardly ever drawn
+        _set(values, "frontends.replicas", draw(st.integers(1, 3)))
     _keep_policy(values)
     for part in ("pods", "workers", *PARTS):
         _keep_volumes(values.get(part, {}))

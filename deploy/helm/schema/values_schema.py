@@ -30,18 +30,9 @@ OF_THE_CHART = {
     *("host", "port", "http_host", "http_port", "internal_host", "internal_port"),
     *("handoff_host", "handoff_port", "handoff_rdma_devices", "dialect_host", "dialect_port"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
-    *(
-        "role",
-        "routers",
-        "router_id",
-        "frontend_id",
-        "shares_ports",
-        "worker_id",
-        "launch_id",
-        "incarnation",
-        "termination_message_file",
-    ),
-    *("device", "tensor_parallel_size", "policy", "policy_resource", "name", "serve_clients"),
+    *("role", "routers", "router_id", "frontend_id", "worker_id", "launch_id", "incarnation", "shares_ports"),
+    *("termination_message_file", "serve_clients"),
+    *("device", "tensor_parallel_size", "policy", "policy_resource", "name"),
 }
 
 _REPOSITORY = r"[a-z0-9]([-a-z0-9._]*[a-z0-9])?(:\d+)?(/[a-z0-9]([-a-z0-9._]*[a-z0-9])?)*"
