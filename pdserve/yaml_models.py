@@ -21,6 +21,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Place = tuple[int | str, ...]
 
 _TAG = "tag:yaml.org,2002:"
+_OTHERS = ("int", "float", "timestamp", "value")  # tags that YAML 1.2 has not, or gives to other texts than 1.1
 
 
 class FieldError(ValueError):
@@ -62,10 +63,10 @@ def did_you_mean(key: str, known: Iterable[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does: 12:30 is a text, 1e-3 a number. Refuses duplicate keys."""
+    """Reads numbers as YAML 1.2 does: 12:30 and = are texts, 1e-3 is a number. Refuses duplicate keys."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML copies it where a subclass adds to it
-        first: [(tag, pattern) for tag, pattern in kept if tag.removeprefix(_TAG) not in {"int", "float", "timestamp"}]
+        first: [(tag, pattern) for tag, pattern in kept if tag.removeprefix(_TAG) not in _OTHERS]
         for first, kept in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -93,6 +93,7 @@ def test_a_long_value_is_not_repeated_in_full(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
+        ("=", "="),
         ("12:30", "12:30"),  # YAML 1.1 takes these for other numbers, for a date, or for a text
         ("010", "010"),
         ("08", "08"),

@@ -10,7 +10,7 @@ import values_schema
 import yaml
 from api_server import refusals
 from chart_references import dangling, texts
-from helm_chart import CHART, Manifest, helm
+from helm_chart import CHART, Loader, Manifest, helm
 from hypothesis import HealthCheck, Phase, given, settings
 from kubernetes_schemas import problems
 from kubernetes_validate.utils import all_versions
@@ -45,9 +45,7 @@ def render(whole: Path, batch: list[Manifest]) -> dict[str, list[Manifest]]:
     shown = helm("template", "chat", str(whole), "--namespace=llm", "--values=-", values=values).stdout
     found: dict[str, list[Manifest]] = {name: [] for name in values}
     for text in shown.split("\n---\n# Source: whole/charts/")[1:]:
-        found[text.partition("/")[0]] += [
-            each for each in yaml.load_all(text.partition("\n")[2], yaml.CSafeLoader) if each
-        ]
+        found[text.partition("/")[0]] += [each for each in yaml.load_all(text.partition("\n")[2], Loader) if each]
     return found
 
 

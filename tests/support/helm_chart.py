@@ -16,6 +16,13 @@ RELEASE, NAMESPACE = "chat", "llm"
 Manifest = dict[str, Any]
 
 
+class Loader(yaml.CSafeLoader):
+    """Reads manifests as Kubernetes does, for which = is a text."""
+
+
+Loader.add_constructor("tag:yaml.org,2002:value", yaml.CSafeLoader.construct_yaml_str)
+
+
 def helm(*arguments: str, check: bool = True, values: Manifest | None = None) -> "subprocess.CompletedProcess[str]":
     """Run helm, whose errors are shown where it is to succeed. It reads `values` where --values=- is an argument."""
     command = [str(Path(sys.executable).with_name("helm")), *arguments]
@@ -44,7 +51,7 @@ def rendered(values: Manifest, *files: str) -> list[Manifest]:
 
 @cache
 def _load(arguments: tuple[str, ...]) -> list[Manifest]:
-    return list(yaml.load_all(helm(*arguments).stdout, yaml.CSafeLoader))
+    return list(yaml.load_all(helm(*arguments).stdout, Loader))
 
 
 def refusal(values: Manifest) -> str:
