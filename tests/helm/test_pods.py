@@ -89,5 +89,19 @@ def test_the_grace_period_has_room_for_the_drain_and_for_the_sleep_before_it() -
     assert [found[pool]["terminationGracePeriodSeconds"] for pool in ("router", "decode")] == [7 + 10 + 30] * 2
 
 
+def test_a_hook_replaces_the_one_that_others_have_and_leaves_other_hooks() -> None:
+    """A hook has one action: two that are merged are refused by Kubernetes."""
+    command, sleep = {"exec": {"command": ["true"]}}, {"sleep": {"seconds": 7}}
+    values = {
+        "pods.lifecycle": {"preStop": command, "postStart": command},
+        "workers.lifecycle": {"postStart": sleep},
+        "decode.lifecycle": {"preStop": sleep},
+    }
+    found = {name: pod["containers"][0].get("lifecycle") for name, pod in pods(rendered(values)).items()}
+    assert found["router"] == {"preStop": command, "postStart": command}
+    assert found["prefill"] == {"preStop": command, "postStart": sleep}
+    assert found["decode"] == {"preStop": sleep, "postStart": sleep}
+
+
 def _subjects(manifests: list[Manifest]) -> set[str]:
     return {subject["name"] for each in manifests if each["kind"].endswith("Binding") for subject in each["subjects"]}

@@ -57,13 +57,16 @@ What a value implies is filled in: the image of workers, and settings that front
 {{- define "pdserve.values" -}}
 {{- $values := (index . 0).Values -}}{{- $component := index . 1 -}}
 {{- $common := deepCopy $values.pods -}}
-{{- if has $component (list "prefill" "decode") -}}{{- $common = mergeOverwrite $common (deepCopy $values.workers) -}}{{- end -}}
+{{- $above := list (index $values (get (dict "autoscaler" "operator" "frontend" "frontends") $component | default $component)) -}}
+{{- if has $component (list "prefill" "decode") }}{{ $above = prepend $above $values.workers }}{{ end -}}
 {{- if eq $component "frontend" -}}
-{{- $shared := omit (default dict $values.router.config | deepCopy) "placement" "kv_events" "profile" "local_prefill" "scale_to_zero" "worker_silence_s" "pool_grace_s" "max_num_requests" "max_num_held" "max_hold_s" "max_attempts" "max_interruptions" -}}
-{{- $common = mergeOverwrite $common (dict "config" $shared) -}}
+{{- $shared := omit (default dict $values.router.config) "placement" "kv_events" "profile" "local_prefill" "scale_to_zero" "worker_silence_s" "pool_grace_s" "max_num_requests" "max_num_held" "max_hold_s" "max_attempts" "max_interruptions" -}}
+{{- $above = prepend $above (dict "config" $shared) -}}
 {{- end -}}
-{{- $key := get (dict "autoscaler" "operator" "frontend" "frontends") $component | default $component -}}
-{{- $common = mergeOverwrite $common (deepCopy (index $values $key)) -}}
+{{- range $above -}}
+{{- $common = mergeOverwrite $common (deepCopy .) -}}
+{{- range $hook, $handler := .lifecycle }}{{ if $handler }}{{ $_ := set $common.lifecycle $hook $handler }}{{ end }}{{ end -}}
+{{- end -}}
 {{- if and $common.devices (not $common.image.repository) -}}
 {{- $_ := set $common.image "repository" (eq (int $common.devices.count) 0 | ternary "pdserve-worker-cpu" "pdserve-worker-cuda") -}}
 {{- end -}}
