@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "PDSERVE_CACHE"
 FOLDER_VARIABLE = "PDSERVE_DOWNLOAD_DIR"
 WAIT_VARIABLE = "PDSERVE_FETCH_TIMEOUT_S"
+WAIT_SETTING = f"--fetch-timeout-s or {WAIT_VARIABLE}"
 WAIT_S = 3600.0  # some 400 GB at a gigabit per second
 LOOK_EVERY_S = 0.2  # while another process has the lock: NFS tells nobody that one is free
 CHUNK_BYTES = 2**20  # that are read or written at once
@@ -50,17 +51,18 @@ class Home:
     folder: Path | None = None  # None: the catalog's in pdserve's cache, the hub's in the cache of its own library
     wait_s: float = WAIT_S
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.wait_s < float("inf"):
+            raise ConfigError(f"{WAIT_SETTING}: {self.wait_s} is no number of seconds, 0 or more")
+
     @classmethod
     def of_environment(cls) -> "Home":
         """Return what the variables say; ConfigError if a number is none."""
         given, wait = os.environ.get(FOLDER_VARIABLE), os.environ.get(WAIT_VARIABLE)
         try:
-            wait_s = float(wait) if wait else WAIT_S
-        except ValueError:
-            wait_s = -1.0
-        if not 0.0 <= wait_s < float("inf"):
-            raise ConfigError(f"{WAIT_VARIABLE}: {wait!r} is no number of seconds, 0 or more")
-        return cls(Path(given).expanduser() if given else None, wait_s)
+            return cls(Path(given).expanduser() if given else None, float(wait) if wait else WAIT_S)
+        except ValueError as error:
+            raise ConfigError(f"{WAIT_SETTING}: {wait} is no number of seconds, 0 or more") from error
 
     @property
     def setting(self) -> str:
@@ -82,7 +84,7 @@ class Home:
             except Timeout as error:
                 raise ConfigError(
                     f"{file}: {_holder(file)} has held this lock for more than {self.wait_s:g} s. "
-                    f"Look what it does, or wait longer: --fetch-timeout-s or {WAIT_VARIABLE}"
+                    f"Look what it does, or wait longer: {WAIT_SETTING}"
                 ) from error
             try:
                 file.write_text(f"process {os.getpid()} on {os.uname().nodename}\n", encoding="utf-8")

@@ -38,7 +38,6 @@ def fetch_model(
     fetch_timeout_s: Annotated[
         float | None,
         typer.Option(
-            min=0.0,
             help="How long to wait for another process that fetches the model, by default an hour. Other commands "
             "and processes read PDSERVE_FETCH_TIMEOUT_S.",
         ),

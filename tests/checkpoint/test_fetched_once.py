@@ -40,8 +40,10 @@ def start(server: FileServer, tmp_path: Path) -> Iterator[Start]:
     """Return what starts `pdserve models fetch tiny`."""
     processes: list[Process] = []
 
-    def start_one(under: Sequence[str] = (), **variables: str) -> Process:
-        processes.append(fetching(server, ENTRY, tmp_path, under, **variables))
+    def start_one(
+        under: Sequence[str] = (), arguments: Sequence[str] = ("models", "fetch", "tiny"), **variables: str
+    ) -> Process:
+        processes.append(fetching(server, ENTRY, tmp_path, under, arguments, **variables))
         return processes[-1]
 
     yield start_one
@@ -209,11 +211,12 @@ def test_one_that_has_waited_too_long_names_the_lock_and_its_holder(
     assert "PDSERVE_FETCH_TIMEOUT_S" in said
 
 
-@pytest.mark.parametrize("given", ["soon", "-1", "nan", "inf"])
-def test_a_limit_that_is_no_number_of_seconds_is_refused_by_name(start: Start, given: str) -> None:
-    assert f"PDSERVE_FETCH_TIMEOUT_S: '{given}' is no number of seconds" in refused(
-        start(PDSERVE_FETCH_TIMEOUT_S=given)
-    )
+@pytest.mark.parametrize(("given", "shown"), [("soon", "soon"), ("-1", "-1.0"), ("nan", "nan"), ("inf", "inf")])
+def test_a_limit_that_is_no_number_of_seconds_is_refused_by_name(start: Start, given: str, shown: str) -> None:
+    said = f"--fetch-timeout-s or PDSERVE_FETCH_TIMEOUT_S: {shown} is no number of seconds, 0 or more"
+    assert said in refused(start(PDSERVE_FETCH_TIMEOUT_S=given))
+    if given != "soon":
+        assert said in refused(start(arguments=("models", "fetch", "tiny", "--fetch-timeout-s", given)))
 
 
 @pytest.mark.parametrize("variable", ["PDSERVE_CACHE", "PDSERVE_DOWNLOAD_DIR"])
