@@ -93,17 +93,15 @@ class Routers:
 
     def attach(self, link: RouterLink) -> None:
         """Begin to use a stream that has been opened."""
-        name, version = self._config.frontend_id, messages.PROTOCOL_VERSION
-        link.channel.post(messages.Attached(name, version, self.metrics_address))
+        hello = messages.Attached(self._config.frontend_id, messages.PROTOCOL_VERSION, self.metrics_address)
+        link.channel.post(hello)
         self._links.append(link)
 
     async def say_goodbye(self) -> None:
         """Tell all routers that this frontend stops; return once each has ended its stream."""
-        links = tuple(self._links)
-        for link in links:
+        for link in self._links:
             link.channel.post(messages.Goodbye())
-        for link in links:
-            await link.channel.closed()
+        await asyncio.gather(*[link.channel.closed() for link in self._links])
 
     def lose(self, link: RouterLink) -> None:
         """Take the requests of a router whose stream has ended to another one."""
