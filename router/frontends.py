@@ -42,9 +42,9 @@ class Frontends:
             link.show(readiness)
 
     def close(self) -> None:
-        """End all streams. Frontends take their requests to another router, or to this one's successor."""
+        """End all streams, each after what was posted. Frontends take other requests to another router."""
         for link in self._links:
-            link.channel.close(SHUTTING_DOWN)
+            link.channel.finish(SHUTTING_DOWN)
 
     async def watch(self) -> None:
         """Tell frontends what changes, and ping them, until cancelled."""

@@ -213,6 +213,7 @@ class Channel:
         self._num_bytes = 0  # of these
         self._has_frames, self._is_drained = asyncio.Event(), asyncio.Event()
         self._is_drained.set()
+        self._finished = ""  # why it is to end once all is written
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
 
     def post(self, message: Message) -> None:
@@ -237,6 +238,13 @@ class Channel:
         if not self._closed.done():
             self._closed.set_result(why)
             self._is_drained.set()
+
+    def finish(self, why: str) -> None:
+        """End the channel once what was posted is written. Whoever calls bounds the time that the peer may take."""
+        self._flush()
+        self._finished = why
+        if not self._num_bytes:
+            self.close(why)
 
     async def run(self, read: Read, write: Write) -> str:
         """Carry messages until the channel is closed, or the stream ends; return why it ended."""
@@ -277,12 +285,14 @@ class Channel:
                 self._num_bytes -= len(packed)
                 if self._num_bytes <= DRAINED_BYTES:
                     self._is_drained.set()
+                if self._finished and not self._num_bytes:
+                    self.close(self._finished)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             self.close(_reason(error))
 
     def _flush(self) -> None:
         posted, self._posted = self._posted, []
-        if self._closed.done():
+        if self._closed.done() or not posted:
             return
         packed = frame(posted)
         if self._num_bytes > MAX_UNREAD_BYTES - len(packed):

@@ -181,7 +181,7 @@ def test_defaults_no_request_could_have_are_refused_by_name() -> None:
     for defaults, complaint in (
         (GenerationDefaults(top_p=0.0), "top_p: 0.0 is outside"),
         (GenerationDefaults(temperature=-1.0), "temperature: -1.0 is outside"),
-        (GenerationDefaults(max_tokens=0), "max_tokens: 0 is outside"),
+        (GenerationDefaults(max_tokens=0), "max_new_tokens: 0 is outside"),
     ):
         with pytest.raises(ConfigError, match=rf"generation_config\.json: {complaint}"):
             defaults.within(vocab_size=40)

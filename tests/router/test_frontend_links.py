@@ -60,6 +60,43 @@ async def test_messages_arrive_in_order_and_those_of_one_turn_travel_together() 
     assert (got, len(frames)) == (sent, 1)
 
 
+@pytest.mark.parametrize("is_reading", [True, False])
+async def test_a_channel_that_finishes_writes_first_what_was_posted(*, is_reading: bool) -> None:
+    written: list[bytes] = []
+    may_write = asyncio.Event()
+    channel = Channel(core_decoder, lambda _message: None)
+
+    async def write(frame: bytes) -> None:
+        await may_write.wait()
+        written.append(frame)
+
+    async def read() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    running = asyncio.create_task(channel.run(read, write))
+    channel.post(messages.Ping())
+    await asyncio.sleep(0)
+    channel.post(messages.Reply(7, b"seven"))
+    channel.finish("the end")
+    channel.post(messages.Ping())
+    if is_reading:
+        may_write.set()
+        assert await running == "the end"
+        assert [type(each) for packed in written for each in core_decoder.decode(packed)][:2] == [
+            messages.Ping,
+            messages.Reply,
+        ]
+        idle = Channel(core_decoder, lambda _message: None)
+        idle.finish("at once")
+        assert await idle.run(read, write) == "at once"
+    else:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not running.done()
+        channel.close("it took too long")
+        assert await running == "it took too long"
+
+
 BEGIN = messages.Begin(1, "acme", b"{}")
 NONSENSE: dict[str, tuple[list[messages.Message], str]] = {
     "has come before": ([arrive(), arrive()], "has come before"),
