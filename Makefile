@@ -131,7 +131,7 @@ clean:
 define install
 @echo "fetching $(2): may take minutes, and is logged in $(1)/install.log"
 @$(1)/bin/pip install --disable-pip-version-check --no-compile $(3) 2>&1 | tee $(1)/install.log \
-	| sed -un 's/^Installing collected packages.*/installing $(2)/p' \
+	| sed -un "s/^Installing collected packages.*/installing $(2)/p" \
 	|| { tail -n 20 $(1)/install.log >&2; echo "pip could not install $(2): see $(1)/install.log" >&2; exit 1; }
 endef
 unexport PYTHONDONTWRITEBYTECODE

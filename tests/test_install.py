@@ -49,3 +49,22 @@ def test_an_install_that_fails_names_its_log_shows_the_end_of_it_and_is_not_take
 def test_every_install_of_the_makefile_is_logged() -> None:
     recipes = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pip install" in line]
     assert [line.split()[0] for line in recipes] == ["@$(1)/bin/pip"], "all others call this one"
+
+
+def test_a_shell_reads_every_recipe(tmp_path: Path) -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    targets = next(line for line in lines if line.startswith(".PHONY:")).split()[1:]
+    listed = [
+        "make",
+        "--no-print-directory",
+        "-n",
+        f"VENV={tmp_path}/v",
+        f"CLIENTS={tmp_path}/c",
+        *targets,
+        "test-clients",
+    ]
+    recipes = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "other people's clients" in recipes
+    assert "a browser's driver" in recipes
+    read = subprocess.run(["bash", "-n"], input=recipes, capture_output=True, text=True, check=False, timeout=60)
+    assert (read.returncode, read.stderr) == (0, "")

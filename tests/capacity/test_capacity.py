@@ -83,6 +83,7 @@ def test_links_are_shared() -> None:
     assert ends[-1] - ends[0] == pytest.approx(3 * one_s, rel=0.1)
 
 
+@pytest.mark.long
 def test_goodput_under_overload_is_not_below_round_robin_and_what_is_admitted_is_kept() -> None:
     question = Question(PROFILE, random_lengths(3000, 300, 60, 4), OBJECTIVE, max_requests=3000)
     ours, turns = (measure(question, Shape(2, 2), policy, 16.0) for policy in ("goodput", "round_robin"))

@@ -104,6 +104,7 @@ def test_the_rules_of_others_grow_under_load_and_stay_within_the_budget(scaler: 
     assert max(sum(sizes.count(role) for role in POOLS) for sizes in scaled.sizes) <= 8
 
 
+@pytest.mark.long
 def test_the_smallest_static_pools_attain_enough_and_no_smaller_ones_do() -> None:
     search = StaticPools(scene(1, 1, workload=BUSY.first(300)), 0.95, lambda _: None)
     found = search.smallest(Bounds(1, 3), Bounds(1, 3), 6)

@@ -31,6 +31,7 @@ def ttft_error(told: list[Outcome]) -> float:
     return median(abs(each.predicted_ttft_s / each.ttft_s - 1) for each in told if each.predicted_ttft_s)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", [Objective(1e6, 1e6), Objective(0.25, 0.1)])
 def test_four_routers_predict_about_as_well_as_one(objective: Objective) -> None:
     one, four = outcomes(1, objective), outcomes(4, objective)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
+
 from faultsim.clients import Answer
 from faultsim.scenario import Scenario, draw
 from faultsim.simulation import Simulation
@@ -49,6 +51,7 @@ def served(seed: int) -> Iterator[MovedGap]:
         yield from gaps_of(answer)
 
 
+@pytest.mark.long
 def test_of_a_hundred_moves_99_take_three_steps_and_the_last_page_at_most() -> None:
     gaps = [gap for seed in SEEDS for gap in served(seed)]
     found = percentiles(gap.first_s / gap.allowed_s for gap in gaps)
