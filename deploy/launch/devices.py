@@ -46,12 +46,19 @@ class Devices:
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that this process's children may use. CUDA takes those before the first that is none."""
+    """Return the GPUs that this process's children may use; ConfigError if torch does not answer.
+
+    Of those that are named, CUDA takes the ones before the first that is none.
+    """
     given = environment.get(VISIBLE)
     if given is None:
-        done = subprocess.run(
-            [sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False, timeout=COUNT_LIMIT_S
-        )
+        command = (sys.executable, "-P", "-c", _COUNT)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COUNT_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"--device: torch does not say within {COUNT_LIMIT_S:g} s what CUDA devices there are"
+            ) from error
         return [str(index) for index in range(int(done.stdout or 0))]
     names = [name.strip() for name in given.split(",")]
     end = next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
