@@ -102,6 +102,7 @@ EXTRAS = {  # by the imported module
     "safetensors": "worker",
     "gguf": "worker",
     "nixl_cu12": "worker",
+    "nixl_cu13": "worker",
     "zmq": "worker",
     "ray": "ray",
     "kubernetes": "kubernetes",

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import nixl_cu12._bindings as nixl
 import numpy as np
 
 from pdserve.errors import ConfigError, InvariantError
@@ -21,6 +20,11 @@ from pdserve.kvtransfer.backends.backend import Connection, Indices, PostError, 
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import Peer
+
+try:
+    import nixl_cu13._bindings as nixl  # whose UCX wants the CUDA runtime of torch for CUDA 13
+except ModuleNotFoundError:
+    import nixl_cu12._bindings as nixl
 
 PROGRESS_S = 2e-3  # between two looks at what others write here, where NIXL has no thread of its own
 PROGRESS_PAUSE_US = 100_000  # longest sleep of the progress thread while no file descriptor wakes it

@@ -58,7 +58,8 @@ def gather_machine(handoff_host: str, rdma_devices: Sequence[str]) -> Machine:
     """Look at this machine. UCX is confined as a worker with these settings confines it."""
     versions = _versions()
     gpus, problem = _torch_gpus() if "torch" in versions else ((), "")
-    transports, transports_problem = _transports(handoff_host, rdma_devices) if "nixl_cu12" in versions else ((), "")
+    has_nixl = "nixl_cu12" in versions or "nixl_cu13" in versions
+    transports, transports_problem = _transports(handoff_host, rdma_devices) if has_nixl else ((), "")
     limit = _memory_limit()
     total_bytes = psutil.virtual_memory().total
     shm, kernels = Path("/dev/shm"), built() if "torch" in versions else None

@@ -96,7 +96,8 @@ def machine_findings(machine: Machine) -> Iterator[Finding]:
 
 def _packages(versions: Mapping[str, str]) -> Finding:
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-    missing = [name for name in WORKER_PACKAGES if name not in versions]
+    has = {*versions, "nixl_cu12"} if "nixl_cu13" in versions else versions
+    missing = [name for name in WORKER_PACKAGES if name not in has]
     if not missing:
         return ok("packages", shown)
     if len(missing) == len(WORKER_PACKAGES):

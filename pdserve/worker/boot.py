@@ -217,7 +217,7 @@ def device_name(device: str, cpu_info: str) -> str:
 def check_network(config: WorkerConfig) -> None:
     """Raise ConfigError where pages could not travel as configured."""
     if config.mover == "nixl":
-        if find_spec("nixl_cu12") is None:
+        if not any(map(find_spec, ("nixl_cu13", "nixl_cu12"))):
             raise not_installed("nixl_cu12")
         _network(config).settings()
 

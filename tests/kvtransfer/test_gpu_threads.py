@@ -1,7 +1,11 @@
 """On a GPU the mover's thread has the GPU's context before it does anything else, and NIXL has no thread of its own."""
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import nixl_cu12._bindings as nixl
 import numpy as np
@@ -71,3 +75,18 @@ def test_nixl_has_a_thread_where_pages_are_in_the_hosts_memory_alone(
     except backends._ERRORS:
         assert gpu == 0, "the memory is no GPU's"
     assert asked == [has_thread]
+
+
+def test_nixl_for_the_newer_cuda_is_taken_where_it_is_installed(tmp_path: Path) -> None:
+    package = tmp_path / "nixl_cu13"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_bindings.py").write_text("from nixl_cu12._bindings import *\n")
+    code = "import pdserve.kvtransfer.backends.nixl as found; print(found.nixl.__name__)"
+    for environment, expected in (
+        ({"PYTHONPATH": str(tmp_path)}, "nixl_cu13"),
+        ({}, backends.nixl.__name__.partition(".")[0]),
+    ):
+        command = [sys.executable, "-P", "-c", code]
+        named = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+        assert named.stdout == f"{expected}._bindings\n"
