@@ -3,11 +3,11 @@
 import hashlib
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from fetching import LIMIT_S, Process, done, refused
 from file_server import FileServer, file_server
 from looking import until
 from mounts import mounted, read_only
@@ -21,9 +21,7 @@ TINY = tiny_wheel(CONTENT)
 OLD = tiny_wheel(CONTENT_OF_BEFORE)
 ENTRY = tiny_entry(TINY, CONTENT)
 HALF = len(TINY) // 2
-LIMIT_S = 60
 HOST = os.uname().nodename
-Process = subprocess.Popen[str]
 Start = Callable[..., Process]
 
 
@@ -51,20 +49,6 @@ def start(server: FileServer, tmp_path: Path) -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
-
-
-def done(process: Process) -> Path:
-    """Return the path that a process prints at its end."""
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
-    return Path(out.strip())
-
-
-def refused(process: Process) -> str:
-    """Return the one line that a process ends with, less what came before."""
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2, err
-    return err.splitlines()[-1]
 
 
 def kept(folder: Path) -> set[str]:

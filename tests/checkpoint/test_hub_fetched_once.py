@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import REPOSITORY, FakeHub, fake_hub
+from fetching import LIMIT_S, Process, done, refused
 from looking import until
 from mounts import mounted
 
@@ -20,8 +21,6 @@ pytestmark = pytest.mark.slow
 WEIGHTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 FILES = {name: json.dumps({"name": name}).encode() for name in ("config.json", "tokenizer.json")}
 FILES |= {name: name.encode() * 2**16 for name in WEIGHTS}
-LIMIT_S = 60
-Process = subprocess.Popen[str]
 Start = Callable[..., Process]
 
 
@@ -50,18 +49,6 @@ def start(hub: FakeHub, tmp_path: Path) -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
-
-
-def done(process: Process) -> Path:
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
-    return Path(out.strip())
-
-
-def refused(process: Process) -> str:
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2, err
-    return err.splitlines()[-1]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
