@@ -60,6 +60,15 @@ def test_the_first_request_that_waits_brings_one_replica_of_each_back() -> None:
     assert world.sizes == (0, 0)
 
 
+def test_a_request_that_was_refused_brings_them_back_too() -> None:
+    world = emptied()
+    world.rate = 0.2  # where routers do not hold it
+    world.go_on(5)
+    world.rate = 0.0
+    world.go_on(40)
+    assert world.sizes == (1, 1)
+
+
 def test_a_request_now_and_then_keeps_the_pools() -> None:
     world = World(policy(prefill=ZERO, decode=ZERO)).start(1, 1)
     for _ in range(40):

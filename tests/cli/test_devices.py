@@ -12,6 +12,7 @@ from supervised_children import Record, supervised
 
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
+from pdserve.launch import devices as devices_module
 from pdserve.launch.devices import VISIBLE, Devices, deal, visible_devices
 from pdserve.launch.plan import ChildSpec, ClusterSpec, ProcessRole
 from pdserve.launch.supervisor import Backoff, Supervisor
@@ -100,6 +101,12 @@ def test_shares_that_do_not_fit_are_refused_with_the_one_that_does(monkeypatch: 
 
 def test_without_the_variable_torch_counts_them() -> None:
     assert visible_devices({}) == [], "torch is built for CPUs here"
+
+
+def test_a_torch_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_module, "COUNT_LIMIT_S", 1e-3)
+    with pytest.raises(ConfigError, match="--device: torch does not say within"):
+        visible_devices({})
 
 
 @pytest.mark.slow
