@@ -89,9 +89,10 @@ async def run(
         frontends = Frontends(hub)
         server = _internal_server(config, credentials, shell, hub.admin)
         frontends.add_to(server)
+        ending = _Ending(server)
         async with (
             asyncio.TaskGroup() as tasks,
-            _listening(config, credentials, server) as internal,
+            _listening(config, credentials, server, ending) as internal,
             _endpoints(config, model, hub, port_key) as endpoints,
         ):
             watching = tasks.create_task(_report_health(shell, endpoints.changed), name="health")
@@ -110,7 +111,7 @@ async def run(
             watching.cancel()
             showing_frontends.cancel()
             guarding.cancel()
-            tasks.create_task(server.stop(LAST_WORDS_S), name="internal server's end")  # beside the endpoints'
+            ending.begin()  # beside the endpoints' end
     return has_drained
 
 
@@ -124,12 +125,28 @@ def _endpoints(
 
 
 @asynccontextmanager
-async def _listening(config: RouterConfig, credentials: Credentials, server: grpc.aio.Server) -> AsyncIterator[str]:
+async def _listening(
+    config: RouterConfig, credentials: Credentials, server: grpc.aio.Server, ending: "_Ending"
+) -> AsyncIterator[str]:
     """Have the internal server's port for the length of the block; yield its address."""
     try:
         yield credentials.listen(server, config.internal_host, config.internal_port, "internal_port")
     finally:
-        await server.stop(LAST_WORDS_S)
+        await ending.begin()
+
+
+class _Ending:
+    """The end of a server, once: of two calls of `stop` at once, the later one may crash in a server that is gone."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> asyncio.Task[None]:
+        """Begin it, if it has not begun; the task is done when it is over."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._server.stop(LAST_WORDS_S), name="internal server's end")
+        return self._task
 
 
 def _internal_server(

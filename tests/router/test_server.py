@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import grpc
@@ -30,6 +31,7 @@ SERVICE = "pdserve.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 HEALTH_SERVICES = ("live", "started", "ready", "")
+NUM_SERVERS = 3  # the public one, the internal one, health
 INTERNAL_METHODS = ("LinkService/Attach", "AdminService/GetStatus", "AdminService/WatchStatus", "NoService/Nothing")
 
 
@@ -119,6 +121,27 @@ async def refusal_at_shutdown(router: RouterUnderTest) -> tuple[grpc.StatusCode,
         if state.status == NOT_SERVING:
             break
     return await error_of(router.generate(text="b"))
+
+
+async def test_no_server_is_stopped_twice_at_once(start_router: StartRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: Counter[int] = Counter()  # by server; in a second stop at once, gRPC may crash
+    over = asyncio.Event()
+    servers = type(grpc.aio.server())
+    stop = servers.stop
+
+    async def counted(server: grpc.aio.Server, grace: float | None) -> None:
+        stops[id(server)] += 1
+        await stop(server, grace)
+        if len(stops) == NUM_SERVERS:
+            over.set()
+
+    monkeypatch.setattr(servers, "stop", counted)
+    router = await start_router()
+    await router.pair()
+    router.stop.set()
+    async with asyncio.timeout(10 * LAST_WORDS_S):
+        await over.wait()
+    assert set(stops.values()) == {1}
 
 
 async def test_shutdown_ends_what_does_not_finish_in_time(start_router: StartRouter) -> None:
