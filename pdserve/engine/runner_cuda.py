@@ -24,7 +24,7 @@ from pdserve.engine.attention_triton import TritonAttention, graph_sizes, size_f
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.masks import token_masks
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
-from pdserve.engine.sampler import SCORING_BYTES, Scores, score, with_logprobs
+from pdserve.engine.sampler import SCORING_BYTES, Scores, reported_rows, sampled_tokens, score, score_samples
 from pdserve.engine.sampler_triton import KernelSampler, each_variant
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, StepPlan, StepResult
@@ -51,7 +51,7 @@ class _InFlight:
 
     batch: Batch | None  # None: copies alone
     token_ids: Tensor  # on the host, filled when the step is done
-    logits: Tensor | None  # where log probabilities are asked for
+    logprobs: Scores | None  # of tokens, where they are asked for; on the host
     scores: Mapping[int, Scores]  # of prompts, by place in the plan; on the host
     stuck: Mapping[int, str]  # why a sample's grammar lets nothing follow
     done: torch.cuda.Event | None
@@ -106,8 +106,8 @@ class CudaRunner:
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
-        token_ids, logits, scores, stuck = self._compute(batch) if batch is not None else (_NOTHING, None, {}, {})
-        self._in_flight.append(_InFlight(batch, token_ids, logits, scores, stuck, self._mark(), started_s))
+        token_ids, logprobs, scores, stuck = self._compute(batch) if batch is not None else (_NOTHING, None, {}, {})
+        self._in_flight.append(_InFlight(batch, token_ids, logprobs, scores, stuck, self._mark(), started_s))
 
     @torch.inference_mode()
     def finish(self) -> StepResult:
@@ -121,9 +121,7 @@ class CudaRunner:
         stuck: Mapping[int, str] = {}
         if step.batch is not None:
             token_ids = step.token_ids.tolist()
-            sampled = [SampledToken(token_id) for token_id in token_ids]
-            if step.logits is not None:
-                sampled = with_logprobs(step.logits, step.batch.samples, token_ids)
+            sampled = sampled_tokens(token_ids, step.batch.samples, step.logprobs)
             tokens, stuck = by_chunk(step.batch, sampled), step.batch.of_chunks(step.stuck)
         prompts = {place: scores.packed() for place, scores in step.scores.items()}
         return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
@@ -136,11 +134,8 @@ class CudaRunner:
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
             self.run(StepPlan(chunks))
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None, Mapping[int, Scores], Mapping[int, str]]:
-        """Launch a batch.
-
-        Returns where its tokens and scores come on the host, the logits if they are needed later, and stuck samples.
-        """
+    def _compute(self, batch: Batch) -> tuple[Tensor, Scores | None, Mapping[int, Scores], Mapping[int, str]]:
+        """Launch a batch; return where tokens, their scores and prompts' scores come on the host, and stuck samples."""
         logits, scores = self._scored(batch) if batch.scored else (self._logits(batch), {})
         if not batch.samples:
             self._sampled = None
@@ -150,9 +145,14 @@ class CudaRunner:
         self._sampled = _Sampled(sampled, batch.first_samples)
         token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
         token_ids.copy_(sampled, non_blocking=True)
-        reported = any(spec.params.logprobs is not None for spec in batch.samples)
-        kept = logits.clone() if reported else None  # the next step overwrites the logits
-        return token_ids, kept, scores, masks.stuck
+        return token_ids, self._logprobs(logits, batch, sampled), scores, masks.stuck
+
+    def _logprobs(self, logits: Tensor, batch: Batch, token_ids: Tensor) -> Scores | None:
+        """Score sampled tokens whose log probabilities are asked for, before the next step overwrites the logits."""
+        rows = reported_rows(batch.samples)
+        if not len(rows):
+            return None
+        return score_samples(logits, batch.samples, self._staging.send(rows)[0], token_ids).to_host()
 
     def _logits(self, batch: Batch) -> Tensor:
         """Launch the model; returns the logits of the batch's samples, to be used before the next step."""

@@ -7,6 +7,7 @@ the model's own logits. `tests/support/reference_kernels.py` defines one row's t
 """
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -50,18 +51,56 @@ def score(model: Model, hidden: Tensor, targets: Tensor, num_top: int) -> Scores
 
     hidden: [num_rows, hidden_size].
     """
-    vocab_size = model.config.vocab_size
-    num_rows, num_top = max(1, SLICE_BYTES // (4 * vocab_size)), min(num_top, vocab_size)
+    num_rows = _slice_rows(model.config.vocab_size)
     parts = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
-    scores = [_score(model.logits(rows).float(), of_rows, num_top) for rows, of_rows in parts]
-    return Scores(*(torch.cat([getattr(part, name) for part in scores]) for name in Scores.__slots__))
+    return _joined(_score(model.logits(rows), of_rows, num_top) for rows, of_rows in parts)
+
+
+def reported_rows(specs: Seq[SampleSpec]) -> npt.NDArray[np.int64]:
+    """Return the samples whose requests ask for log probabilities, ascending."""
+    return np.flatnonzero([spec.params.logprobs is not None for spec in specs])
+
+
+def score_samples(logits: Tensor, specs: Seq[SampleSpec], rows: Tensor, token_ids: Tensor) -> Scores:
+    """Score the tokens that were sampled from some of the rows, under the model's own distribution.
+
+    logits: [len(specs), vocab_size]; rows: those of `reported_rows`, at least one; token_ids: int64 [len(specs)].
+    """
+    num_top = max(spec.params.logprobs or 0 for spec in specs)
+    parts = rows.split(_slice_rows(logits.shape[1]))
+    return _joined(_score(logits.index_select(0, part), token_ids.index_select(0, part), num_top) for part in parts)
+
+
+def sampled_tokens(token_ids: Seq[int], specs: Seq[SampleSpec], scores: Scores | None) -> list[SampledToken]:
+    """Return the sampled tokens with the log probabilities that their requests ask for.
+
+    scores: of `reported_rows`, on the host; None if there are none.
+    """
+    sampled = [SampledToken(token_id) for token_id in token_ids]
+    if scores is not None:
+        parts = zip(scores.chosen.tolist(), scores.top_ids.tolist(), scores.top.tolist(), strict=True)
+        for row, (chosen, ids, values) in zip(reported_rows(specs).tolist(), parts, strict=True):
+            count = specs[row].params.logprobs
+            top = tuple(zip(ids[:count], values[:count], strict=True))
+            sampled[row] = SampledToken(token_ids[row], TokenLogprobs(chosen, top))
+    return sampled
+
+
+def _slice_rows(vocab_size: int) -> int:
+    return max(1, SLICE_BYTES // (4 * vocab_size))
 
 
 def _score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
+    logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
-    top = logits.topk(num_top)
+    top = logits.topk(min(num_top, logits.shape[1]))
     chosen = logits.gather(1, targets[:, None]) - total
     return Scores(chosen[:, 0], top.indices.to(torch.int32), top.values - total)
+
+
+def _joined(parts: Iterable[Scores]) -> Scores:
+    columns = zip(*[(part.chosen, part.top_ids, part.top) for part in parts], strict=True)
+    return Scores(*map(torch.cat, columns))
 
 
 def _to_host(values: Tensor) -> Tensor:
@@ -84,7 +123,9 @@ class Sampler:
         """Sample one token per row. logits: [len(specs), vocab_size], any float dtype; left as they are."""
         if not specs:
             return []
-        return with_logprobs(logits, specs, self._token_ids(logits.cpu(), specs, masks))
+        token_ids, rows = self._token_ids(logits.cpu(), specs, masks), torch.from_numpy(reported_rows(specs))
+        scores = score_samples(logits, specs, rows, torch.tensor(token_ids)) if len(rows) else None
+        return sampled_tokens(token_ids, specs, scores)
 
     def _token_ids(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks) -> list[int]:
         logits = logits.float() if logits.dtype == torch.float16 else logits
@@ -110,38 +151,10 @@ class Sampler:
         return dict(zip(changed, copies, strict=True))
 
 
-def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -> list[SampledToken]:
-    """Return the sampled tokens, each with the log probabilities that its request asks for."""
-    reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-    logprobs = dict(zip(reported, _logprobs(logits, specs, token_ids, reported), strict=True))
-    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
-
-
 def _changes_logits(spec: SampleSpec) -> bool:
     params = spec.params
     is_limited = params.allowed_token_ids or spec.forbidden or spec.forbid_stops
     return bool(params.has_penalties or params.logit_bias or is_limited)
-
-
-def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Return the rows, without a copy when they are all there are."""
-    return logits if len(rows) == len(logits) else logits.index_select(0, torch.tensor(rows, device=logits.device))
-
-
-def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], reported: list[int]) -> list[TokenLogprobs]:
-    """Return, for each row of `reported`, the log probabilities under the model's own distribution."""
-    if not reported:
-        return []
-    logprobs = _rows(logits, reported).float().log_softmax(-1)
-    chosen = torch.tensor([token_ids[row] for row in reported], device=logits.device)
-    chosen_logprobs = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-    counts = [min(specs[row].params.logprobs or 0, logits.shape[-1]) for row in reported]
-    top = logprobs.topk(max(counts), dim=-1)
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    tops = [
-        tuple(zip(ids[:count], values[:count], strict=True)) for (ids, values), count in zip(pairs, counts, strict=True)
-    ]
-    return [TokenLogprobs(value, best) for value, best in zip(chosen_logprobs, tops, strict=True)]
 
 
 # ---- what changes logits

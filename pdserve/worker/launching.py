@@ -63,7 +63,8 @@ class Launches:
 
     def launch(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, in the engine's thread; return its result if it was computed by itself."""
-        if _may_be_launched(plan) and (self._is_on_device or all(chunk.previous is None for chunk in plan.chunks)):
+        may_be_launched = not plan.copies  # a page is copied once, before the chunks, which may be computed again
+        if may_be_launched and (self._is_on_device or all(chunk.previous is None for chunk in plan.chunks)):
             try:
                 self._runner.start(plan)
             except InvariantError:
@@ -99,13 +100,3 @@ class Launches:
             with self._one_is_over:
                 self._num_in_flight -= 1
                 self._one_is_over.notify()
-
-
-def _may_be_launched(plan: StepPlan) -> bool:
-    """Return whether a step may be computed again if it fails, and brings nothing but tokens.
-
-    A page is copied once, before the chunks. Log probabilities are computed when the step is over, which may fail, too.
-    """
-    return not plan.copies and all(
-        chunk.targets is None and all(spec.params.logprobs is None for spec in chunk.samples) for chunk in plan.chunks
-    )

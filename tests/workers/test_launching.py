@@ -143,10 +143,16 @@ def test_the_next_step_is_launched_before_one_is_over() -> None:
 @pytest.mark.parametrize("place", [1, 4])
 def test_what_cannot_be_launched_is_computed_once_the_others_are_over_and_launching_goes_on(place: int) -> None:
     engine, plans = Engine(), [step(index) for index in range(7)]
-    plans[place] = step(place, logprobs=1)
+    plans[place] = replace(plans[place], copies=((PageId(62), PageId(63)),))
     assert tokens(ahead(engine, plans)) == tokens(one_by_one(plans))
-    assert engine.device.calls.count("run") == 1
+    assert engine.device.calls.count("run") == 2, "pages apart: chunks may be computed again"
     assert engine.device.calls[-3:] == ["start", "finish", "finish"]
+
+
+def test_steps_that_bring_log_probabilities_are_launched_like_others() -> None:
+    engine, plans = Engine(), [step(index, logprobs=1) for index in range(3)]
+    assert tokens(ahead(engine, plans)) == tokens(one_by_one(plans))
+    assert engine.device.calls.count("start") == len(plans)
 
 
 def test_pages_are_copied_before_the_step_that_needs_them() -> None:
