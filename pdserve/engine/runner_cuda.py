@@ -6,14 +6,17 @@ nowhere and whose result nobody reads. Any other step is launched kernel by kern
 
 While the device computes a step's logits, the host lays out how its tokens are sampled. Scheduling may be asynchronous:
 between `start` and `finish` the host may plan and start the next step. Steps run in the order they were started, on one
-stream, and a token that one step samples for the next need not come to the host in between.
+stream, and a token that one step samples for the next need not come to the host in between. Where a sample depends on
+that token by a grammar or bad words, the host waits for it once the next step's logits are launched.
 """
 
 import gc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +30,7 @@ from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import SCORING_BYTES, Scores, reported_rows, sampled_tokens, score, score_samples
 from pdserve.engine.sampler_triton import KernelSampler, each_variant
 from pdserve.engine.scheduler import Limits
-from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kernels.staging import Staging, aligned, padded
@@ -64,6 +67,20 @@ class _Sampled:
 
     token_ids: Tensor  # [num_samples] in batch order
     first_samples: Ints  # [num_chunks]: where the samples of each of the plan's chunks begin
+    on_host: Tensor  # the same tokens, once `copied`
+    copied: torch.cuda.Event | None
+
+    def of_chunks(self, chunks: Ints) -> Ints:
+        """Return where the first samples of some of the plan's chunks are."""
+        if chunks.max() >= len(self.first_samples):
+            raise InvariantError(f"a step needs a token of chunk {chunks.max()} of {len(self.first_samples)}")
+        return self.first_samples[chunks]
+
+    def wait(self) -> list[int]:
+        """Wait for the tokens; the work that was launched behind them goes on."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return cast("list[int]", self.on_host.tolist())
 
 
 class CudaRunner:
@@ -140,12 +157,32 @@ class CudaRunner:
         if not batch.samples:
             self._sampled = None
             return _NOTHING, None, scores, {}
-        masks = token_masks(batch.samples, self._pool.vocab_size, self._eos_token_ids)  # while the device computes
-        sampled = self._sampler.sample(logits, batch.samples, masks)
-        self._sampled = _Sampled(sampled, batch.first_samples)
-        token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
+        samples = self._completed(batch)  # while the device computes, and masks, too
+        masks = token_masks(samples, self._pool.vocab_size, self._eos_token_ids)
+        sampled = self._sampler.sample(logits, samples, masks)
+        token_ids = torch.empty(len(samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
         token_ids.copy_(sampled, non_blocking=True)
+        self._sampled = _Sampled(sampled, batch.first_samples, token_ids, self._mark())
         return token_ids, self._logprobs(logits, batch, sampled), scores, masks.stuck
+
+    def _completed(self, batch: Batch) -> Seq[SampleSpec]:
+        """Return the batch's samples with all that the host has to know of them.
+
+        Waits for the tokens of the step before where a sample depends on them, while the device computes this one.
+        """
+        lacking = np.flatnonzero([spec.lacks_output for spec in batch.samples])
+        if not len(lacking):
+            return batch.samples
+        before, samples = self._before(), list(batch.samples)
+        sources, tokens = before.of_chunks(batch.previous[batch.sample_rows[lacking]]), before.wait()
+        for sample, source in zip(lacking.tolist(), sources.tolist(), strict=True):
+            samples[sample] = samples[sample].after(tokens[source])
+        return samples
+
+    def _before(self) -> _Sampled:
+        if self._sampled is None:
+            raise InvariantError("a step needs tokens of one that sampled nothing")
+        return self._sampled
 
     def _logprobs(self, logits: Tensor, batch: Batch, token_ids: Tensor) -> Scores | None:
         """Score sampled tokens whose log probabilities are asked for, before the next step overwrites the logits."""
@@ -195,14 +232,9 @@ class CudaRunner:
 
     def _fill_in(self, token_ids: Tensor, batch: Batch) -> None:
         """Write tokens of the previous step into this one's, behind the work already launched."""
-        if self._sampled is None:
-            raise InvariantError("a step needs tokens of one that sampled nothing")
-        places, firsts = np.flatnonzero(batch.previous != KNOWN), self._sampled.first_samples
-        chunks = batch.previous[places]
-        if chunks.max() >= len(firsts):
-            raise InvariantError(f"a step needs a token of chunk {chunks.max()} of {len(firsts)}")
-        targets, sources = self._staging.send(places, firsts[chunks])
-        token_ids.index_copy_(0, targets.long(), self._sampled.token_ids.index_select(0, sources).to(token_ids.dtype))
+        before, places = self._before(), np.flatnonzero(batch.previous != KNOWN)
+        targets, sources = self._staging.send(places, before.of_chunks(batch.previous[places]))
+        token_ids.index_copy_(0, targets.long(), before.token_ids.index_select(0, sources).to(token_ids.dtype))
 
     def _rows(self, batch: Batch) -> Tensor:
         return self._staging.send(batch.sample_rows)[0]

@@ -63,25 +63,26 @@ class Sequence:
     prompt_logprobs: int | None = None  # likeliest tokens reported with each score of the prompt, if asked
     num_scored: int = 1  # leading tokens of the prompt that have been scored; the first one has no score
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the job's, if they are asked for
-    packed: "array[int]" = field(init=False)  # tokens as numpy reads them, as far as samples have needed them
+    prompt_ids: "array[int]" = field(init=False)  # as numpy reads them; empty if no sample reads them
+    output_ids: "array[int]" = field(init=False)  # the same, as far as samples have needed them
     prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # after its first tokens it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
     seeds: tuple[int, ...] = field(init=False)  # parallel to indices
     matcher: Matcher | None = field(init=False)
-    needs_output: bool = field(init=False)  # a token cannot be sampled before the tokens in front of it are known
+    reads_output: bool = field(init=False)  # how a token is sampled depends on the tokens in front of it
 
     def __post_init__(self) -> None:
-        self.packed = array("q")
         self.prefix = Prefix(self.tokens, self.job.cache_salt)
         self.ends_with_prompt = self.stop_after_prompt or len(self.indices) > 1
         self.urgency = -self.job.priority, self.order
         params = self.job.params
         self.seeds = tuple([(params.seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices])
         self.matcher = self.job.new_matcher() if self.job.new_matcher is not None else None
-        self.needs_output = (
-            params.has_penalties or self.matcher is not None or any(len(word) > 1 for word in params.bad_word_ids)
-        )
+        self.prompt_ids = array("q", self.tokens[: self.job.num_prompt_tokens] if params.has_penalties else ())
+        self.output_ids = array("q")
+        has_long_words = any(len(word) > 1 for word in params.bad_word_ids)
+        self.reads_output = params.has_penalties or self.matcher is not None or has_long_words
 
     @property
     def num_output_tokens(self) -> int:
@@ -150,24 +151,15 @@ class Sequence:
         """Return what to sample after the last token and `num_unknown` unknown ones, once for each index."""
         params, num_prompt = self.job.params, self.job.num_prompt_tokens
         count = len(self.tokens) - num_prompt + num_unknown
-        prompt_ids: Seq[int] = ()
         output_ids: Seq[int] = ()
-        if params.has_penalties or self.matcher is not None:  # nothing else reads what came before
-            self.packed.extend(self.tokens[len(self.packed) :])
-            output_ids = self.packed[num_prompt:]
-        if params.has_penalties:
-            prompt_ids = self.packed[:num_prompt]
-        forbid_stops, forbidden = count < params.min_tokens, self._forbidden() if params.bad_word_ids else ()
-        limits = forbid_stops, forbidden, self.matcher
+        if self.reads_output:
+            self.output_ids.extend(self.tokens[num_prompt + len(self.output_ids) :])
+            output_ids = self.output_ids[:]  # that one grows while steps run
+        forbid_stops, lacks_output = count < params.min_tokens, self.reads_output and num_unknown > 0
+        rest = self.prompt_ids, output_ids, forbid_stops, self.matcher, lacks_output
         if len(self.seeds) == 1:
-            return (SampleSpec(params, self.seeds[0], count, prompt_ids, output_ids, *limits),)
-        return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, *limits) for seed in self.seeds])
-
-    def _forbidden(self) -> tuple[int, ...]:
-        """Return the tokens that would complete a bad word whose beginning the answer ends with."""
-        tokens, num_output = self.tokens, self.num_output_tokens
-        words = [word for word in self.job.params.bad_word_ids if len(word) - 1 <= num_output]
-        return tuple([word[-1] for word in words if list(word[:-1]) == tokens[len(tokens) + 1 - len(word) :]])
+            return (SampleSpec(params, self.seeds[0], count, *rest),)
+        return tuple([SampleSpec(params, seed, count, *rest) for seed in self.seeds])
 
 
 def split(pool: PagePool, sequence: Sequence, tails: Iterable[tuple[int, Seq[SampledToken]]]) -> list[Sequence]:
@@ -213,7 +205,7 @@ class Progress:
         """Return whether the sequence's next step can be planned before this step's tokens are known."""
         if not self.num_sampled:
             return True
-        return not (sequence.ends_with_prompt or sequence.needs_output or sequence.is_next_last(max_model_len))
+        return not (sequence.ends_with_prompt or sequence.is_next_last(max_model_len))
 
 
 _NONE = Progress(0, 0, 0)

@@ -1,8 +1,9 @@
 """What one engine step computes, and its result: the contract between the scheduler and the runner."""
 
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Protocol
 
 import numpy as np
@@ -39,10 +40,23 @@ class SampleSpec:
     seed: int  # 64 bits; already differs between the sequences of one request
     index: int  # how many tokens this sequence has generated so far
     prompt_ids: Seq[int]
-    output_ids: Seq[int]
+    output_ids: Seq[int]  # those that are known
     forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be sampled
-    forbidden: tuple[int, ...] = ()  # tokens that would complete a bad word
     matcher: Matcher | None = None  # says which tokens may be sampled
+    lacks_output: bool = False  # the last token of `output_ids` is missing: the previous step samples it
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Return the tokens that would complete a bad word whose beginning the answer ends with."""
+        output = self.output_ids
+        words = [word for word in self.params.bad_word_ids if len(word) <= len(output) + 1]
+        return tuple([word[-1] for word in words if list(word[:-1]) == list(output[len(output) + 1 - len(word) :])])
+
+    def after(self, token_id: int) -> "SampleSpec":
+        """Return the specification once the token that it lacks is known."""
+        if not self.lacks_output:
+            return self
+        return replace(self, output_ids=array("q", (*self.output_ids, token_id)), lacks_output=False)
 
 
 @value
@@ -69,6 +83,11 @@ class Chunk:
     samples: tuple[SampleSpec, ...]
     previous: int | None = None
     targets: Targets | None = None
+
+    def after(self, token_id: int) -> "Chunk":
+        """Return the chunk once the token is known that the previous step samples for it."""
+        samples = tuple([spec.after(token_id) for spec in self.samples])
+        return replace(self, token_ids=(token_id,), samples=samples, previous=None)
 
 
 @value

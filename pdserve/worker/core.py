@@ -63,14 +63,13 @@ class WorkerCore:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether the next step may be planned while one runs: all sequences decode, and no token depends on the last.
+        """Whether the next step may be planned while one runs: all sequences decode.
 
         A step of prompts is long, so it is planned late: it takes all that has come by then. A continuation that moves
         here would wait for both steps.
         """
         waiting, running = self._scheduler.waiting, self._scheduler.running
-        is_sure = not any(s.needs_output or s.num_missing > 1 for s in running)
-        return is_sure and not waiting and not self.incoming.awaits_move()
+        return not any(s.num_missing > 1 for s in running) and not waiting and not self.incoming.awaits_move()
 
     @property
     def due_s(self) -> float:

@@ -13,7 +13,7 @@ A chunk whose sequence failed in that step is not computed.
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError
@@ -64,7 +64,7 @@ class Isolating:
             if chunk.previous is None:
                 wanted.append((place, chunk))
             elif sampled := self.drawn[chunk.previous]:
-                wanted.append((place, replace(chunk, token_ids=(sampled[0].token_id,), previous=None)))
+                wanted.append((place, chunk.after(sampled[0].token_id)))
             else:
                 found.failed[place] = "the step before failed"
         return wanted

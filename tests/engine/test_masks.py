@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -19,11 +20,12 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
-from pdserve.engine.step import Bits, SampleSpec
+from pdserve.engine.step import Bits, SampleSpec, StepPlan, StepResult
 from pdserve.ids import Attempt, RequestId
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.sampling import SamplingParams
+from pdserve.worker.failing import Isolating
 
 VOCAB, END = 70, 5
 ANSWERS = {(1, 2, 3, END), (1, 2, 60, 61, 62, END), (1, 63, 64, 65, 66, END), (41, 42, 43, 44, 45, 46, END)}
@@ -43,16 +45,17 @@ TOKENS = st.frozensets(st.integers(0, VOCAB - 1), max_size=6)
 
 
 def spec_of(params: SamplingParams, matcher: Listed, output: tuple[int, ...] = (), **limits: object) -> SampleSpec:
-    return SampleSpec(params, 1, len(output), (), output, bool(limits.get("early")), limits.get("bad", ()), matcher)  # type: ignore[arg-type]
+    return SampleSpec(params, 1, len(output), (), output, bool(limits.get("early")), matcher)
 
 
 @given(st.frozensets(st.integers(0, VOCAB - 1), min_size=1, max_size=9), TOKENS, TOKENS, st.booleans())
 def test_a_mask_is_what_grammar_and_request_allow_but_for_what_is_unwanted_where_more_is_left(
     following: frozenset[int], named: frozenset[int], bad: frozenset[int], early: bool
 ) -> None:
-    params = SamplingParams(allowed_token_ids=tuple(named), stop_token_ids=(7,))
+    bad_words = tuple((token,) for token in bad)
+    params = SamplingParams(allowed_token_ids=tuple(named), stop_token_ids=(7,), bad_word_ids=bad_words)
     matcher = Listed({(token,) for token in following}, VOCAB)
-    masks = token_masks([spec_of(params, matcher, early=early, bad=tuple(bad))], VOCAB, (END, 5000))
+    masks = token_masks([spec_of(params, matcher, early=early)], VOCAB, (END, 5000))
     possible = following & named if named else following
     if not possible:
         assert masks.stuck == {0: "the grammar lets none of allowed_token_ids follow"}
@@ -84,10 +87,12 @@ def test_a_masked_row_draws_what_it_draws_of_logits_that_are_minus_infinity_else
 class Bench:
     """A real model under a scheduler with few pages."""
 
-    def __init__(self, num_pages: int = 40) -> None:
+    def __init__(self, num_pages: int = 40, depth: int = 1) -> None:
         model = load_model(CONFIG, dummy_weights(CONFIG), torch.float32)
         self.scheduler = Scheduler(KvCache(num_pages, 4, None), Limits(8, 64, 64, frozenset({END})))
-        self.runner = Runner(model, num_pages, 4)
+        self.steps = Isolating(Runner(model, num_pages, 4).run)
+        self.depth = depth  # steps planned before the oldest ends
+        self.num_ahead = 0
         self.answers: dict[tuple[int, int], list[int]] = {}
         self.ends: dict[tuple[int, int], Finish] = {}
         self.broken: dict[int, Broken] = {}
@@ -103,16 +108,27 @@ class Bench:
         return sequence
 
     def run(self) -> None:
-        while (plan := self.scheduler.plan()) is not None:
-            for outcome in self.scheduler.commit(plan, self.runner.run(plan)):
-                number = int.from_bytes(outcome.sequence.job.request_id)
-                if isinstance(outcome, Sampled):
-                    self.answers.setdefault((number, outcome.index), []).append(outcome.token.token_id)
-                    if outcome.finish is not None:
-                        self.ends[number, outcome.index] = outcome.finish
-                elif isinstance(outcome, Broken):
-                    self.broken[number] = outcome
-                    self.scheduler.remove(outcome.sequence)
+        running = deque[tuple[StepPlan, StepResult]]()
+        while True:
+            plan = self.scheduler.plan() if len(running) < self.depth else None
+            if plan is not None:
+                self.num_ahead += len(running)
+                running.append((plan, self.steps.run(plan)))
+            elif running:
+                self._commit(*running.popleft())
+            else:
+                return
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        for outcome in self.scheduler.commit(plan, result):
+            number = int.from_bytes(outcome.sequence.job.request_id)
+            if isinstance(outcome, Sampled):
+                self.answers.setdefault((number, outcome.index), []).append(outcome.token.token_id)
+                if outcome.finish is not None:
+                    self.ends[number, outcome.index] = outcome.finish
+            elif isinstance(outcome, Broken):
+                self.broken[number] = outcome
+                self.scheduler.remove(outcome.sequence)
 
 
 @pytest.mark.parametrize("num_pages", [40, 6])  # with 6, sequences preempt each other
@@ -198,8 +214,23 @@ def test_steps_without_grammars_have_no_masks() -> None:
     assert token_masks([spec()], VOCAB, (END,)) == NO_MASKS
 
 
-def test_no_step_is_planned_before_the_token_is_known_that_the_mask_depends_on() -> None:
-    bench = Bench()
-    bench.add(1, Listed(ANSWERS, VOCAB))
-    assert bench.scheduler.plan() is not None
-    assert bench.scheduler.plan() is None
+@pytest.mark.parametrize("num_pages", [40, 7])
+def test_steps_planned_ahead_give_the_answers_of_steps_one_by_one(num_pages: int) -> None:
+    plain, benches = Bench(), [Bench(num_pages, depth) for depth in (1, 2)]
+    plain.add(5, None, max_tokens=9, ignore_eos=True, temperature=0.0)
+    plain.run()
+    _, second, third, *_ = plain.answers[5, 0]
+    for bench in benches:
+        for number in range(3):
+            bench.add(number, Listed(ANSWERS, VOCAB), n=1 + number % 2, temperature=2.0)
+        bench.add(3, Listed({(41, 42), (7, 8, 9)}, VOCAB))  # nothing follows their ends
+        bench.add(4, None, max_tokens=9, ignore_eos=True, repetition_penalty=3.0, temperature=0.0)
+        bench.add(5, None, max_tokens=9, ignore_eos=True, temperature=0.0, bad_word_ids=((second, third),))
+        bench.run()
+    one_by_one, ahead = benches
+    assert ahead.num_ahead >= 8
+    assert (ahead.answers, ahead.ends) == (one_by_one.answers, one_by_one.ends)
+    assert ahead.answers[5, 0][:2] == plain.answers[5, 0][:2]
+    assert ahead.answers[5, 0] != plain.answers[5, 0]
+    assert ahead.broken[3].is_stuck
+    assert set(ahead.broken) == set(one_by_one.broken) == {3}

@@ -152,21 +152,51 @@ def test_a_limit_is_known_beforehand_and_costs_no_step() -> None:
     assert bench.scheduler.plan() is None
 
 
-def test_penalties_wait_for_the_token_they_count() -> None:
-    bench = Bench()
-    bench.add(1, [1], max_tokens=5, presence_penalty=1.0)
-    bench.run()
-    assert bench.num_ahead == 0
+class Reading(FakeRunner):
+    """Notes the answer that each sample is given, by the token's index."""
+
+    def __init__(self) -> None:
+        super().__init__(32, PAGE_SIZE, VOCAB)
+        self.read: dict[int, list[int]] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for chunk in plan.chunks:
+            assert chunk.previous is None
+            self.read |= {spec.index: list(spec.output_ids) for spec in chunk.samples}
+        return super().run(plan)
 
 
-@pytest.mark.parametrize(("bad_words", "waits"), [(((7,), (9,)), False), (((7,), (9, 8)), True)])
-def test_bad_words_of_several_tokens_wait_for_those_in_front(
-    bad_words: tuple[tuple[int, ...], ...], waits: bool
+@pytest.mark.parametrize(
+    ("params", "is_read"),
+    [
+        ({"presence_penalty": 1.0}, True),
+        ({"repetition_penalty": 2.0}, True),
+        ({"bad_word_ids": ((7,), (9, 8))}, True),
+        ({"bad_word_ids": ((7,), (9,))}, False),
+        ({"logprobs": 2}, False),
+    ],
+)
+def test_a_sample_that_depends_on_the_answer_gets_all_of_it_in_steps_planned_ahead(
+    params: dict[str, object], is_read: bool
 ) -> None:
-    bench = Bench()
-    bench.add(1, [1], max_tokens=5, bad_word_ids=bad_words)
+    bench, runner = Bench(), Reading()
+    bench.steps = Isolating(runner.run)
+    bench.add(1, [1], max_tokens=5, **params)
     bench.run()
-    assert (bench.num_ahead == 0) == waits
+    assert bench.num_ahead == 4
+    assert runner.read == {index: bench.drawn[1, 0][:index] if is_read else [] for index in range(5)}
+
+
+def test_a_sample_planned_ahead_says_what_it_lacks() -> None:
+    bench = Bench()
+    bench.add(1, [1], max_tokens=5, frequency_penalty=1.0)
+    plans = [bench.scheduler.plan(), bench.scheduler.plan()]
+    first, second = [plan.chunks[0] for plan in plans if plan is not None]
+    assert (first.samples[0].lacks_output, second.samples[0].lacks_output) == (False, True)
+    known = second.after(40)
+    assert (tuple(known.token_ids), known.previous) == ((40,), None)
+    assert (list(known.samples[0].output_ids), known.samples[0].lacks_output) == ([40], False)
+    assert known.after(41).samples == known.samples
 
 
 def test_a_sequence_that_fails_is_dropped_from_the_step_planned_ahead_as_well() -> None:

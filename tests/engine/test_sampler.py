@@ -183,7 +183,8 @@ def penalized(draw: st.DrawFn) -> SampleSpec:
     params = PENALTIES[draw(st.sampled_from(sorted(PENALTIES)))]
     forbidden = draw(st.lists(st.integers(0, 39), max_size=3).map(tuple))
     forbid_stops = draw(st.booleans()) and not {2, 17, 33}.issubset(forbidden)
-    return replace(spec_of(params, draw(texts), draw(texts), forbid_stops=forbid_stops), forbidden=forbidden)
+    params = replace(params, bad_word_ids=tuple((token,) for token in forbidden))
+    return spec_of(params, draw(texts), draw(texts), forbid_stops=forbid_stops)
 
 
 @settings(deadline=None)
@@ -241,8 +242,8 @@ def test_what_would_leave_no_allowed_token_forbids_nothing() -> None:
     logits[:, 40] = 1.0
     specs = [
         spec_of(params, forbid_stops=True),
-        replace(spec_of(params), forbidden=(40, EOS[0])),
-        replace(spec_of(params), forbidden=(40,)),
+        spec_of(replace(params, bad_word_ids=((40,), (EOS[0],)))),
+        spec_of(replace(params, bad_word_ids=((40,),))),
     ]
     assert draw(logits, specs) == [40, 40, EOS[0]]
 

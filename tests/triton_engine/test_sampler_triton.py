@@ -23,12 +23,10 @@ def logits_of(num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
 
 
-def spec_of(
-    index: int, params: SamplingParams, *, forbid_stops: bool = False, forbidden: tuple[int, ...] = ()
-) -> SampleSpec:
+def spec_of(index: int, params: SamplingParams, *, forbid_stops: bool = False) -> SampleSpec:
     rng = random.Random(index)
     prompt, output = (tuple(rng.randrange(VOCAB) for _ in range(count)) for count in (40, 25))
-    return SampleSpec(params, 2**63 + index, index, prompt, output, forbid_stops, forbidden)
+    return SampleSpec(params, 2**63 + index, index, prompt, output, forbid_stops)
 
 
 def drawn_by_kernel(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
@@ -78,11 +76,11 @@ def test_a_stop_is_drawn_only_once_it_may_be() -> None:
 def test_allowed_and_forbidden_tokens_are_those_of_the_cpu_sampler() -> None:
     allowed = SamplingParams(temperature=2.0, top_p=0.9, allowed_token_ids=(5, 64, 699, 31))
     specs = [spec_of(row, SamplingParams(temperature=2.0)) for row in range(6)]
-    specs += [spec_of(row, allowed, forbidden=(64, 699)) for row in range(6)]
+    specs += [spec_of(row, replace(allowed, bad_word_ids=((64,), (699,)))) for row in range(6)]
     specs += [
         spec_of(row, SamplingParams(temperature=0.0, allowed_token_ids=(9,)), forbid_stops=True) for row in range(2)
     ]
-    specs += [spec_of(row, SamplingParams(temperature=0.0), forbidden=(1,)) for row in range(2)]
+    specs += [spec_of(row, SamplingParams(temperature=0.0, bad_word_ids=((1,),))) for row in range(2)]
     logits = logits_of(len(specs))
     logits[-2:, 1] = 99.0
     drawn = drawn_by_kernel(logits, specs)

@@ -1,0 +1,108 @@
+"""Steps launched while the one before is computed sample what the CPU's engine samples one step after another."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from listed_answers import Listed
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.runner import Runner
+from pdserve.engine.runner_cuda import CudaRunner
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Sampled, Sequence
+from pdserve.engine.step import StepPlan
+from pdserve.ids import Attempt, RequestId
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import Model
+from pdserve.model.loading import dummy_weights, load_model
+from pdserve.sampling import SamplingParams
+
+VOCAB, END, PAGE_SIZE = 64, 5, 16
+ANSWERS = {(1, 2, 3, END), (1, 2, 60, 61, 62, END), (41, 42, 43, 44, 45, 46, END)}
+LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=96, eos_token_ids=frozenset({END}))
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "eos_token_id": END,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    config = ModelConfig.from_hf(SHAPE)
+    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(config))
+    return load_model(config, weights, torch.float32)
+
+
+@dataclass
+class Bench:
+    """A scheduler over the kernels' runner, with steps in flight; or over the CPU's, one by one."""
+
+    runner: CudaRunner | Runner
+    num_pages: int
+    answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(KvCache(self.num_pages, PAGE_SIZE, None), LIMITS)
+        self.num_ahead = 0
+
+    def add(self, number: int, params: SamplingParams, matcher: Listed | None = None) -> None:
+        prompt = [random.Random(number).randrange(VOCAB) for _ in range(3 + 5 * number)]
+        indices = tuple(range(params.n))
+        new_matcher = None if matcher is None else lambda: matcher
+        key = RequestId(number.to_bytes(16)), Attempt(0)
+        job = Job(*key, tuple(prompt), len(prompt), params, indices, new_matcher=new_matcher)
+        self.scheduler.add(Sequence(job, indices, list(prompt), order=number))
+
+    def run(self) -> None:
+        in_flight = deque[StepPlan]()
+        while True:
+            depth = self.runner.max_in_flight if isinstance(self.runner, CudaRunner) else 1
+            plan = self.scheduler.plan() if len(in_flight) < depth else None
+            if plan is not None:
+                self.num_ahead += len(in_flight)
+                in_flight.append(plan)
+                if isinstance(self.runner, CudaRunner):
+                    self.runner.start(plan)
+            elif in_flight:
+                oldest = in_flight.popleft()
+                done = self.runner.finish() if isinstance(self.runner, CudaRunner) else self.runner.run(oldest)
+                for outcome in self.scheduler.commit(oldest, done):
+                    if isinstance(outcome, Sampled):
+                        self.answers.setdefault((outcome.sequence.order, outcome.index), []).append(
+                            outcome.token.token_id
+                        )
+            else:
+                return
+
+
+def benches(model: Model, num_pages: int = 40) -> tuple[Bench, Bench]:
+    ours, plain = CudaRunner(model, num_pages, PAGE_SIZE, LIMITS), Runner(model, num_pages, PAGE_SIZE)
+    return Bench(ours, num_pages), Bench(plain, num_pages)
+
+
+def test_grammars_and_bad_words_draw_the_cpus_tokens_beside_others(model: Model) -> None:
+    plain = Bench(Runner(model, 40, PAGE_SIZE), 40)
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    plain.add(3, greedy)
+    plain.run()
+    _, second, third, *_ = plain.answers[3, 0]
+    ours, theirs = benches(model)
+    for bench in (ours, theirs):
+        bench.add(1, SamplingParams(seed=1, max_tokens=12, ignore_eos=True))
+        bench.add(2, SamplingParams(seed=2, temperature=2.0, n=2), Listed(ANSWERS, VOCAB))
+        bench.add(3, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, bad_word_ids=((second, third),)))
+        bench.run()
+    assert ours.answers == theirs.answers
+    assert {tuple(ours.answers[2, index]) for index in range(2)} <= ANSWERS
+    assert ours.answers[3, 0] != plain.answers[3, 0]
+    assert ours.num_ahead > 9
