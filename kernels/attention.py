@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels import tuning
-from pdserve.kernels.attention_plan import COMBINE_FIELDS, ITEM_FIELDS, Cutting, Ints, split_work
+from pdserve.kernels.attention_plan import COMBINE_FIELDS, ITEM_FIELDS, Cutting, Ints, pages_in_use, split_work
 from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
 from pdserve.kernels.device import attention as device_attention
 from pdserve.kernels.staging import Staging, aligned, padded
@@ -25,6 +25,7 @@ MAX_GROUP = 128
 LOG2_E = math.log2(math.e)
 COMBINE_SPLITS = 16  # partial results the combine kernel holds at a time
 COMBINE_WARPS = 4
+PARTIALS_BYTES = 64 << 20  # of split items' results: some four for each item that an H200 runs at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,17 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A step's plan on the device. items: [n, 8] int32; combines: [m, 4] int32; table: [num_seqs, columns] int32."""
+    """A step's plan on the device."""
 
-    items: Tensor
-    combines: Tensor
-    table: Tensor
-    partials: Tensor  # float32 [num_partials, num_kv_heads, block_m, head_dim]
-    lse: Tensor  # float32 [num_partials, num_kv_heads, block_m]
+    items: Tensor  # int32 [num_items, ITEM_FIELDS]
+    combines: Tensor  # int32 [num_combines, COMBINE_FIELDS]
+    pages: Tensor  # int32 [num_pages]: those of all sequences, one sequence after another
     num_tokens: int
+
+
+def room_for_partials(device: torch.device) -> Tensor:
+    """Return memory for the results of split items, float32, which any launches of one stream may share."""
+    return torch.empty(PARTIALS_BYTES // 4, dtype=torch.float32, device=device)
 
 
 class PagedAttention:
@@ -122,8 +126,12 @@ class PagedAttention:
         *,
         chip: tuning.Device | None = None,
         tile: tuning.Tile | None = None,
+        room: Tensor | None = None,
     ) -> None:
-        """Choose the launch parameters. `chip` overrides what the device is, `tile` the tuning table."""
+        """Choose the launch parameters. `chip` overrides what the device is, `tile` the tuning table.
+
+        room: `room_for_partials`, shared with others; its own unless given.
+        """
         self.spec, self.size = spec, size
         self.device = torch.device(device)
         chip = chip or tuning.device_of(str(self.device))
@@ -132,8 +140,13 @@ class PagedAttention:
         # K and V tiles through tensor descriptors.
         self.use_tma = chip.capability >= (9, 0) and spec.page_size >= self.tile.block_n and spec.dtype != torch.float32
         self.exact = spec.dtype == torch.float32 or self.device.type == "cpu"  # multiply in float32
-        self._cutting = _cutting(spec, chip, self.tile, size)
+        rows = spec.num_kv_heads * self.tile.block_m  # of one item's results
+        room = room_for_partials(self.device) if room is None else room
+        max_partials = len(room) // (rows * (spec.head_dim + 1))
+        self._partials, self._lse = room[: max_partials * rows * spec.head_dim], room[-max_partials * rows :]
+        self._cutting = _cutting(spec, chip, self.tile, size, max_partials)
         self._staging = Staging(self.device)
+        self._sources: dict[tuple[int, ...], TensorDescriptor] = {}  # by address and strides
         self._plan: _Plan | None = None
         if size is not None:
             self._set_up(size)
@@ -149,12 +162,12 @@ class PagedAttention:
             self.size.check(query_lens, kv_lens)
         require_page_table(page_table, kv_lens, self.spec.page_size)
         work = split_work(query_lens, kv_lens, self._cutting)
+        pages = pages_in_use(page_table, kv_lens, self.spec.page_size)
         if self.size is None:
-            items, combines, table = self._staging.send(work.items, work.combines, page_table)
-            self._plan = _Plan(items, combines, table, *self._partials(work.num_partials), int(query_lens.sum()))
+            self._plan = _Plan(*self._staging.send(work.items, work.combines, pages), int(query_lens.sum()))
         else:
-            parts = zip((work.items, work.combines, page_table), self._shapes, strict=True)
-            self._staging.send(*[padded(part, shape) for part, shape in parts])
+            parts = zip((work.items, work.combines), self._shapes, strict=True)
+            self._staging.send(*[padded(part, shape) for part, shape in parts], pages)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Attend. q: the planned tokens, one sequence after another; with a size, `size.max_seqs` rows.
@@ -170,14 +183,15 @@ class PagedAttention:
         require_tensor("out", out, q.shape, (q.dtype,))
         grid = (len(plan.items), spec.num_kv_heads) if self.size is None else (spec.num_kv_heads, len(plan.items))
         device_attention.attend[grid](
-            q, self._source(k), self._source(v), out, plan.partials, plan.lse, plan.items, plan.table,
-            *q.stride()[:2], *k.stride()[:3], *out.stride()[:2], plan.table.stride(0),
+            q, self._source(k), self._source(v), out, self._partials, self._lse, plan.items, plan.pages,
+            *q.stride()[:2], *k.stride()[:3], *out.stride()[:2],
             spec.scale * LOG2_E, spec.window or 0, spec.num_kv_heads,
             **self._constants(), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
         )  # fmt: skip
         if len(plan.combines) > 0:
-            device_attention.combine[len(plan.combines), spec.num_kv_heads, tile.block_m](
-                out, plan.partials, plan.lse, plan.combines, *out.stride()[:2], spec.num_kv_heads,
+            rows = self._cutting.tokens_per_item * spec.group
+            device_attention.combine[len(plan.combines), spec.num_kv_heads, rows](
+                out, self._partials, self._lse, plan.combines, *out.stride()[:2], spec.num_kv_heads,
                 GROUP=spec.group, HEAD_DIM=spec.head_dim, BLOCK_D=spec.block_d, BLOCK_M=tile.block_m,
                 BLOCK_S=COMBINE_SPLITS, num_warps=COMBINE_WARPS,
             )  # fmt: skip
@@ -185,18 +199,12 @@ class PagedAttention:
 
     def _set_up(self, size: StepSize) -> None:
         """Plan an empty step in memory that never moves: the kernels skip entries that are zero."""
-        cutting, table = self._cutting, (size.max_seqs, -(-size.max_kv_len // self.spec.page_size))
-        assert cutting.max_items is not None
-        self._shapes = (cutting.max_items, ITEM_FIELDS), (size.max_seqs, COMBINE_FIELDS), table
-        self._staging = Staging(self.device, sum(aligned(rows * columns) for rows, columns in self._shapes))
-        items, combines, pages = self._staging.send(*[np.zeros(shape, dtype=np.int32) for shape in self._shapes])
-        self._plan = _Plan(items, combines, pages, *self._partials(cutting.max_items), size.max_seqs)
-
-    def _partials(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return room for partial results, and for the logarithms of their weights."""
-        rows = (count, self.spec.num_kv_heads, self.tile.block_m)
-        results = torch.empty((*rows, self.spec.head_dim), dtype=torch.float32, device=self.device)
-        return results, torch.empty(rows, dtype=torch.float32, device=self.device)
+        max_items, max_pages = self._cutting.max_items, size.max_seqs * -(-size.max_kv_len // self.spec.page_size)
+        assert max_items is not None
+        self._shapes = (max_items, ITEM_FIELDS), (size.max_seqs, COMBINE_FIELDS)
+        self._staging = Staging(self.device, sum(map(aligned, (*map(math.prod, self._shapes), max_pages))))
+        shapes = (*self._shapes, (max_pages,))
+        self._plan = _Plan(*self._staging.send(*[np.zeros(shape, np.int32) for shape in shapes]), size.max_seqs)
 
     def _constants(self) -> dict[str, int | bool | str]:
         spec, tile = self.spec, self.tile
@@ -218,8 +226,11 @@ class PagedAttention:
         """Return what the kernel reads K or V through."""
         if not self.use_tma:
             return pages
-        block = [1, 1, self.tile.block_n, self.spec.block_d]
-        return TensorDescriptor(pages, list(pages.shape), list(pages.stride()), block)
+        key = (pages.data_ptr(), *pages.stride())
+        if key not in self._sources:
+            block = [1, 1, self.tile.block_n, self.spec.block_d]
+            self._sources[key] = TensorDescriptor(pages, list(pages.shape), list(pages.stride()), block)
+        return self._sources[key]
 
 
 def _tile(spec: AttentionSpec, chip: tuning.Device, size: StepSize | None) -> tuning.Tile:
@@ -229,9 +240,12 @@ def _tile(spec: AttentionSpec, chip: tuning.Device, size: StepSize | None) -> tu
     return tuning.decode_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size, rows)
 
 
-def _cutting(spec: AttentionSpec, chip: tuning.Device, tile: tuning.Tile, size: StepSize | None) -> Cutting:
+def _cutting(
+    spec: AttentionSpec, chip: tuning.Device, tile: tuning.Tile, size: StepSize | None, max_partials: int
+) -> Cutting:
     tokens_per_item, max_items = tile.block_m // spec.group, None
     slots = chip.num_sms * tile.items_per_sm
     if size is not None:
         tokens_per_item, max_items = 1, size.max_seqs + 2 * -(-slots // spec.num_kv_heads)
-    return Cutting(tokens_per_item, tile.block_n, spec.num_kv_heads, slots, spec.window, max_items)
+    limits = (max_items, max_partials)
+    return Cutting(tokens_per_item, tile.block_n, spec.num_kv_heads, slots, spec.page_size, spec.window, *limits)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.integer]
 Int32s = npt.NDArray[np.int32]
 
-ITEM_FIELDS = 8  # seq, q_start, q_count, q_position, kv_begin, kv_end, partial, num_splits
+ITEM_FIELDS = 8  # first_page, q_start, q_count, q_position, kv_begin, kv_end, partial, num_splits
 COMBINE_FIELDS = 4  # q_start, q_count, first_partial, num_splits
 SPLIT_CHOICES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
 SPLIT_COST_TILES = 3.0  # what starting an item and writing, then combining, its partial result costs, in tiles
@@ -35,15 +35,17 @@ class Cutting:
     tile: int  # keys in one tile; splits fall on its multiples
     num_kv_heads: int  # every item runs once per K/V head
     slots: int  # items the chip runs at a time
+    page_size: int
     window: int | None = None
     max_items: int | None = None
+    max_partials: int | None = None  # results of split items that there is room for
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
     """Queries that share an item, before their keys are split; one array entry each."""
 
-    seq: Ints
+    first_page: Ints  # where the sequence's pages begin among those of all
     q_start: Ints
     q_count: Ints
     q_position: Ints
@@ -52,8 +54,17 @@ class _Blocks:
     tiles: Ints
 
 
+def pages_in_use(page_table: Ints, kv_lens: Ints, page_size: int) -> Ints:
+    """Return the pages of all sequences, one sequence after another. page_table: [num_seqs, columns]."""
+    counts = -(-kv_lens // page_size)
+    return page_table[np.arange(page_table.shape[1]) < counts[:, None]]
+
+
 def split_work(query_lens: Ints, kv_lens: Ints, cutting: Cutting) -> WorkPlan:
-    """Return the items of a step. query_lens, kv_lens: [num_seqs]; kv_len counts the queries' own positions."""
+    """Return the items of a step. query_lens, kv_lens: [num_seqs]; kv_len counts the queries' own positions.
+
+    An item's `first_page` is where its sequence's pages begin in `pages_in_use`.
+    """
     blocks = _query_blocks(query_lens, kv_lens, cutting)
     per_item = _tiles_per_item(blocks.tiles, cutting)
     splits = -(-blocks.tiles // per_item)
@@ -69,7 +80,7 @@ def split_work(query_lens: Ints, kv_lens: Ints, cutting: Cutting) -> WorkPlan:
     first_partial = np.cumsum(partials) - partials
 
     items = np.empty((len(block), ITEM_FIELDS), dtype=np.int32)
-    shared = (blocks.seq, blocks.q_start, blocks.q_count, blocks.q_position)
+    shared = (blocks.first_page, blocks.q_start, blocks.q_count, blocks.q_position)
     columns = [column[block] for column in shared]
     columns += [begin, end, first_partial[block] + part, splits[block]]
     for index, column in enumerate(columns):
@@ -93,7 +104,9 @@ def _query_blocks(query_lens: Ints, kv_lens: Ints, cutting: Cutting) -> _Blocks:
         kv_begin = np.maximum(0, q_position - cutting.window + 1) // cutting.tile * cutting.tile
     tiles = -(-(kv_end - kv_begin) // cutting.tile)
     q_start = (np.cumsum(query_lens) - query_lens)[seq] + offset
-    return _Blocks(seq, q_start, q_count, q_position, kv_begin, kv_end, tiles)
+    pages = -(-kv_lens // cutting.page_size)
+    first_page = (np.cumsum(pages) - pages)[seq]
+    return _Blocks(first_page, q_start, q_count, q_position, kv_begin, kv_end, tiles)
 
 
 def _tiles_per_item(tiles: Ints, cutting: Cutting) -> int:
@@ -107,6 +120,8 @@ def _tiles_per_item(tiles: Ints, cutting: Cutting) -> int:
         splits = -(-tiles // per_item)
         num_items = int(splits.sum())
         if cutting.max_items is not None and num_items > cutting.max_items:
+            break
+        if cutting.max_partials is not None and int(splits[splits > 1].sum()) > cutting.max_partials:
             break
         cost = _makespan(tiles, splits, per_item, num_items * cutting.num_kv_heads, cutting)
         if cost < best_cost:

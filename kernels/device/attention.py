@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Columns of an item (see attention_plan.py).
-SEQ = tl.constexpr(0)
+FIRST_PAGE = tl.constexpr(0)
 Q_START = tl.constexpr(1)
 Q_COUNT = tl.constexpr(2)
 Q_POSITION = tl.constexpr(3)
@@ -129,11 +129,11 @@ def _whole_tiles(
     return begin, end
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # it changes from step to step: never recompile for it
+@triton.jit
 def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, pages_ptr,
     q_token_stride, q_head_stride, page_stride, head_stride, slot_stride,
-    out_token_stride, out_head_stride, table_stride,
+    out_token_stride, out_head_stride,
     score_scale, window, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
@@ -150,7 +150,7 @@ def attend(
         return
     q_start, first = tl.load(fields + Q_START), tl.load(fields + Q_POSITION)
     kv_begin, kv_end = tl.load(fields + KV_BEGIN), tl.load(fields + KV_END)
-    table = table_ptr + tl.load(fields + SEQ).to(tl.int64) * table_stride
+    table = pages_ptr + tl.load(fields + FIRST_PAGE)
     last_page = (kv_end - 1) // PAGE_SIZE
 
     q = _load_queries(q_ptr + kv_head * GROUP * q_head_stride, q_start, q_count, q_token_stride, q_head_stride,

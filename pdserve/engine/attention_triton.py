@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch
-from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
+from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, room_for_partials
 from pdserve.kernels.pageio import Rotation, Target, rope_write
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
@@ -66,7 +66,8 @@ class TritonAttention:
         self._device = kv.device
         self._max_kv_len = max_kv_len
         self._sizes = tuple(sizes)
-        self._prefill = PagedAttention(self._spec, kv.device)
+        self._room = room_for_partials(kv.device)  # a step's parts and layers come one after another
+        self._prefill = PagedAttention(self._spec, kv.device, room=self._room)
         self._decodes: dict[int, PagedAttention] = {}
         self._step: _Step | None = None
 
@@ -108,7 +109,8 @@ class TritonAttention:
 
     def _decode(self, size: int) -> PagedAttention:
         if size not in self._decodes:
-            self._decodes[size] = PagedAttention(self._spec, self._device, StepSize(size, self._max_kv_len))
+            step = StepSize(size, self._max_kv_len)
+            self._decodes[size] = PagedAttention(self._spec, self._device, step, room=self._room)
         return self._decodes[size]
 
 

@@ -37,19 +37,23 @@ def cases() -> list[Case]:
 
 
 def attention_cases() -> list[Case]:
-    """List prefill and decode over head dims, groups, page sizes and windows."""
-    variants = {
+    """List prefill and decode of all specs."""
+    found = [Case("prefill d128 float32", prefill_of(replace(LLAMA, dtype=torch.float32)))]
+    for name, spec in attention_specs().items():
+        found.append(Case(f"prefill {name}", prefill_of(spec), hot=True))
+        found.append(Case(f"decode {name}", decode_of(spec), hot=True))
+    return found
+
+
+def attention_specs() -> dict[str, AttentionSpec]:
+    """Return specs over head dims, groups, page sizes and windows."""
+    return {
         **{f"d{dim}": replace(LLAMA, head_dim=dim) for dim in (64, 80, 96, 128, 256)},
         "d128 two heads a group": replace(LLAMA, num_heads=16),  # Qwen3 0.6B
         "d64 three heads a group": replace(LLAMA, num_heads=9, num_kv_heads=3, head_dim=64),  # SmolLM2 135M
         "d128 16-slot pages": replace(LLAMA, page_size=16),
         "d128 window": replace(LLAMA, window=4096),
     }
-    found = [Case("prefill d128 float32", prefill_of(replace(LLAMA, dtype=torch.float32)))]
-    for name, spec in variants.items():
-        found.append(Case(f"prefill {name}", prefill_of(spec), hot=True))
-        found.append(Case(f"decode {name}", decode_of(spec), hot=True))
-    return found
 
 
 def page_cases() -> list[Case]:
