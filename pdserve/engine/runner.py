@@ -183,13 +183,13 @@ def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAtten
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:
-    """Copy whole pages; all are read before any is written."""
+    """Copy whole pages; all are read before any is written. Does not wait for a GPU."""
     if not copies:
         return
-    pages = torch.tensor(copies, dtype=torch.int64)
+    pages = torch.tensor(copies, dtype=torch.int64, pin_memory=kv.device.type == "cuda")
     if int(pages.min()) < 0 or int(pages.max()) >= len(kv):
         raise InvariantError(f"copies {copies} between {len(kv)} pages")
-    sources, targets = pages.to(kv.device).unbind(1)
+    sources, targets = pages.to(kv.device, non_blocking=True).unbind(1)
     kv.index_copy_(0, targets, kv.index_select(0, sources))
 
 

@@ -13,7 +13,7 @@ that token by a grammar or bad words, the host waits for it once the next step's
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import cast
@@ -33,6 +33,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
@@ -41,7 +42,7 @@ from pdserve.sampling import SampledToken
 _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]
 
-WORKSPACE_BYTES = 256 << 20  # for libraries, and for attention's partial results
+LIBRARY_BYTES = 192 << 20  # of libraries' workspaces, on the two streams that launch: an assumption, never measured
 CONTEXT_BYTES = 1 << 30  # of CUDA's context and libraries in a process, at most: an assumption, never measured
 SAMPLING_BYTES = 8  # per logit: a count and a changed logit, where a row has penalties
 GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
@@ -147,6 +148,9 @@ class CudaRunner:
         """Compile kernels and capture decode steps now, not when they are first needed. Overwrites slots of page 0."""
         for spec in each_variant():  # of the sampler; two tokens are a prompt to attention
             self.run(StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))
+        if self.kv.device.type == "cuda":  # Triton's interpreter has nothing to compile
+            for plan in prompt_steps(self._max_tokens, self._max_model_len, self._pool.page_size):
+                self.run(plan)
         for size in reversed(self._sizes):
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
             self.run(StepPlan(chunks))
@@ -254,7 +258,9 @@ class Replays:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        if device.type == "cuda":
+            self._memory = torch.cuda.graph_pool_handle()
+            self._aside = torch.cuda.Stream(device)  # one for all: libraries keep a workspace for each stream
 
     def run(self, size: int, step: Callable[[], Tensor]) -> Tensor:
         """Compute a step, capturing it if it is the first of its size.
@@ -273,17 +279,34 @@ class Replays:
     def _capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         self._warm_up(step)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._memory, self._aside, capture_error_mode="thread_local"):
             result = step()
         return graph, result
 
     def _warm_up(self, step: Callable[[], Tensor]) -> None:
-        """Compile kernels and let libraries allocate their memory, on a stream of its own, as capturing requires."""
-        aside = torch.cuda.Stream(self._device)
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
+        """Compile kernels and let libraries allocate their memory, on the stream that captures."""
+        self._aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._aside):
             step()
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        torch.cuda.current_stream(self._device).wait_stream(self._aside)
+
+
+def prompt_steps(max_tokens: int, max_model_len: int, page_size: int) -> Iterator[StepPlan]:
+    """Yield steps of prompts that between them compile and allocate what later ones need; all in page 0.
+
+    One token sequence far into a context, whose keys are split; then prompts from short ones to the largest step.
+    """
+    yield _in_page_0([(max_model_len - min(2, max_model_len), min(2, max_model_len))], page_size)
+    for num_tokens in graph_sizes(max_tokens):
+        whole, rest = divmod(num_tokens, max_model_len)
+        yield _in_page_0([(0, max_model_len)] * whole + [(0, rest)] * (rest > 0), page_size)
+
+
+def _in_page_0(parts: Seq[tuple[int, int]], page_size: int) -> StepPlan:
+    """Return a step of chunks, each given as (start, tokens)."""
+    return StepPlan(
+        tuple(Chunk((0,) * count, start, (PageId(0),) * -(-(start + count) // page_size), ()) for start, count in parts)
+    )
 
 
 def step_inputs(batch: Batch, pool: PoolShape, size: int) -> tuple[Ints32, Ints32, Ints32]:
@@ -297,7 +320,9 @@ def step_inputs(batch: Batch, pool: PoolShape, size: int) -> tuple[Ints32, Ints3
     )
 
 
-def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, element_bytes: int) -> int:
+def step_bytes(
+    config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, element_bytes: int
+) -> int:
     """Return what the largest step and all captured ones take at most, beside weights and pages.
 
     An upper estimate from shapes: no step is run to measure it.
@@ -306,7 +331,9 @@ def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: i
     per_token = (4 * config.hidden_size + heads + 3 * config.intermediate_size) * element_bytes
     logits = config.vocab_size * (element_bytes + SAMPLING_BYTES)
     captured = GRAPH_SHARE * max_num_seqs * (per_token + config.vocab_size * element_bytes)
-    return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + SCORING_BYTES + WORKSPACE_BYTES
+    angles = max_model_len * config.head_dim * 4
+    fixed = SCORING_BYTES + PARTIALS_BYTES + LIBRARY_BYTES + angles
+    return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + fixed
 
 
 @dataclass(frozen=True, slots=True)

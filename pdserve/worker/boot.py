@@ -167,7 +167,9 @@ def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     from pdserve.engine.runner_cuda import GpuMemory, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
 
     memory = GpuMemory.of(model.device)
-    needed = step_bytes(model.config, max(config.step_tokens.values()), config.max_num_seqs, model.dtype.itemsize)
+    max_model_len = config.max_model_len or model.config.max_position_embeddings
+    sizes = (max(config.step_tokens.values()), config.max_num_seqs, max_model_len)
+    needed = step_bytes(model.config, *sizes, model.dtype.itemsize)
     num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, layout.page_bytes)
     if num_pages == 0:
         share = f"{config.gpu_memory_utilization} of {memory.total} bytes, {memory.free} of them free"
@@ -247,10 +249,13 @@ def device_region(view: Tensor) -> Region:
 
 
 def _kernel_digests(view: Tensor) -> Digests:
-    """Return what computes splitmix64 digests of pages where they lie. On a stream of its own: it waits for no step."""
+    """Return what computes splitmix64 digests of pages where they lie.
+
+    On a stream of its own, of high priority: it waits for no step, and not behind the programs of a large one.
+    """
     from pdserve.kernels.pageio import page_digests  # noqa: PLC0415 - a CPU worker has no need of Triton
 
-    stream = torch.cuda.Stream(view.device) if view.device.type == "cuda" else None
+    stream = torch.cuda.Stream(view.device, priority=-1) if view.device.type == "cuda" else None
 
     def digests(pages: Pages) -> tuple[int, ...]:
         with torch.cuda.stream(stream):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpu_problem import Lens
 from kernel_catalog import attention_specs
+from launch_grids import Grids
 
 from pdserve.kernels import attention as paged
 from pdserve.kernels import staging
@@ -17,23 +18,9 @@ H200 = Device((9, 0), 132)
 META = torch.device("meta")
 
 
-class Grids:
-    """Stands in for a kernel: runs it, and keeps the grids of its launches."""
-
-    def __init__(self, kernel: object) -> None:
-        self.kernel = kernel
-        self.seen: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> object:
-        self.seen.append(grid)
-        return self.kernel[grid]  # type: ignore[index]
-
-
 @pytest.fixture
 def combines(monkeypatch: pytest.MonkeyPatch) -> Grids:
-    grids = Grids(device_attention.combine)
-    monkeypatch.setattr(device_attention, "combine", grids)
-    return grids
+    return Grids.of(monkeypatch, device_attention, "combine")
 
 
 def test_results_are_combined_by_a_program_for_each_query_and_head_that_an_item_may_have(combines: Grids) -> None:

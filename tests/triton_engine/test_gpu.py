@@ -11,10 +11,12 @@ import torch
 from gpu_engine import PROMPT_LENS, QWEN3_0_6B, Work, different_texts, drive, nano_vllm_work
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner_cuda import WORKSPACE_BYTES, CudaRunner, GpuMemory, step_bytes
+from pdserve.engine.runner_cuda import CudaRunner, GpuMemory, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
+from pdserve.model.rope import Rope
 
 ROOT = Path(__file__).resolve().parents[2]
 WHAT_A_BARE_MACHINE_LACKS = (
@@ -109,6 +111,8 @@ def test_what_torch_only_keeps_is_given_back_first(monkeypatch: pytest.MonkeyPat
 
 def test_a_larger_step_leaves_less_for_pages() -> None:
     config = ModelConfig.from_hf(QWEN3_0_6B)
-    small, wide, many = (step_bytes(config, tokens, seqs, 2) for tokens, seqs in ((512, 8), (1024, 8), (512, 16)))
-    assert WORKSPACE_BYTES < small < wide
+    sizes = ((512, 8, 4096), (1024, 8, 4096), (512, 16, 4096), (512, 8, 131072))
+    small, wide, many, long = (step_bytes(config, *size, 2) for size in sizes)
+    assert PARTIALS_BYTES < small < wide
     assert many - small > 8 * config.vocab_size * 2 * 3  # a row's logits, and twice as much in captured steps
+    assert long - small == Rope(config, torch.device("meta")).table(131072 - 4096).nbytes

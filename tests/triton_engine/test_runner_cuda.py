@@ -6,17 +6,19 @@ import random
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from launch_grids import Grids
 from torch import Tensor
 
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.attention_triton import TritonAttention, graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, step_inputs
+from pdserve.engine.runner_cuda import CudaRunner, prompt_steps, step_inputs
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.device import attention as device_attention
 from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
@@ -257,3 +259,19 @@ def test_needing_a_token_of_a_step_that_sampled_nothing_is_our_own_fault(runner:
     runner.run(StepPlan((Chunk([7], 0, (PageId(1),), ()),)))
     with pytest.raises(InvariantError, match="sampled nothing"):
         runner.start(StepPlan((Chunk((0,), 1, (PageId(1),), (spec(),), previous=0),)))
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_steps_that_warm_up_split_keys_fill_the_largest_step_and_keep_to_page_0(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    combines = Grids.of(monkeypatch, device_attention, "combine")
+    limits = Limits(max_num_seqs=6, max_num_batched_tokens=20, max_model_len=2048, eos_token_ids=frozenset({5}))
+    runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, limits)
+    plans = list(prompt_steps(20, 2048, PAGE_SIZE))
+    for plan in plans:
+        runner.run(plan)
+    assert combines.seen, "the first long prompt would compile what combines splits"
+    assert [plan.num_tokens for plan in plans] == [2, 1, 2, 4, 8, 16, 20]
+    assert not runner.kv[1:].any()
+    assert [plan.num_tokens for plan in prompt_steps(512, 200, PAGE_SIZE)][-1] == 512
