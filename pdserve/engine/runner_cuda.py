@@ -37,7 +37,7 @@ from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.sampling import SampledToken
+from pdserve.sampling import SampledToken, SamplingParams
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]
@@ -303,9 +303,11 @@ def prompt_steps(max_tokens: int, max_model_len: int, page_size: int) -> Iterato
 
 
 def _in_page_0(parts: Seq[tuple[int, int]], page_size: int) -> StepPlan:
-    """Return a step of chunks, each given as (start, tokens)."""
+    """Return a step of chunks, each given as (start, tokens), with a sample each."""
+    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False)
+    pages = [(PageId(0),) * -(-(start + count) // page_size) for start, count in parts]
     return StepPlan(
-        tuple(Chunk((0,) * count, start, (PageId(0),) * -(-(start + count) // page_size), ()) for start, count in parts)
+        tuple(Chunk((0,) * count, start, of, (greedy,)) for (start, count), of in zip(parts, pages, strict=True))
     )
 
 

@@ -1,0 +1,88 @@
+"""Runs steps of every kind on a GPU that is not there; prints a line of JSON for each. Not for Triton's interpreter."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from unittest import mock
+
+import torch
+from recorded_device import DEVICE, recorded_device
+
+from pdserve.engine.runner_cuda import CudaRunner, prompt_steps
+from pdserve.engine.scheduler import Limits
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
+from pdserve.ids import PageId
+from pdserve.model import loading
+from pdserve.model.config import ModelConfig
+from pdserve.model.ops_cuda import CudaOps
+from pdserve.sampling import SamplingParams
+
+PAGE_SIZE, NUM_PAGES, VOCAB = 64, 40, 512
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, eos_token_ids=frozenset({5}))
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "eos_token_id": 5,
+}
+SAMPLED = {
+    "greedy": SamplingParams(temperature=0.0),
+    "truncated": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05),
+    "penalized": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.1),
+    "biased": SamplingParams(logit_bias=((3, 1.5),)),
+    "limited": SamplingParams(allowed_token_ids=(1, 2, 3)),
+}
+
+
+def spec(params: SamplingParams, num_written: int = 0) -> SampleSpec:
+    return SampleSpec(params, 1, num_written, (7, 8, 9), (1,) * num_written, forbid_stops=False)
+
+
+def prompt(first_page: int, count: int, *params: SamplingParams, targets: Targets | None = None) -> Chunk:
+    pages = tuple(PageId(first_page + i) for i in range(-(-count // PAGE_SIZE)))
+    return Chunk((4,) * count, 0, pages, tuple(map(spec, params)), targets=targets)
+
+
+def token(first_page: int, position: int, params: SamplingParams, previous: int | None = None) -> Chunk:
+    pages = tuple(PageId(first_page + i) for i in range(position // PAGE_SIZE + 1))
+    return Chunk((4,), position, pages, (spec(params, 1),), previous=previous)
+
+
+def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:
+    """Yield a name, and steps that are started together: the second may need tokens of the first."""
+    for number, plan in enumerate(prompt_steps(LIMITS.max_num_batched_tokens, LIMITS.max_model_len, PAGE_SIZE)):
+        yield f"warm-up {number}", (plan,)
+    for name, params in SAMPLED.items():
+        first = StepPlan((prompt(0, 70, params), prompt(4, 3, params)))
+        yield name, (first, StepPlan((token(0, 70, params, 0), token(4, 3, params, 1))))
+    everything = tuple(SAMPLED.values())
+    singles = tuple(token(5 * i, 10 + i, params) for i, params in enumerate(everything))
+    yield "all kinds", (StepPlan(singles), StepPlan((*singles, prompt(30, 100, everything[0]))))
+    copies = ((PageId(1), PageId(2)), (PageId(3), PageId(4)))
+    yield "copies", (StepPlan(singles, copies), StepPlan((), copies))
+    scored = prompt(0, 40, everything[0], targets=Targets(tuple(range(1, 40)), 3))
+    yield "scored", (StepPlan((scored,)),)
+
+
+def main() -> None:
+    config = ModelConfig.from_hf(CONFIG)
+    with mock.patch.object(loading, "ops_for", lambda *_: CudaOps(config.rms_norm_eps)):
+        model = loading.load_model(config, loading.dummy_weights(config), torch.bfloat16, device=DEVICE)
+    runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
+    for name, plans in steps():
+        with recorded_device() as seen:
+            for plan in plans:
+                runner.start(plan)
+            for _ in plans:
+                runner.finish()
+        sys.stdout.write(json.dumps({"step": name, **asdict(seen)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

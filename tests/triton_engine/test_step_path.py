@@ -1,0 +1,39 @@
+"""Every kind of step, on a GPU that is not there: nothing is mixed with the host's tensors, and nothing waits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+LAYER = ["rms_norm", "rope_write", "attend", "rms_norm", "silu_mul"]
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(SUPPORT)
+    command = [sys.executable, str(SUPPORT / "recorded_steps.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {step.pop("step"): step for step in map(json.loads, done.stdout.splitlines())}
+
+
+def test_no_step_gives_the_device_what_lies_on_the_host_or_waits_for_it(steps: dict[str, dict[str, Any]]) -> None:
+    assert len(steps) > 15
+    assert {name: step["mixed"] for name, step in steps.items() if step["mixed"]} == {}
+    assert {name: step["waits"] for name, step in steps.items() if step["waits"]} == {}
+
+
+def test_a_layer_takes_five_kernels_beside_its_products(steps: dict[str, dict[str, Any]]) -> None:
+    assert steps["greedy"]["kernels"][: 2 * len(LAYER) + 2] == [*LAYER, *LAYER, "rms_norm", "sample"]
+
+
+def test_what_comes_back_of_a_step_is_its_tokens(steps: dict[str, dict[str, Any]]) -> None:
+    assert steps["greedy"]["received_bytes"] == 2 * 2 * 8
+    assert steps["all kinds"]["received_bytes"] == (5 + 6) * 8
+    assert max(step["sent_bytes"] for step in steps.values()) < 1 << 15
