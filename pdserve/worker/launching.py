@@ -50,8 +50,9 @@ def paced(compute: Run, step_s: float) -> Run:
 class Launches:
     """Steps on their way through a device.
 
-    A step that cannot be launched is computed by itself, and fails only the requests that make it fail. If a launched
-    step fails, nobody can find the request that is at fault: DeviceError.
+    A step that cannot be launched is computed by itself, and fails only the requests that make it fail. Its pages are
+    copied again then: what was written to one meanwhile lies behind what its copy keeps. If a launched step fails,
+    nobody can find the request that is at fault: DeviceError.
     """
 
     def __init__(self, runner: LaunchingRunner, steps: Isolating) -> None:
@@ -63,8 +64,7 @@ class Launches:
 
     def launch(self, plan: StepPlan) -> StepResult | None:
         """Launch a step, in the engine's thread; return its result if it was computed by itself."""
-        may_be_launched = not plan.copies  # a page is copied once, before the chunks, which may be computed again
-        if may_be_launched and (self._is_on_device or all(chunk.previous is None for chunk in plan.chunks)):
+        if self._is_on_device or all(chunk.previous is None for chunk in plan.chunks):
             try:
                 self._runner.start(plan)
             except InvariantError:
