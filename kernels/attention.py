@@ -164,7 +164,8 @@ class PagedAttention:
         work = split_work(query_lens, kv_lens, self._cutting)
         pages = pages_in_use(page_table, kv_lens, self.spec.page_size)
         if self.size is None:
-            self._plan = _Plan(*self._staging.send(work.items, work.combines, pages), int(query_lens.sum()))
+            items, combines, in_use = self._staging.send(work.items, work.combines, pages)
+            self._plan = _Plan(items, combines, in_use, int(query_lens.sum()))
         else:
             parts = zip((work.items, work.combines), self._shapes, strict=True)
             self._staging.send(*[padded(part, shape) for part, shape in parts], pages)
@@ -203,8 +204,9 @@ class PagedAttention:
         assert max_items is not None
         self._shapes = (max_items, ITEM_FIELDS), (size.max_seqs, COMBINE_FIELDS)
         self._staging = Staging(self.device, sum(map(aligned, (*map(math.prod, self._shapes), max_pages))))
-        shapes = (*self._shapes, (max_pages,))
-        self._plan = _Plan(*self._staging.send(*[np.zeros(shape, np.int32) for shape in shapes]), size.max_seqs)
+        nothing = [np.zeros(shape, np.int32) for shape in (*self._shapes, (max_pages,))]
+        items, combines, pages = self._staging.send(*nothing)
+        self._plan = _Plan(items, combines, pages, size.max_seqs)
 
     def _constants(self) -> dict[str, int | bool | str]:
         spec, tile = self.spec, self.tile

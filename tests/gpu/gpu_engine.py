@@ -259,7 +259,8 @@ def _row(name: str, driven: Driven, work: Work, bound_s: float) -> Row:
 
 
 def _num_pages(config: ModelConfig) -> int:
-    needed = step_bytes(config, STEP_LIMITS.max_num_batched_tokens, NUM_SEQS, torch.bfloat16.itemsize)
+    sizes = (STEP_LIMITS.max_num_batched_tokens, NUM_SEQS, STEP_LIMITS.max_model_len)
+    needed = step_bytes(config, *sizes, torch.bfloat16.itemsize)
     page_bytes = _kv_bytes_per_token(config) * PAGE_SIZE
     enough = NUM_SEQS * -(-STEP_LIMITS.max_model_len // PAGE_SIZE)
     memory = GpuMemory.of(torch.device("cuda", torch.cuda.current_device()))

@@ -70,7 +70,8 @@ def test_a_captured_plan_never_has_more_items_than_its_grid() -> None:
 
 
 def test_the_longest_items_come_first() -> None:
-    spans = [int(end - begin) for *_, begin, end, _, _ in cut([(80, 500), (3, 7)], Cutting(4, 32, 2, 40, PAGE_SIZE)).items]
+    plan = cut([(80, 500), (3, 7)], Cutting(4, 32, 2, 40, PAGE_SIZE))
+    spans = [int(end - begin) for *_, begin, end, _, _ in plan.items]
     assert spans == sorted(spans, reverse=True)
 
 
@@ -81,7 +82,7 @@ def test_an_item_begins_at_its_own_sequences_pages_of_those_in_use(lens: list[tu
     counts = -(-kv_lens // PAGE_SIZE)
     table = 1000 * np.arange(len(lens))[:, None] + np.arange(counts.max() + unused)
     pages = pages_in_use(table, kv_lens, PAGE_SIZE)
-    assert pages.tolist() == [1000 * seq + page for seq, count in enumerate(counts) for page in range(count)]
+    assert pages.tolist() == [1000 * seq + page for seq, n in enumerate(counts) for page in range(n)]
     first_queries = np.cumsum([0, *(query for query, _ in lens)])
     for first_page, q_start, *_ in cut(lens, Cutting(16, 32, 2, 40, PAGE_SIZE)).items:
         assert pages[first_page] == 1000 * (np.searchsorted(first_queries, q_start, side="right") - 1)

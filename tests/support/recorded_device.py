@@ -34,7 +34,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._seen = seen
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         del types
         kwargs = kwargs or {}
         with self:  # in inference mode what is made of other operations comes whole

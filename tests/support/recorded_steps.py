@@ -72,7 +72,7 @@ def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:
 
 def main() -> None:
     config = ModelConfig.from_hf(CONFIG)
-    with mock.patch.object(loading, "ops_for", lambda *_: CudaOps(config.rms_norm_eps)):
+    with mock.patch.object(loading, "ops_for", return_value=CudaOps(config.rms_norm_eps)):
         model = loading.load_model(config, loading.dummy_weights(config), torch.bfloat16, device=DEVICE)
     runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
     for name, plans in steps():
