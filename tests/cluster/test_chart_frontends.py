@@ -8,7 +8,7 @@ from chart_cluster import PROMPTS, Cluster, chart_cluster
 from helm_chart import of_kind
 from transformers import PreTrainedModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,6 @@ def test_the_only_router_killed_without_grace_costs_no_client_an_error(
         node.until(lambda: len(answered) >= seen + 4, "clients are served by the successor")
 
 
-@pytest.mark.long
 def test_an_upgrade_of_routers_and_frontends_costs_no_client_an_error(
     cluster: Cluster, oracle: PreTrainedModel
 ) -> None:

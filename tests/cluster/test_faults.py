@@ -90,6 +90,7 @@ def test_a_stream_cancelled_while_it_decodes_frees_every_page(cluster: LiveClust
     cluster.wait_for(is_idle, FREED_WITHIN_S)
 
 
+@pytest.mark.long
 def test_a_request_ends_at_its_deadline_with_what_it_had(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
     others = Bystanders(cluster, oracle, max_tokens=300)
     request = greedy(prompt(40), LONG)
@@ -134,6 +135,7 @@ def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
     cluster.wait_for(is_idle, FREED_WITHIN_S)
 
 
+@pytest.mark.long
 def test_a_router_that_stood_still_longer_than_workers_may_be_silent_keeps_them(
     cluster: LiveCluster, oracle: PreTrainedModel
 ) -> None:

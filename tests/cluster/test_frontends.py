@@ -163,7 +163,7 @@ def test_another_frontend_takes_its_place(cluster: LiveCluster, oracle: PreTrain
     cluster.wait_for(is_idle, 5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_streams_go_on_when_the_router_ends(
     cluster: LiveCluster, oracle: PreTrainedModel, number: signal.Signals
 ) -> None:

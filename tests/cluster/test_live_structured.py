@@ -104,6 +104,7 @@ def move_all(cluster: LiveCluster, numbers: Sequence[int]) -> int:
     return sum(bool(answer.ledger.moves) for answer in streams.end())
 
 
+@pytest.mark.long
 def test_answers_match_their_schemas_though_their_worker_is_killed_or_they_move(cluster: LiveCluster) -> None:
     num_killed, num_moved, first = 0, 0, 0
     while num_killed < 3:  # answers may end before their worker does

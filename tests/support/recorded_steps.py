@@ -19,7 +19,7 @@ from pdserve.model.ops_cuda import CudaOps
 from pdserve.sampling import SamplingParams
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 64, 40, 512
-LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, eos_token_ids=frozenset({5}))
+LIMITS = Limits(max_num_seqs=7, max_num_batched_tokens=256, max_model_len=2048, eos_token_ids=frozenset({5}))
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": VOCAB,
@@ -37,6 +37,7 @@ SAMPLED = {
     "penalized": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.1),
     "biased": SamplingParams(logit_bias=((3, 1.5),)),
     "limited": SamplingParams(allowed_token_ids=(1, 2, 3)),
+    "reported": SamplingParams(logprobs=3),
 }
 
 
