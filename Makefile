@@ -85,9 +85,16 @@ check: $(INSTALLED)
 sim: $(INSTALLED)
 	PYTHONPATH=tests/simulator $(BIN)/python -m faultsim --seeds $(SEEDS)
 
-# Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
+# Runs on a machine with a GPU, with its own torch and triton: nothing is installed. `make gpu DRY=1` walks through the same
+# sections with tiny shapes on a CPU. GPU_FLAGS are the program's: --only, --seconds, --all.
+GPU_FLAGS ?=
+ifdef DRY
+gpu: $(INSTALLED)
+	$(BIN)/python tests/gpu/run_gpu.py --dry $(GPU_FLAGS)
+else
 gpu:
-	python3 tests/gpu/run_gpu.py
+	python3 tests/gpu/run_gpu.py $(GPU_FLAGS)
+endif
 
 # Compares with another engine on this machine: PEER is a folder with vLLM's, or llama.cpp's, virtual environment.
 bench-cpu: $(SERVING)

@@ -1,4 +1,4 @@
-"""Launch parameters per device, as data. `python3 tests/gpu/run_gpu.py tune` prints rows to put here."""
+"""Launch parameters per device, as data. `python3 tests/gpu/run_gpu.py --only tune` prints rows to put here."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,21 +1,23 @@
 """Time prefill and decode attention, in the shapes the project has goals for, beside other attention; and tune tiles.
 
-Peers are torch's cuDNN and flash SDPA. They read contiguous K and V; ours reads pages. A peer that cannot do a shape is
-left out, with the reason: cuDNN where a prompt has fewer queries than keys, for torch makes a mask for it in each call.
-All rotate over several sets of keys and values, so that no caches are timed.
+Peers are torch's cuDNN and flash SDPA, and FlashInfer where it is installed. They read contiguous K and V; ours reads
+pages. A peer that cannot do a shape is left out, with the reason: cuDNN where a prompt has fewer queries than keys, for
+torch makes a mask for it in each call. All rotate over several sets of keys and values, so that no caches are timed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from gpu_device import Device
 from gpu_problem import layer_views
-from gpu_report import Row, time_us
+from gpu_report import Case, Row, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -24,7 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.tuning import Tile
 
-LAYERS = 4  # pages of several layers, as an engine has: strides matter, and calls rotate over them
+PREFILL_LAYERS = 4  # pages of several layers, as an engine has: strides matter, and calls rotate over them
+DECODE_LAYERS = 32  # as many as an 8B model has: the tiles of a layer then lie megabytes apart
+PEER_SETS = 4  # of contiguous keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,46 +39,45 @@ class Shape:
     queries: int
     keys: int
 
+    @property
+    def size(self) -> StepSize | None:
+        """Return the captured size that it is a step of, if it decodes."""
+        return StepSize(self.batch, self.keys) if self.queries == 1 else None
 
-Case = tuple[str, AttentionSpec, Shape]
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is timed: some shape of some heads."""
+
+    name: str
+    spec: AttentionSpec
+    shape: Shape
+    tile: Tile | None = None  # None: the tuning table's
+
+    @property
+    def tera_operations(self) -> float:
+        """Return those of the causal half."""
+        shape = self.shape
+        pairs = shape.queries * shape.keys - shape.queries * (shape.queries - 1) / 2
+        return 4e-12 * shape.batch * pairs * self.spec.num_heads * self.spec.head_dim
+
+    @property
+    def gigabytes(self) -> float:
+        """Return those of the keys and values that it reads."""
+        per_key = 2 * self.spec.num_kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
+        return 1e-9 * self.shape.batch * self.shape.keys * per_key
+
 
 LLAMA = AttentionSpec(64, 8, 128, 64, 1, 128**-0.5)
 SHARD = replace(LLAMA, num_heads=8, num_kv_heads=1)
 QWEN = replace(LLAMA, num_heads=16)
-SMALL_HEADS = replace(LLAMA, num_heads=32, head_dim=64, scale=0.125)
+EIGHT_B = replace(LLAMA, num_heads=32)
+SMALL_HEADS = replace(EIGHT_B, head_dim=64, scale=0.125)
 SMALL_PAGES = replace(LLAMA, page_size=16)
+DRY = AttentionSpec(4, 2, 16, 16, 1, 0.25, torch.float32)
 
-PREFILLS = [
-    (f"{heads} {shape.queries}@{shape.keys} x{shape.batch}", spec, shape)
-    for heads, spec, shape in (
-        ("64/8 d128", LLAMA, Shape(1, 2048, 2048)),
-        ("64/8 d128", LLAMA, Shape(1, 8192, 8192)),
-        ("64/8 d128", LLAMA, Shape(1, 16384, 16384)),
-        ("64/8 d128", LLAMA, Shape(1, 2048, 8192)),
-        ("64/8 d128", LLAMA, Shape(1, 512, 131072)),
-        ("64/8 d128", LLAMA, Shape(8, 1024, 1024)),
-        ("64/8 d128 16-slot pages", SMALL_PAGES, Shape(1, 8192, 8192)),
-        ("8/1 d128", SHARD, Shape(1, 256, 131072)),
-        ("8/1 d128", SHARD, Shape(1, 512, 8192)),
-        ("16/8 d128", QWEN, Shape(4, 1024, 1024)),
-        ("32/8 d64", SMALL_HEADS, Shape(1, 8192, 8192)),
-    )
-]
-DECODES = [
-    (f"{heads} {shape.batch} x {shape.keys}", spec, shape)
-    for heads, spec, shape in (
-        ("64/8 d128", LLAMA, Shape(32, 1, 8192)),
-        ("64/8 d128", LLAMA, Shape(1, 1, 131072)),
-        ("64/8 d128", LLAMA, Shape(8, 1, 2048)),
-        ("64/8 d128", LLAMA, Shape(128, 1, 2048)),
-        ("64/8 d128 16-slot pages", SMALL_PAGES, Shape(32, 1, 8192)),
-        ("8/1 d128", SHARD, Shape(1, 1, 131072)),
-        ("16/8 d128", QWEN, Shape(256, 1, 1024)),
-    )
-]
-
-
-SHOWN = 4
+WIDE_TILES = (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2))
+SHOWN_TILES = 4
 PREFILL_TILES = [
     *(Tile(128, block_n, 8, stages) for block_n, stages in product((32, 64, 128), (2, 3))),
     *(Tile(128, 32, 8, stages, 2, 128) for stages in (2, 3, 4)),
@@ -89,103 +92,152 @@ DECODE_TILES = [
 ]
 
 
-def prefill(only: str) -> list[Row]:
+def prefill_loads(device: Device) -> list[Load]:
+    """List prompts, the goals' first; those of the usual lengths with tiles of 64 and 128 keys too."""
+    if device.is_dry:
+        tile = Tile(16, 16, 4, 2)
+        return [Load("dry", DRY, Shape(1, 20, 20)), Load("dry", DRY, Shape(1, 3, 20), tile)]
+    goals = [Shape(1, 8192, 8192), Shape(1, 2048, 2048), Shape(1, 16384, 16384), Shape(1, 512, 131072)]
+    # A tile of 128 keys goes through tensor descriptors only if it fits a page.
+    wide = [
+        Load(f"64/8 d128, tiles of {tile.block_n}", replace(LLAMA, page_size=128), shape, tile)
+        for shape in goals[:2] + goals[3:]
+        for tile in WIDE_TILES
+    ]
+    others = [
+        Load("64/8 d128", LLAMA, Shape(1, 2048, 8192)),
+        Load("64/8 d128", LLAMA, Shape(8, 1024, 1024)),
+        Load("64/8 d128 16-slot pages", SMALL_PAGES, goals[0]),
+        Load("8/1 d128", SHARD, Shape(1, 256, 131072)),
+        Load("16/8 d128", QWEN, Shape(4, 1024, 1024)),
+        Load("32/8 d64", SMALL_HEADS, goals[0]),
+    ]
+    return [*(Load("64/8 d128", LLAMA, shape) for shape in goals), *wide, *others]
+
+
+def decode_loads(device: Device) -> list[Load]:
+    if device.is_dry:
+        return [Load("dry", DRY, Shape(2, 1, 20))]
+    shapes = [Shape(32, 1, 8192), Shape(1, 1, 131072), Shape(8, 1, 2048), Shape(256, 1, 1024)]
+    return [
+        *(Load("32/8 d128", EIGHT_B, shape) for shape in shapes),
+        Load("16/8 d128", QWEN, Shape(256, 1, 1024)),
+        Load("8/1 d128", SHARD, Shape(1, 1, 131072)),
+        Load("64/8 d128", LLAMA, Shape(32, 1, 8192)),
+        Load("64/8 d128 16-slot pages", SMALL_PAGES, Shape(32, 1, 8192)),
+    ]
+
+
+def prefill(device: Device) -> Iterator[Case]:
     """Time prefill; the rate is that of the causal half."""
-
-    def tera_operations(spec: AttentionSpec, shape: Shape) -> float:
-        pairs = shape.queries * shape.keys - shape.queries * (shape.queries - 1) / 2
-        return 4e-12 * shape.batch * pairs * spec.num_heads * spec.head_dim
-
-    return _bench(PREFILLS, only, tera_operations, "TFLOP/s")
+    for load in prefill_loads(device):
+        name = f"{load.name} {load.shape.queries}@{load.shape.keys} x{load.shape.batch}"
+        yield name, partial(_time, device, load, name, load.tera_operations, "TFLOP/s", has_peers=load.tile is None)
 
 
-def decode(only: str) -> list[Row]:
-    """Time decode; the rate is that of reading keys and values."""
+def decode(device: Device) -> Iterator[Case]:
+    """Time decode; the rate is that of reading keys and values. Then `combine` alone."""
+    loads = decode_loads(device)
+    for load in loads:
+        name = f"{load.name} {load.shape.batch} x {load.shape.keys}"
+        yield name, partial(_time, device, load, name, load.gigabytes, "GB/s", has_peers=True)
+    for load in loads[: device.sized(4, 1)]:
+        yield "combine", partial(_kernels, device, load, f"kernels of {load.shape.batch} x {load.shape.keys}")
 
-    def gigabytes(spec: AttentionSpec, shape: Shape) -> float:
-        per_key = 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-        return 1e-9 * shape.batch * shape.keys * per_key
 
-    return _bench(DECODES, only, gigabytes, "GB/s")
-
-
-def tune(only: str) -> list[Row]:
-    """Return the best tiles of a few shapes, fastest first: rows for `kernels/tuning.py`."""
-    long_prompt, batch = Shape(1, 8192, 8192), Shape(32, 1, 8192)
+def tune(device: Device) -> Iterator[Case]:
+    """Time all tiles of a few shapes: the fastest are rows for `kernels/tuning.py`."""
+    long_prompt, batch = device.sized((Shape(1, 8192, 8192), Shape(32, 1, 8192)), (Shape(1, 5, 20), Shape(2, 1, 20)))
     cases = [
         ("prefill d128", LLAMA, long_prompt, PREFILL_TILES),
         ("prefill d64", SMALL_HEADS, long_prompt, PREFILL_TILES),
         ("prefill d128 16-slot pages", SMALL_PAGES, long_prompt, PREFILL_TILES),
         ("decode d128", LLAMA, batch, DECODE_TILES),
     ]
-    return [row for name, spec, shape, tiles in cases if only in name for row in _best(name, spec, shape, tiles)]
+    for name, spec, shape, tiles in device.sized(cases, [("dry", DRY, batch, [Tile(16, 16, 4, 2), Tile(1, 16, 4, 2)])]):
+        yield name, partial(_best, device, Load(name, spec, shape), tiles)
 
 
-def _bench(cases: Iterable[Case], only: str, work: Callable[[AttentionSpec, Shape], float], unit: str) -> list[Row]:
-    rows = []
-    for name, spec, shape in cases:
-        if only in name:
-            ours_us = time_us(_calls(spec, shape))
-            peers, missing = _peer_times(spec, shape)
-            torch.cuda.empty_cache()
-            rate = 1e6 * work(spec, shape) / ours_us
-            rows.append(Row(name, ours_us, rate, unit, peers, f"no {missing}" if missing else ""))
-    return rows
+def _time(device: Device, load: Load, name: str, work: float, unit: str, *, has_peers: bool) -> list[Row]:
+    row = timed(name, device.time_us(calls(device, load)), work, unit)
+    device.empty()
+    if has_peers:
+        peers, missing = _peer_times(device, load)
+        row.figures.update(peers)
+        row = replace(row, note=f"no {missing}" if missing else "")
+        device.empty()
+    return [row]
 
 
-def _best(name: str, spec: AttentionSpec, shape: Shape, tiles: Iterable[Tile]) -> list[Row]:
-    timed, refused = [], 0
+def _kernels(device: Device, load: Load, name: str) -> list[Row]:
+    """Return what each kernel of a planned step takes."""
+    run = calls(device, load)
+    found = device.kernel_us(lambda: [call() for call in run])
+    return [Row(name, {f"us {kernel[:28]}": time_us / len(run) for kernel, time_us in list(found.items())[:4]})]
+
+
+def _best(device: Device, load: Load, tiles: Iterable[Tile]) -> list[Row]:
+    found, refused = [], 0
     for tile in tiles:
         try:
-            timed.append((time_us(_calls(spec, shape, tile)), tile))
+            found.append((device.time_us(calls(device, replace(load, tile=tile))), tile))
         except Exception:  # noqa: BLE001 - a tile that does not compile or fit is no candidate
             refused += 1
-    timed.sort(key=lambda pair: pair[0])
-    notes = [f"({refused} tiles refused)"] + [""] * SHOWN
-    return [
-        Row(f"{name} #{rank}", time, note=f"{tile} {note}")
-        for rank, ((time, tile), note) in enumerate(zip(timed[:SHOWN], notes, strict=False), 1)
-    ]
+    found.sort(key=lambda pair: pair[0])
+    notes = [f"({refused} tiles refused)"] + [""] * SHOWN_TILES
+    ranked = enumerate(zip(found[:SHOWN_TILES], notes, strict=False), 1)
+    return [Row(f"{load.name} #{rank}", {"us": time}, f"{tile} {note}") for rank, ((time, tile), note) in ranked]
 
 
-def _calls(spec: AttentionSpec, shape: Shape, tile: Tile | None = None) -> list[Callable[[], object]]:
+def calls(device: Device, load: Load, num_layers: int | None = None) -> list[Callable[[], object]]:
     """Return a planned step on random data for each layer, ready to run."""
-    spec, kv, table = _pool(spec, shape)
-    size = StepSize(shape.batch, shape.keys) if shape.queries == 1 else None
-    attention = PagedAttention(spec, "cuda", size, tile=tile)
+    shape = load.shape
+    layers = num_layers or device.sized(PREFILL_LAYERS if shape.size is None else DECODE_LAYERS, 2)
+    spec, kv, table = _pool(device, load.spec, shape, layers)
+    attention = PagedAttention(spec, device.torch, shape.size, tile=load.tile)
     attention.plan(np.full(shape.batch, shape.queries), np.full(shape.batch, shape.keys), table)
-    q = torch.randn((shape.batch * shape.queries, spec.num_heads, spec.head_dim), device="cuda").to(spec.dtype)
+    q = torch.randn((shape.batch * shape.queries, spec.num_heads, spec.head_dim), device=device.torch).to(spec.dtype)
     out = torch.empty_like(q)
-    return [partial(attention.run, q, *layer_views(kv, layer), out=out) for layer in range(LAYERS)]
+    return [partial(attention.run, q, *layer_views(kv, layer), out=out) for layer in range(layers)]
 
 
-def _pool(spec: AttentionSpec, shape: Shape) -> tuple[AttentionSpec, Tensor, npt.NDArray[np.int32]]:
+def _pool(
+    device: Device, spec: AttentionSpec, shape: Shape, num_layers: int
+) -> tuple[AttentionSpec, Tensor, npt.NDArray[np.int32]]:
     """Fill a pool with random keys and values on scattered pages."""
     columns = -(-shape.keys // spec.page_size)
     spec = replace(spec, num_pages=shape.batch * columns)
-    sizes = (spec.num_pages, LAYERS, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    kv = torch.empty(sizes, dtype=spec.dtype, device="cuda").normal_()
+    sizes = (spec.num_pages, num_layers, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    kv = torch.empty(sizes, dtype=spec.dtype, device=device.torch).normal_()
     order = np.random.default_rng(0).permutation(spec.num_pages).astype(np.int32)
     return spec, kv, order.reshape(shape.batch, columns)
 
 
-def _peer_times(spec: AttentionSpec, shape: Shape) -> tuple[dict[str, float], str]:
+def _peer_times(device: Device, load: Load) -> tuple[dict[str, float], str]:
     """Time every peer that serves the shape: microseconds by name, and why others are missing."""
-    dim = spec.head_dim
-    q = torch.randn((shape.batch, spec.num_heads, shape.queries, dim), device="cuda").to(spec.dtype)
-    sizes = (LAYERS, 2, shape.batch, spec.num_kv_heads, shape.keys, dim)
-    layers = torch.empty(sizes, dtype=spec.dtype, device="cuda").normal_()
+    spec, shape = load.spec, load.shape
+    q = torch.randn((shape.batch, spec.num_heads, shape.queries, spec.head_dim), device=device.torch).to(spec.dtype)
+    sizes = (PEER_SETS, 2, shape.batch, spec.num_kv_heads, shape.keys, spec.head_dim)
+    sets = torch.empty(sizes, dtype=spec.dtype, device=device.torch).normal_()
     found, missing = {}, []
-    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+    for name, peer in _peers(device).items():
         if name == "cudnn" and 1 < shape.queries < shape.keys:
             missing.append("cudnn: it would take a mask")
             continue
         try:
-            found[name] = time_us([partial(_sdpa, backend, q, *kv) for kv in layers])
+            found[f"us {name}"] = device.time_us([partial(peer, q, *kv) for kv in sets])
         except Exception as error:  # noqa: BLE001 - whatever keeps a peer from running, the rest goes on
-            torch.cuda.synchronize()
+            device.synchronize()
             missing.append(f"{name}: {type(error).__name__}")
     return found, ", ".join(missing)
+
+
+def _peers(device: Device) -> dict[str, Callable[..., object]]:
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    found: dict[str, Callable[..., object]] = {
+        name: partial(_sdpa, device.sized(backend, SDPBackend.MATH)) for name, backend in backends.items()
+    }
+    return {**found, "flashinfer": _flashinfer} if find_spec("flashinfer") else found
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -193,3 +245,14 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask: Any = causal_lower_right(queries, keys) if 1 < queries < keys else None
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, mask, is_causal=queries == keys, enable_gqa=True)
+
+
+def _flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend in one sequence; ValueError for a batch."""
+    from flashinfer import single_prefill_with_kv_cache  # type: ignore[import-not-found] # noqa: PLC0415
+
+    if len(q) > 1:
+        raise ValueError("a batch of several sequences")
+    queries, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
+    out: Tensor = single_prefill_with_kv_cache(queries, keys, values, causal=True)
+    return out

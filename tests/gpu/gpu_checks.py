@@ -1,12 +1,18 @@
 """Compare every kernel with its reference in float64, on the GPU, on random data and poisoned outputs."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import gpu_problem as problem
 import reference_kernels as reference
 import torch
+from gpu_compile import pooled
+from gpu_device import Device
 from gpu_problem import Lens
-from gpu_report import Row
+from gpu_report import Case, Row
 from torch import Tensor
 
 from pdserve.kernels import pageio, rng, sample
@@ -14,81 +20,109 @@ from pdserve.kernels.attention import PagedAttention, StepSize
 
 HALF = 7.5e-3
 NEAR_TIES = 1.0  # rows of 100 that may differ: logarithms are not rounded alike everywhere
-DEVICE = "cuda"
+DIMS, PAGE_SIZES = (64, 80, 96, 128, 256), (16, 64, 128)
+HEADS = ((4, 4), (32, 8), (8, 1), (9, 3))
+# Heads, head dims and page sizes of models that are served much, and the others once each.
+TELLING = {
+    ((32, 8), 128, 64), ((32, 8), 128, 16), ((8, 1), 128, 64), ((4, 4), 64, 64), ((9, 3), 64, 16),
+    ((32, 8), 80, 64), ((32, 8), 96, 128), ((4, 4), 256, 64),
+}  # fmt: skip
 
-Check = tuple[str, Callable[[], float], float]  # name, largest error, what is allowed
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A kernel on one problem: `run` returns the largest error."""
+
+    name: str
+    run: Callable[[Device], float]
+    allowed: float
+    is_telling: bool = True  # if not, it runs only where all are asked for
 
 
-def run(only: str) -> list[Row]:
-    """Run every check; a kernel that cannot be launched has failed too."""
-    found = []
-    for name, check, allowed in [*_attention(), *_rows(), *_pages(), ("sampled tokens", _sampling, NEAR_TIES)]:
-        if only not in name:
-            continue
-        try:
-            error, note = check(), ""
-        except Exception as problem:  # noqa: BLE001 - one broken kernel must not hide the others
-            error, note = float("inf"), f"{type(problem).__name__}: {problem}"[:200]
-        failed = not error <= allowed
-        found.append(Row(name, note=note or f"error {error:.2e} of {allowed:.2e}", failed=failed))
-    return found
+def cases(device: Device) -> Iterator[Case]:
+    """Run the telling checks, or all, in several processes: compiling takes most of the time."""
+    wanted = [check for check in _checks() if check.is_telling or device.is_thorough]
+    with pooled(device, [check.run for check in device.sized(wanted, _dry())]) as errors:
+        for check, error in zip(device.sized(wanted, _dry()), errors, strict=True):
+            yield check.name, partial(_row, check, error)
+
+
+def _row(check: Check, computed: Future[float]) -> list[Row]:
+    error = computed.result()
+    failed = not error <= check.allowed
+    return [Row(check.name, {"error": error, "allowed": check.allowed}, failed=failed)]
+
+
+def _checks() -> list[Check]:
+    return [*_attention(), *_others()]
+
+
+def _dry() -> list[Check]:
+    lens = Lens((2, 1), (9, 5))
+    return [
+        Check("prefill", partial(_prefill_error, (2, 1), 16, 16, lens), HALF),
+        Check("decode", partial(_decode_error, (2, 1), 16, 16, Lens((1, 1), (9, 5))), HALF),
+        *_others(),
+    ]
 
 
 def _attention() -> Iterator[Check]:
-    for heads in ((4, 4), (32, 8), (8, 1), (9, 3)):
-        for dim in (64, 80, 96, 128, 256):
-            for page_size in (16, 64, 128):
-                kv = (1, page_size - 1, page_size, page_size + 1, 2500)
-                name = f"{heads[0]}/{heads[1]} d{dim} pages of {page_size}"
-                yield (
-                    f"prefill {name}",
-                    _prefill_check(heads, dim, page_size, Lens((1, 3, 2, page_size, 700), kv)),
-                    HALF,
-                )
-                yield f"decode {name}", _decode_check(heads, dim, page_size, Lens((1,) * 5, kv)), HALF
+    for heads, dim, page_size in product(HEADS, DIMS, PAGE_SIZES):
+        kv = (1, page_size - 1, page_size, page_size + 1, 2500)
+        name, chosen = f"{heads[0]}/{heads[1]} d{dim} pages of {page_size}", (heads, dim, page_size)
+        chunks, singles = Lens((1, 3, 2, page_size, 700), kv), Lens((1,) * 5, kv)
+        is_telling = chosen in TELLING
+        yield Check(f"prefill {name}", partial(_prefill_error, *chosen, chunks), HALF, is_telling)
+        yield Check(f"decode {name}", partial(_decode_error, *chosen, singles), HALF, is_telling)
     chunks, singles = (Lens(query, (4000, 70, 33)) for query in ((300, 5, 1), (1, 1, 1)))
-    yield "prefill window", _prefill_check((8, 2), 128, 64, chunks, window=50), HALF
-    yield "decode window", _decode_check((8, 2), 128, 64, singles, window=50), HALF
+    yield Check("prefill window", partial(_prefill_error, (8, 2), 128, 64, chunks, window=50), HALF)
+    yield Check("decode window", partial(_decode_error, (8, 2), 128, 64, singles, window=50), HALF)
     float32 = Lens((40, 5), (500, 70))
-    yield "prefill float32", _prefill_check((8, 2), 128, 64, float32, dtype=torch.float32), 1e-5
-    yield "prefill few heads, long", _prefill_check((8, 1), 128, 64, Lens((256,), (65536,))), HALF
+    yield Check("prefill float32", partial(_prefill_error, (8, 2), 128, 64, float32, dtype=torch.float32), 1e-5)
+    yield Check("prefill few heads, long", partial(_prefill_error, (8, 1), 128, 64, Lens((256,), (65536,))), HALF)
 
 
-def _prefill_check(
-    heads: tuple[int, int], dim: int, page_size: int, lens: Lens, **fields: object
-) -> Callable[[], float]:
-    def check() -> float:
-        case = problem.make(problem.spec_of(heads, dim, page_size, lens, **fields), lens, device=DEVICE)
-        attention = PagedAttention(case.spec, DEVICE)
-        attention.plan(*lens.arrays, case.page_table)
-        out = torch.full_like(case.q, torch.nan)
-        return case.error(attention.run(case.q, *case.pages, out=out))
-
-    return check
+def _others() -> list[Check]:
+    return [
+        Check("rms norm", _norm_error, 2.0**-8),
+        Check("silu mul", _silu_error, 2.0**-8),
+        Check("norm, rope and write bf16", _write_error, 2.0**-7),
+        Check("page digests", _num_wrong_digests, 0.0),
+        Check("sampled tokens", _num_wrong_tokens, NEAR_TIES),
+    ]
 
 
-def _decode_check(
-    heads: tuple[int, int], dim: int, page_size: int, lens: Lens, **fields: object
-) -> Callable[[], float]:
-    def check() -> float:
-        """Capture the step, then plan and replay it, as an engine would."""
-        case = problem.make(problem.spec_of(heads, dim, page_size, lens, **fields), lens, device=DEVICE)
-        query_lens, kv_lens = lens.arrays
-        size = StepSize(len(kv_lens) + 2, int(kv_lens.max()) + 100)
-        attention = PagedAttention(case.spec, DEVICE, size)
-        q = torch.zeros((size.max_seqs, *case.q.shape[1:]), dtype=case.q.dtype, device=DEVICE)
-        out = torch.full_like(q, torch.nan)
-        attention.run(q, *case.pages, out=out)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            attention.run(q, *case.pages, out=out)
-        q[: len(case.q)] = case.q
-        attention.plan(query_lens, kv_lens, case.page_table)
-        graph.replay()
-        torch.cuda.synchronize()
-        return case.error(out)
+def _prefill_error(
+    heads: tuple[int, int], dim: int, page_size: int, lens: Lens, device: Device, **fields: object
+) -> float:
+    case = problem.make(problem.spec_of(heads, dim, page_size, lens, **fields), lens, device=device.name)
+    attention = PagedAttention(case.spec, device.torch)
+    attention.plan(*lens.arrays, case.page_table)
+    out = torch.full_like(case.q, torch.nan)
+    return case.error(attention.run(case.q, *case.pages, out=out))
 
-    return check
+
+def _decode_error(
+    heads: tuple[int, int], dim: int, page_size: int, lens: Lens, device: Device, **fields: object
+) -> float:
+    """Capture the step, then plan and replay it, as an engine would."""
+    case = problem.make(problem.spec_of(heads, dim, page_size, lens, **fields), lens, device=device.name)
+    query_lens, kv_lens = lens.arrays
+    size = StepSize(len(kv_lens) + 2, int(kv_lens.max()) + 100)
+    attention = PagedAttention(case.spec, device.torch, size)
+    q = torch.zeros((size.max_seqs, *case.q.shape[1:]), dtype=case.q.dtype, device=device.torch)
+    out = torch.full_like(q, torch.nan)
+
+    def step() -> Tensor:
+        return attention.run(q, *case.pages, out=out)
+
+    step()
+    replay = device.captured(step)
+    q[: len(case.q)] = case.q
+    attention.plan(query_lens, kv_lens, case.page_table)
+    replay()
+    device.synchronize()
+    return case.error(out)
 
 
 def _gap(got: Tensor, want: Tensor) -> float:
@@ -97,57 +131,55 @@ def _gap(got: Tensor, want: Tensor) -> float:
     return float(gap.nan_to_num(nan=torch.inf).max())
 
 
-def _rows() -> Iterator[Check]:
-    def norm() -> float:
-        x, weight = (torch.randn(shape, device=DEVICE).bfloat16() for shape in ((333, 5120), (5120,)))
-        return _gap(pageio.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
-
-    def silu() -> float:
-        x = torch.randn((333, 2 * 1500), device=DEVICE).bfloat16()
-        return _gap(pageio.silu_mul(x), reference.silu_mul(x.double()))
-
-    return iter([("rms norm", norm, 2.0**-8), ("silu mul", silu, 2.0**-8)])
+def _norm_error(device: Device) -> float:
+    width = device.sized(5120, 64)
+    x, weight = (torch.randn(shape, device=device.torch).to(device.half) for shape in ((333, width), (width,)))
+    return _gap(pageio.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
 
 
-def _pages() -> Iterator[Check]:
-    def write() -> float:
-        got, want = torch.zeros((2, 40, 2, 2, 8, 64, 128), dtype=torch.bfloat16, device=DEVICE)
-        q, k, v = torch.randn((333, 48, 128), device=DEVICE).bfloat16().split([32, 8, 8], dim=1)
-        cos_sin, weight = torch.rand((400, 128), device=DEVICE), torch.rand((2, 128), device=DEVICE)
-        positions, slots = (torch.randperm(400, device=DEVICE)[:333] for _ in range(2))
-        rotation = pageio.Rotation(cos_sin, q_norm=weight[0], k_norm=weight[1])
-        pageio.rope_write((q, k, v), positions, rotation, pageio.Target(*problem.layer_views(got, 1), slots))
-        normed = reference.rms_norm(k.double(), weight[1].double(), 1e-6)
-        turned = reference.rope(normed, cos_sin[positions].double())
-        for pages, values in zip(problem.layer_views(want, 1), (turned.float(), v.float()), strict=True):
-            problem.write_pages(pages, values, slots)
-        return _gap(got.float(), want.float())
-
-    def digests() -> float:
-        pool = torch.randn((9, 3, 2, 8, 16, 128), device=DEVICE).bfloat16()
-        ids = torch.arange(9, device=DEVICE)
-        return float((pageio.page_digests(pool, ids).cpu() != reference.page_digests(pool.cpu())).sum())
-
-    yield "norm, rope and write bf16", write, 2.0**-7
-    yield "page digests", digests, 0.0
+def _silu_error(device: Device) -> float:
+    x = torch.randn((333, 2 * device.sized(1500, 50)), device=device.torch).to(device.half)
+    return _gap(pageio.silu_mul(x), reference.silu_mul(x.double()))
 
 
-def _sampling() -> float:
+def _write_error(device: Device) -> float:
+    count = device.sized(333, 5)
+    got, want = torch.zeros((2, 40, 2, 2, 8, 64, 128), dtype=device.half, device=device.torch)
+    q, k, v = torch.randn((count, 48, 128), device=device.torch).to(device.half).split([32, 8, 8], dim=1)
+    cos_sin, weight = (torch.rand((rows, 128), device=device.torch) for rows in (400, 2))
+    positions, slots = (torch.randperm(400, device=device.torch)[:count] for _ in range(2))
+    rotation = pageio.Rotation(cos_sin, q_norm=weight[0], k_norm=weight[1])
+    pageio.rope_write((q, k, v), positions, rotation, pageio.Target(*problem.layer_views(got, 1), slots))
+    normed = reference.rms_norm(k.double(), weight[1].double(), 1e-6)
+    turned = reference.rope(normed, cos_sin[positions].double())
+    for pages, values in zip(problem.layer_views(want, 1), (turned.float(), v.float()), strict=True):
+        problem.write_pages(pages, values, slots)
+    return _gap(got.float(), want.float())
+
+
+def _num_wrong_digests(device: Device) -> float:
+    pool = torch.randn((9, 3, 2, 8, 16, device.sized(128, 16)), device=device.torch).bfloat16()
+    ids = torch.arange(9, device=device.torch)
+    return float((pageio.page_digests(pool, ids).cpu() != reference.page_digests(pool.cpu())).sum())
+
+
+def _num_wrong_tokens(device: Device) -> float:
     """Count rows whose token differs from the reference's on the CPU."""
     kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 0.95, 0.0), (1.2, 0, 0.9, 0.05), (0.8, 50, 1.0, 0.0)]
-    params = [reference.RowParams(*kinds[row % len(kinds)]) for row in range(100)]
-    logits, words = torch.randn((100, 32000)) * 4, rng.keys(list(range(100)), [7] * 100)
+    num_rows, vocab_size = device.sized((100, 32_000), (5, 300))
+    params = [reference.RowParams(*kinds[row % len(kinds)]) for row in range(num_rows)]
+    logits, words = torch.randn((num_rows, vocab_size)) * 4, rng.keys(list(range(num_rows)), [7] * num_rows)
 
     def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor([getattr(row, name) for row in params], dtype=dtype, device=DEVICE)
+        return torch.tensor([getattr(row, name) for row in params], dtype=dtype, device=device.torch)
 
     sampled_by = sample.Params(
-        reference.as_tensor(words, DEVICE),
+        reference.as_tensor(words, device.torch),
         column("temperature"),
         column("top_k", torch.int32),
         column("top_p"),
         column("min_p"),
     )
-    got = sample.sample(logits.to(DEVICE), sampled_by).tolist()
-    want = [reference.sample(logits[row].double(), params[row], words[row]) for row in range(100)]
+    got = sample.sample(logits.to(device.torch), sampled_by).tolist()
+    want = [reference.sample(logits[row].double(), params[row], words[row]) for row in range(num_rows)]
     return float(sum(ours != theirs for ours, theirs in zip(got, want, strict=True)))

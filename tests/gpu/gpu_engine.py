@@ -1,101 +1,52 @@
-"""The engine's sections of `make gpu`: its tokens beside the CPU engine's, and its speed on nano-vllm's workload.
+"""The engine's tokens and logits beside others': the CPU engine's, float64's, and its own scheduled otherwise.
 
-The check compares small random models in float32: prompts in chunks, decode steps replayed and scheduled
-asynchronously, greedy and sampled sequences side by side. The benchmark is nano-vllm's bench.py: 256 sequences, prompts
-and answers of 100 to 1,024 tokens, all there at the start, on a model of Qwen3-0.6B's shape with random weights.
+Small random models in float32 must draw the CPU engine's tokens: prompts in chunks, decode steps replayed, greedy and
+sampled sequences side by side. A few layers of an 8B model in bfloat16 may differ from float64 as plain torch does.
 """
 
 import random
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
+import reference_kernels as reference
 import torch
-from gpu_report import Row
-from gpu_rows_bench import COPY_BYTES, copy_time_us
+from gpu_device import Device
+from gpu_models import (
+    DRY_PAGE_SIZE,
+    PAGE_SIZE,
+    QWEN3_8B,
+    Engine,
+    OneByOne,
+    config_of,
+    drive,
+    limits_of,
+    random_prompt,
+    random_weights,
+    sequence_of,
+)
+from gpu_report import Case, Row
+from torch import Tensor
 
+from pdserve.engine.attention_triton import graph_sizes
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, GpuMemory, step_bytes
+from pdserve.engine.runner_cuda import CudaRunner, Replays
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sampled, Sequence
-from pdserve.engine.step import StepPlan, StepResult
-from pdserve.ids import Attempt, RequestId
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
+from pdserve.ids import PageId
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.sampling import SamplingParams
-
-
-@dataclass(slots=True)
-class Driven:
-    """A workload's result: the tokens of each sequence, and how long the host only waited for the device."""
-
-    texts: dict[int, list[int]] = field(default_factory=dict)  # by the sequence's order
-    total_s: float = 0.0
-    waiting_s: float = 0.0
-    num_steps: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.texts.values()))
-
-
-class OneByOne:
-    """Wraps a CPU runner for `drive`: `finish` computes the step."""
-
-    max_in_flight = 1
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def start(self, plan: StepPlan) -> None:
-        self._plan = plan
-
-    def finish(self) -> StepResult:
-        return self._runner.run(self._plan)
-
-
-def drive(runner: CudaRunner | OneByOne, scheduler: Scheduler, sequences: Iterable[Sequence], depth: int) -> Driven:
-    """Compute all tokens of some sequences, with up to `depth` steps in flight."""
-    for sequence in sequences:
-        scheduler.add(sequence)
-    driven, started_s = Driven(), time.perf_counter()
-    in_flight: deque[StepPlan] = deque()
-    while True:
-        if len(in_flight) < depth and (plan := scheduler.plan()) is not None:
-            runner.start(plan)
-            in_flight.append(plan)
-            continue
-        if not in_flight:
-            driven.total_s = time.perf_counter() - started_s
-            return driven
-        waited_s = time.perf_counter()
-        result = runner.finish()
-        driven.waiting_s += time.perf_counter() - waited_s
-        driven.num_steps += 1
-        for outcome in scheduler.commit(in_flight.popleft(), result):
-            if isinstance(outcome, Sampled):
-                driven.texts.setdefault(outcome.sequence.order, []).append(outcome.token.token_id)
-
-
-def _sequence(order: int, prompt: tuple[int, ...], params: SamplingParams) -> Sequence:
-    job = Job(RequestId(order.to_bytes(16)), Attempt(0), prompt, len(prompt), replace(params, seed=order), (0,))
-    return Sequence(job, (0,), list(prompt), order)
-
-
-def _scheduler(limits: Limits, num_pages: int, page_size: int) -> Scheduler:
-    return Scheduler(KvCache(num_pages, page_size, None), limits)
-
-
-# ---- the check
+from pdserve.sampling import SampledToken, SamplingParams
 
 VOCAB = 300
 CHECK_PAGE_SIZE, CHECK_PAGES = 16, 80
 PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
+DRY_LENS, DRY_TOKENS = (15, 17), 2
 CHECK_EOS = 5
 CHECK_LIMITS = Limits(6, max_num_batched_tokens=48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}))
 WEIGHT_SCALE = 4.0  # lets random models write more than one token over and over
@@ -123,36 +74,63 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "sliding_window": 24,
     },
 }
+FEW_LAYERS = 4
+SCORED_TOKENS = 700
+WORSE_THAN_TORCH = 1.5  # bfloat16 products are summed in another order than torch's
 
 
-def check(only: str) -> list[Row]:
-    """Compare each family's texts; a row fails if one token differs."""
-    rows = []
-    for family in FAMILIES:
-        name = f"engine {family}"
-        if only in name:
-            wrong = different_texts(family, torch.device("cuda"), PROMPT_LENS, NUM_TOKENS)
-            agree = f"{len(PROMPT_LENS)} sequences of {NUM_TOKENS} tokens agree"
-            rows.append(Row(name, note=f"sequences {wrong} differ" if wrong else agree, failed=bool(wrong)))
-    return rows
+def cases(device: Device) -> Iterator[Case]:
+    """Check tokens first, then logits, then what graphs replay."""
+    for family in device.sized(tuple(FAMILIES), tuple(FAMILIES)[:1]):
+        yield f"engine {family}", partial(_texts_agree, device, family)
+    config = config_of(device, QWEN3_8B, FEW_LAYERS)
+    weights = dict(random_weights(config, device))
+    model = load_model(config, weights.items(), device.half, device=device.torch)
+    yield "bf16 logits against float64", lambda: [_logits_agree(device, model, weights)]
+    weights.clear()
+    yield "graph equals eager", lambda: _graphs_agree(device, model)
 
 
-def different_texts(family: str, device: torch.device, prompt_lens: Seq[int], num_tokens: int) -> list[int]:
-    """Return the sequences to which the engine over the kernels and the one in plain torch give different tokens."""
+def _texts_agree(device: Device, family: str) -> Iterator[Row]:
+    lens, num_tokens = device.sized((PROMPT_LENS, NUM_TOKENS), (DRY_LENS, DRY_TOKENS))
+    found = Texts.of(family, device.torch, lens, num_tokens)
+    agree = f"{len(lens)} sequences of {num_tokens} tokens agree"
+    for name, wrong in (("the CPU's tokens", found.unlike_the_cpus), ("asynchronous, one by one", found.unlike_ahead)):
+        yield Row(f"{family}: {name}", note=f"sequences {wrong} differ" if wrong else agree, failed=bool(wrong))
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Which sequences get other tokens from the engine over the kernels than from elsewhere."""
+
+    unlike_the_cpus: list[int]  # from the engine in plain torch
+    unlike_ahead: list[int]  # from itself with one step at a time
+
+    @classmethod
+    def of(cls, family: str, device: torch.device, prompt_lens: Seq[int], num_tokens: int) -> "Texts":
+        kernels = small_runner(family, device)
+        if device.type == "cuda":
+            kernels.capture()
+        plain = Runner(_small_model(family, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
+
+        def texts(runner: CudaRunner | OneByOne, depth: int) -> dict[int, list[int]]:
+            scheduler = Scheduler(KvCache(CHECK_PAGES, CHECK_PAGE_SIZE, None), CHECK_LIMITS)
+            return drive(runner, scheduler, _mixed_sequences(prompt_lens, num_tokens), depth).texts
+
+        ahead, one_by_one, theirs = texts(kernels, 2), texts(kernels, 1), texts(OneByOne(plain), 1)
+        orders = range(len(prompt_lens))
+        return cls(
+            [order for order in orders if ahead[order] != theirs[order]],
+            [order for order in orders if ahead[order] != one_by_one[order]],
+        )
+
+
+def small_runner(family: str, device: torch.device) -> CudaRunner:
+    return CudaRunner(_small_model(family, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
+
+
+def _small_model(family: str, device: torch.device) -> Model:
     config = ModelConfig.from_hf({**SHAPE, **FAMILIES[family]})
-    kernels = CudaRunner(_small_model(config, device), CHECK_PAGES, CHECK_PAGE_SIZE, CHECK_LIMITS)
-    kernels.capture()
-    plain = Runner(_small_model(config, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
-
-    def texts(runner: CudaRunner | OneByOne) -> dict[int, list[int]]:
-        scheduler = _scheduler(CHECK_LIMITS, CHECK_PAGES, CHECK_PAGE_SIZE)
-        return drive(runner, scheduler, _mixed_sequences(prompt_lens, num_tokens), runner.max_in_flight).texts
-
-    ours, theirs = texts(kernels), texts(OneByOne(plain))
-    return [order for order in range(len(prompt_lens)) if ours[order] != theirs[order]]
-
-
-def _small_model(config: ModelConfig, device: torch.device) -> Model:
     weights = ((name, w if w.ndim == 1 else w * WEIGHT_SCALE) for name, w in dummy_weights(config))
     return load_model(config, weights, torch.float32, device=device)
 
@@ -161,119 +139,113 @@ def _mixed_sequences(prompt_lens: Seq[int], num_tokens: int) -> Iterator[Sequenc
     rng = random.Random(0)
     for order, length in enumerate(prompt_lens):
         params = replace(PARAMS[order % len(PARAMS)], max_tokens=num_tokens, ignore_eos=True)
-        yield _sequence(order, tuple(rng.randrange(VOCAB) for _ in range(length)), params)
+        yield sequence_of(order, tuple(rng.randrange(VOCAB) for _ in range(length)), params)
 
 
-# ---- the benchmark
-
-NUM_SEQS = 256
-SHORTEST, LONGEST = 100, 1024
-LARGEST_PROMPT_ID = 10_000
-PAGE_SIZE = 64
-STEP_LIMITS = Limits(NUM_SEQS, max_num_batched_tokens=16_384, max_model_len=2 * LONGEST, eos_token_ids=frozenset())
-UTILIZATION = 0.9
-QWEN3_0_6B: dict[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 151_645,
-}
+# ---- logits
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Prompts, and how many tokens follow each."""
+def _logits_agree(device: Device, model: Model, weights: Mapping[str, Tensor]) -> Row:
+    """Score a prompt's tokens, in chunks and by single steps at its end; compare their log probabilities."""
+    length = device.sized(SCORED_TOKENS, 12)
+    prompt = random_prompt(length, model.config.vocab_size, seed=1)
+    targets = torch.tensor(prompt[1:], device=device.torch)
 
-    prompts: tuple[tuple[int, ...], ...]
-    answer_lens: tuple[int, ...]
+    def scores(logits: Tensor) -> Tensor:
+        return logits[:-1].double().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
 
-    @property
-    def output_tokens(self) -> int:
-        return sum(self.answer_lens)
-
-    def decode_bytes(self, kv_bytes_per_token: int, weight_bytes: int) -> int:
-        """Return the fewest bytes that decoding must read: each context once a token, all weights once a step."""
-        lengths = zip(self.prompts, self.answer_lens, strict=True)
-        contexts = sum(count * len(prompt) + count * (count - 1) // 2 for prompt, count in lengths)
-        return contexts * kv_bytes_per_token + max(self.answer_lens) * weight_bytes
-
-    def sequences(self, temperature: float) -> Iterator[Sequence]:
-        for order, (prompt, count) in enumerate(zip(self.prompts, self.answer_lens, strict=True)):
-            yield _sequence(order, prompt, SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True))
+    exact = scores(reference_logits(model.config, weights, prompt, torch.float64))
+    torchs = scores(reference_logits(model.config, weights, prompt, device.half))
+    ours = _scores_of_engine(device, model, prompt)
+    error, allowed = (float((each - exact).abs().max()) for each in (ours, torchs))
+    mean, mean_allowed = (float((each - exact).abs().mean()) for each in (ours, torchs))
+    figures = {"nats at most": error, "nats of torch": allowed, "nats on average": mean, "of torch's": mean_allowed}
+    note = f"{model.config.num_layers} layers, {length} tokens"
+    is_near = mean <= WORSE_THAN_TORCH * mean_allowed + 1e-3 and error <= 2 * WORSE_THAN_TORCH * allowed + 1e-2
+    return Row("bf16 log probabilities against float64", figures, note, failed=not is_near)
 
 
-def nano_vllm_work() -> Work:
-    """Choose the lengths and tokens of nano-vllm's benchmark, in its order, from seed 0."""
-    rng = random.Random(0)
-    prompts = tuple(
-        tuple(rng.randint(0, LARGEST_PROMPT_ID) for _ in range(rng.randint(SHORTEST, LONGEST))) for _ in range(NUM_SEQS)
-    )
-    return Work(prompts, tuple(rng.randint(SHORTEST, LONGEST) for _ in range(NUM_SEQS)))
+def _scores_of_engine(device: Device, model: Model, prompt: Seq[int]) -> Tensor:
+    """Return the log probability that the engine gives each token of a prompt after the first."""
+    length, page_size = len(prompt), device.sized(PAGE_SIZE, DRY_PAGE_SIZE)
+    runner = CudaRunner(model, -(-length // page_size) + 1, page_size, limits_of(1, length, length + 1))
+    starts = [*range(0, length - 4, length // 2), *range(length - 4, length)]  # chunks, then single tokens
+    found: list[float] = []
+    for start, stop in zip(starts, [*starts[1:], length], strict=True):
+        pages = tuple(PageId(1 + page) for page in range(-(-stop // page_size)))
+        wanted = prompt[start + 1 : stop + 1]
+        scored = Targets(tuple(wanted), 1) if wanted else None
+        result = runner.run(StepPlan((Chunk(tuple(prompt[start:stop]), start, pages, (), targets=scored),)))
+        if wanted:
+            found += torch.frombuffer(bytearray(result.prompts[0].chosen), dtype=torch.float32).tolist()
+    return torch.tensor(found, dtype=torch.float64)
 
 
-def bench(only: str) -> list[Row]:
-    """Time the workload, scheduled asynchronously and step by step; the rate is output tokens per second."""
-    cases = {
-        f"256 sequences, temperature {temperature}, {how}": (temperature, depth)
-        for temperature in (0.0, 0.6)
-        for depth, how in ((2, "asynchronous scheduling"), (1, "one step at a time"))
-    }
-    wanted = {name: case for name, case in cases.items() if only in name}
-    if not wanted:
-        return []
-    config = ModelConfig.from_hf(QWEN3_0_6B)
-    model = load_model(config, dummy_weights(config), torch.bfloat16, device="cuda")
-    bytes_per_s = 2e6 * COPY_BYTES / copy_time_us()
-    torch.cuda.empty_cache()
-    num_pages = _num_pages(config)
-    runner = CudaRunner(model, num_pages, PAGE_SIZE, STEP_LIMITS)
-    runner.capture()
+@torch.inference_mode()
+def reference_logits(
+    config: ModelConfig, weights: Mapping[str, Tensor], prompt: Seq[int], dtype: torch.dtype
+) -> Tensor:
+    """Compute a Llama or Qwen3 model's logits of a whole prompt in plain torch: [num_tokens, vocab_size]."""
+    eps, heads = config.rms_norm_eps, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    device = weights["model.norm.weight"].device
 
-    def timed(work: Work, temperature: float, depth: int) -> Driven:
-        return drive(runner, _scheduler(STEP_LIMITS, num_pages, PAGE_SIZE), work.sequences(temperature), depth)
+    def weight(name: str) -> Tensor:
+        return weights[f"{name}.weight"].to(dtype)
 
-    work = nano_vllm_work()
-    timed(Work(work.prompts[:8], (4,) * 8), 0.6, 2)  # compiles what capturing did not
-    bound_s = work.decode_bytes(_kv_bytes_per_token(config), _weight_bytes(config)) / bytes_per_s
-    return [_row(name, timed(work, *case), work, bound_s) for name, case in wanted.items()]
-
-
-def _row(name: str, driven: Driven, work: Work, bound_s: float) -> Row:
-    """`bound_s`: the time to read the bytes that decoding must read, at the rate of a copy."""
-    rate = driven.num_tokens / driven.total_s
-    note = (
-        f"{100 * bound_s / driven.total_s:.0f} % of the bytes' bound, {work.output_tokens / bound_s:.0f} tok/s; "
-        f"{driven.num_steps} steps, the host waited {100 * driven.waiting_s / driven.total_s:.0f} % of the time"
-    )
-    failed = driven.num_tokens != work.output_tokens
-    return Row(name, driven.total_s * 1e6, rate, "tok/s", note=note, failed=failed)
+    exponents = torch.arange(0, config.head_dim, 2, device=device).double() / config.head_dim
+    turns = torch.arange(len(prompt), device=device).double()[:, None] / config.rope_theta**exponents
+    cos_sin = torch.cat((turns.cos(), turns.sin()), -1).to(dtype)
+    x = weight("model.embed_tokens")[torch.tensor(prompt, device=device)]
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}"
+        normed = reference.rms_norm(x, weight(f"{name}.input_layernorm"), eps)
+        q, k, v = (
+            (normed @ weight(f"{name}.self_attn.{part}_proj").T).view(len(prompt), count, config.head_dim)
+            for part, count in zip("qkv", heads, strict=True)
+        )
+        if config.qk_norm:
+            q = reference.rms_norm(q, weight(f"{name}.self_attn.q_norm"), eps)
+            k = reference.rms_norm(k, weight(f"{name}.self_attn.k_norm"), eps)
+        q, k = reference.rope(q, cos_sin), reference.rope(k, cos_sin)
+        attended = reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), scale=config.head_dim**-0.5)
+        x = x + attended.flatten(1) @ weight(f"{name}.self_attn.o_proj").T
+        normed = reference.rms_norm(x, weight(f"{name}.post_attention_layernorm"), eps)
+        gate_up = torch.cat([normed @ weight(f"{name}.mlp.{part}_proj").T for part in ("gate", "up")], -1)
+        x = x + reference.silu_mul(gate_up) @ weight(f"{name}.mlp.down_proj").T
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return reference.rms_norm(x, weight("model.norm"), eps) @ weight(head).T
 
 
-def _num_pages(config: ModelConfig) -> int:
-    sizes = (STEP_LIMITS.max_num_batched_tokens, NUM_SEQS, STEP_LIMITS.max_model_len)
-    needed = step_bytes(config, *sizes, torch.bfloat16.itemsize)
-    page_bytes = _kv_bytes_per_token(config) * PAGE_SIZE
-    enough = NUM_SEQS * -(-STEP_LIMITS.max_model_len // PAGE_SIZE)
-    memory = GpuMemory.of(torch.device("cuda", torch.cuda.current_device()))
-    return min(enough, memory.pages_that_fit(UTILIZATION, needed, page_bytes))
+# ---- graphs
 
 
-def _kv_bytes_per_token(config: ModelConfig) -> int:
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
+def _graphs_agree(device: Device, model: Model) -> Iterator[Row]:
+    """Decode as many sequences as each captured size holds, replayed and launched kernel by kernel."""
+    max_num_seqs, context = device.sized((256, 500), (3, 20))
+    engine = Engine.of(device, model, limits_of(max_num_seqs, max_num_seqs, context + 64))
+    eager = CudaRunner(model, engine.num_pages, engine.page_size, engine.limits)
+    eager._replays = Replays(torch.device("cpu"))  # which captures nothing
+    for kv in (engine.runner.kv, eager.kv):
+        kv.normal_(generator=torch.Generator(device.torch).manual_seed(2))
+    for size in graph_sizes(max_num_seqs):
+        plan = _decode_plan(size, context, engine.num_pages // max_num_seqs, engine.page_size)
+        ours, theirs = ([tokens[0] for tokens in runner.run(plan).tokens] for runner in (engine.runner, eager))
+        largest = max(abs(_chosen(a) - _chosen(b)) for a, b in zip(ours, theirs, strict=True))
+        same = sum(a.token_id == b.token_id for a, b in zip(ours, theirs, strict=True))
+        yield Row(f"graph of {size}", {"nats at most": largest}, f"{same} of {size} tokens", failed=not largest < 0.05)
 
 
-def _weight_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the matrices that a decode step reads whole."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    elements = config.num_layers * per_layer + config.vocab_size * config.hidden_size
-    return elements * torch.bfloat16.itemsize
+def _chosen(token: SampledToken) -> float:
+    assert token.logprobs is not None
+    return token.logprobs.chosen
+
+
+def _decode_plan(size: int, context: int, pages_each: int, page_size: int) -> StepPlan:
+    params = SamplingParams(temperature=0.0, logprobs=1)
+
+    def chunk(row: int) -> Chunk:
+        start = context - row % page_size
+        pages = tuple(PageId(row * pages_each + page) for page in range(start // page_size + 1))
+        return Chunk((row % 250,), start, pages, (SampleSpec(params, row, 0, (), (), forbid_stops=False),))
+
+    return StepPlan(tuple(map(chunk, range(size))))

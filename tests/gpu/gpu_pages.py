@@ -1,29 +1,34 @@
 """Copies pages of a GPU through the host's memory: a section of `make gpu`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from gpu_report import Row
+from gpu_report import Case, Row
 
 from pdserve.kvtransfer.backends.staging import HostRows
 
+if TYPE_CHECKING:
+    from gpu_device import Device
+
 NUM_PAGES, PAGE_BYTES = 40, 1 << 20
 ROWS = (7, 39, 0, 12, 3)
-LONG_CYCLES = 2_000_000_000  # about a second
 
 
-def run(only: str) -> list[Row]:
+def cases(device: "Device") -> Iterator[Case]:
     """Copy pages out and in, and out beside a kernel that runs for long."""
     checks: tuple[tuple[str, Callable[[], int]], ...] = (
-        ("pages out of a GPU and in again", lambda: num_wrong_rows(torch.device("cuda"))),
-        ("pages out beside a long kernel", _num_kernels_waited_for),
+        ("pages out of a GPU and in again", lambda: num_wrong_rows(device.torch)),
+        ("pages out beside a long kernel", lambda: _num_kernels_waited_for(device)),
     )
-    rows = []
     for name, check in checks:
-        if only in name:
-            wrong = check()
-            rows.append(Row(name, note=f"{wrong} wrong", failed=bool(wrong)))
-    return rows
+        yield name, partial(_row, name, check)
+
+
+def _row(name: str, check: Callable[[], int]) -> list[Row]:
+    wrong = check()
+    return [Row(name, note=f"{wrong} wrong", failed=bool(wrong))]
 
 
 def num_wrong_rows(device: torch.device) -> int:
@@ -41,16 +46,14 @@ def num_wrong_rows(device: torch.device) -> int:
     return int(wrong)
 
 
-def _num_kernels_waited_for() -> int:
+def _num_kernels_waited_for(device: "Device") -> int:
     """Return 1 if a copy returns only after a kernel that was launched before it on another stream."""
-    pages = torch.ones((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+    pages = torch.ones((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device=device.torch)
     rows = HostRows(pages, pages[:0])
     rows.read(ROWS)  # memory is pinned now, which may wait for anything
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG_CYCLES)
-    over = torch.cuda.Event()
-    over.record()
+    device.synchronize()
+    over = device.long_work()
     rows.read(ROWS)
     waited = over.query()
-    torch.cuda.synchronize()
+    device.synchronize()
     return int(waited)

@@ -1,104 +1,105 @@
-"""Check every kernel on this machine's GPU, then time it beside what torch offers.
+"""Check kernels and engine on this machine's GPU, and time them: sections, most telling first.
 
-    python3 tests/gpu/run_gpu.py [check] [bench] [tune] [--only TEXT]
+    python3 tests/gpu/run_gpu.py [--only NAME[,NAME]] [--seconds N] [--all] [--dry]
 
-Needs torch, triton, numpy and safetensors. Prints short tables; all figures go to $OUT/kernels.json where OUT is set.
-It also works in a copy of the tree that lost its links.
+Needs torch, triton, numpy and safetensors. Prints a line a section at once, and what failed; every figure goes to
+$OUT/gpu.json where OUT is set, else to the screen. It also works in a copy of the tree that lost its links.
 """
 
 import argparse
 import json
 import os
 import sys
-import traceback
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from gpu_process import Options, Record
+    from gpu_report import Section
 
-    from gpu_report import Row
-
-    Section = tuple[str, str, Callable[[str], list[Row]]]  # its name, the argument that asks for it, and what runs it
-
-GROUPS = ("check", "bench", "tune")
+SECONDS = 540.0  # a borrowed GPU may be lent for ten minutes a command
+DRY_SECONDS = 3600.0
 
 
 def main() -> int:
-    """Run the sections asked for (check and bench by default); returns 1 if a case failed, or none was run."""
+    """Run the sections asked for, by default all but `tune`; returns 1 if a case failed, or none was run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", help="check, bench, tune; by default check and bench")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="names of sections, with commas between them")
+    parser.add_argument("--seconds", type=float, help=f"for all sections together; by default {SECONDS:.0f}")
+    parser.add_argument("--all", action="store_true", help="every kernel check, and not the telling ones alone")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU, through Triton's interpreter")
     arguments = parser.parse_args()
-    unknown = set(arguments.sections).difference(GROUPS)
-    if unknown:
-        parser.error(f"no section is called {', '.join(sorted(unknown))}: there are {', '.join(GROUPS)}")
-    _find_package()
-    import gpu_report  # noqa: PLC0415 - the package is only now importable
+    if arguments.dry:
+        os.environ["TRITON_INTERPRET"] = "1"
+    find_package()
+    from gpu_process import Options  # noqa: PLC0415 - the package is only now importable
+    from gpu_sections import DEFAULT, SECTIONS  # noqa: PLC0415
 
-    if not gpu_report.has_gpu():
+    names = arguments.only.split(",") if arguments.only else list(DEFAULT)
+    unknown = sorted(set(names).difference(SECTIONS))
+    if unknown:
+        parser.error(f"no section is called {', '.join(unknown)}: there are {', '.join(SECTIONS)}")
+    if not arguments.dry and not has_gpu():
         sys.stderr.write("no CUDA device: nothing to do\n")
         return 2
-    results: dict[str, object] = {"machine": gpu_report.machine(), "clocks_before": gpu_report.clocks()}
-    sys.stdout.write(json.dumps(results) + "\n")
-
-    def save(tables: "dict[str, list[Row]]") -> None:
-        if "OUT" in os.environ:
-            results.update({name: [asdict(row) for row in rows] for name, rows in tables.items()})
-            results["clocks_after"] = gpu_report.clocks()
-            Path(os.environ["OUT"], "kernels.json").write_text(json.dumps(results, indent=1))
-
-    is_well = run_sections(_sections(), arguments.sections or GROUPS[:2], arguments.only, save)
+    seconds = arguments.seconds or (DRY_SECONDS if arguments.dry else SECONDS)
+    options = Options(is_dry=arguments.dry, is_thorough=arguments.all)
+    is_well = run_sections([SECTIONS[name] for name in SECTIONS if name in names], options, seconds)
     sys.stdout.write("all well\n" if is_well else "FAILED\n")
     return int(not is_well)
 
 
-def run_sections(
-    sections: "list[Section]", groups: "Collection[str]", only: str, save: "Callable[[dict[str, list[Row]]], None]"
-) -> bool:
-    """Run the sections of some groups; return whether any case was run, and none failed.
+def has_gpu() -> bool:
+    import torch  # noqa: PLC0415 - only now importable, perhaps
 
-    One that raises counts as a case that failed. What is known is saved after each.
-    """
-    from gpu_report import Row, table  # noqa: PLC0415 - the package is only now importable
+    return torch.cuda.is_available()
 
-    tables = {}
-    for name, group, run in sections:
-        if group in groups:
-            try:
-                tables[name] = run(only)
-            except Exception as error:  # noqa: BLE001 - the figures of the others count
-                traceback.print_exc()
-                tables[name] = [Row(name, note=f"{type(error).__name__}: {error}", failed=True)]
-            sys.stdout.write(table(name, tables[name]))
-            sys.stdout.flush()
-            save(tables)
-    rows = [row for rows in tables.values() for row in rows]
+
+def run_sections(sections: "Sequence[Section]", options: "Options", seconds: float) -> bool:
+    """Run sections within some seconds; return whether there is any row, and none failed."""
+    from gpu_process import Computing, Record, deal  # noqa: PLC0415
+
+    computing, started_s = Computing(options), time.perf_counter()
+    records = {section.name: Record() for section in sections}
+    try:
+        for section, share_s, limit_s in deal(list(sections), seconds):
+            if share_s > 0:
+                records[section.name] = computing.run(section, share_s, limit_s)
+            _say(section.name, records[section.name])
+            _save(records, {"is_dry": options.is_dry, "machine": computing.facts, "seconds": seconds})
+    finally:
+        computing.close()
+    sys.stdout.write(f"{time.perf_counter() - started_s:.0f} s of {seconds:.0f}\n")
+    rows = [row for record in records.values() for row in record.rows]
     return bool(rows) and not any(row.failed for row in rows)
 
 
-def _sections() -> "list[Section]":
-    import gpu_attention  # noqa: PLC0415
-    import gpu_checks  # noqa: PLC0415
-    import gpu_engine  # noqa: PLC0415
-    import gpu_pages  # noqa: PLC0415
-    import gpu_rows_bench  # noqa: PLC0415
+def _say(name: str, record: "Record") -> None:
+    from gpu_report import line  # noqa: PLC0415
 
-    return [
-        ("ceilings", "bench", gpu_rows_bench.ceilings),
-        ("checks against float64", "check", gpu_checks.run),
-        ("prefill attention", "bench", gpu_attention.prefill),
-        ("decode attention", "bench", gpu_attention.decode),
-        ("pages, rows and sampling", "bench", gpu_rows_bench.run),
-        ("tuning", "tune", gpu_attention.tune),
-        ("engine against the CPU's", "check", gpu_engine.check),
-        ("pages through the host's memory", "check", gpu_pages.run),
-        ("engine, nano-vllm's workload", "bench", gpu_engine.bench),
-    ]
+    failed = [row for row in record.rows if row.failed]
+    counts = f"{len(record.rows)} rows, {len(failed)} failed, {record.took_s:.1f} s of {record.budget_s:.0f}"
+    shown = failed if "OUT" in os.environ else record.rows
+    lines = [f"== {name}: {record.state}, {counts}", *(line(row) for row in shown)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
-def _find_package() -> None:
+def _save(records: "dict[str, Record]", about: dict[str, object]) -> None:
+    """Write what is known to $OUT/gpu.json. Whoever reads that file finds all of it, old or new."""
+    if "OUT" not in os.environ:
+        return
+    found = {**about, "sections": {name: asdict(record) for name, record in records.items()}}
+    path = Path(os.environ["OUT"], "gpu.json")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(found, indent=1))
+    partial.replace(path)
+
+
+def find_package() -> None:
     """Make `pdserve` and the tests' shared modules importable from this file's tree, and restore its missing links."""
     root = Path(__file__).resolve().parents[2]
     for name in ("kernels", "kvtransfer"):
@@ -106,7 +107,7 @@ def _find_package() -> None:
         if not link.exists():
             link.unlink(missing_ok=True)
             link.symlink_to(f"../{name}")
-    sys.path[:0] = [str(root), str(root / "tests" / "support")]
+    sys.path[:0] = [str(root), str(root / "tests" / "support"), str(Path(__file__).resolve().parent)]
 
 
 if __name__ == "__main__":

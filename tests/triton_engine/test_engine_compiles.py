@@ -12,7 +12,7 @@ PROGRAM = """
 import json, random, torch
 from pdserve.engine.attention_triton import TritonAttention, graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
-from gpu_engine import PAGE_SIZE, QWEN3_0_6B
+from gpu_models import PAGE_SIZE, QWEN3_0_6B
 from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan

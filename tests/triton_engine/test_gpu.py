@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_engine import PROMPT_LENS, QWEN3_0_6B, Work, different_texts, drive, nano_vllm_work
+from gpu_engine import PROMPT_LENS, Texts
+from gpu_models import QWEN3_0_6B, drive
+from gpu_throughput import Work, nano_vllm_work
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner_cuda import CudaRunner, GpuMemory, step_bytes
@@ -17,6 +19,7 @@ from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.model.rope import Rope
+from pdserve.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 WHAT_A_BARE_MACHINE_LACKS = (
@@ -32,9 +35,9 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 sys.path[:0] = sys.argv[1:]
 import run_gpu
-run_gpu._find_package()
+run_gpu.find_package()
 sys.path.insert(0, sys.argv[1])
-run_gpu._sections()
+import gpu_sections
 import pdserve.engine.runner_cuda as engine
 assert engine.__file__.startswith(sys.argv[1]), engine.__file__
 """
@@ -70,7 +73,7 @@ def test_driving_computes_every_token_of_the_work(depth: int) -> None:
     runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, limits)
     scheduler = Scheduler(KvCache(12, 16, None), limits)
     work = Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1))
-    timed = drive(runner, scheduler, work.sequences(0.6), depth)
+    timed = drive(runner, scheduler, work.sequences(SamplingParams(temperature=0.6)), depth)
     assert timed.num_tokens == 6
     assert not scheduler.running
     assert not scheduler.waiting
@@ -79,13 +82,13 @@ def test_driving_computes_every_token_of_the_work(depth: int) -> None:
 
 
 def test_the_comparison_of_engines_finds_none_different() -> None:
-    assert different_texts("qwen3 4/2", torch.device("cpu"), PROMPT_LENS[1:5], 2) == []
+    assert Texts.of("qwen3 4/2", torch.device("cpu"), PROMPT_LENS[1:5], 2) == Texts([], [])
 
 
 @pytest.mark.gpu
 def test_the_engine_on_the_gpu_draws_the_tokens_of_the_cpus() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "tests" / "gpu" / "run_gpu.py"), "check", "--only", "engine "]
+    command = [sys.executable, str(ROOT / "tests" / "gpu" / "run_gpu.py"), "--only", "engine"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

@@ -1,0 +1,229 @@
+"""Models with random weights on the device, the sequences that they are given, and the loop that computes these."""
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from gpu_device import Device
+from torch import Tensor
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.runner import Runner
+from pdserve.engine.runner_cuda import CudaRunner, step_bytes
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Sampled, Sequence
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.ids import Attempt, RequestId
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import Model
+from pdserve.model.loading import DUMMY_STD, FAMILIES, load_model
+from pdserve.sampling import SamplingParams
+
+Shape = Mapping[str, object]
+PAGE_SIZE = 64
+DRY_PAGE_SIZE = 16
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "eos_token_id": 151_645,
+}
+QWEN3_0_6B: Shape = {
+    **_QWEN3,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+QWEN3_8B: Shape = {
+    **_QWEN3,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+TINY: Shape = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "eos_token_id": 5,
+}
+
+
+def config_of(device: Device, shape: Shape, num_layers: int | None = None) -> ModelConfig:
+    """Return a shape's config with other layers than its own, if given; in a dry run a tiny one."""
+    layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    return ModelConfig.from_hf({**shape, **device.sized(layers, dict(TINY))})
+
+
+def random_weights(config: ModelConfig, device: Device, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield random tensors made on the device: norms near one, the rest small and normal."""
+    generator = torch.Generator(device.torch).manual_seed(seed)
+    for name, shape in FAMILIES[config.architecture].shapes(config).items():
+        noise = torch.randn(shape, generator=generator, device=device.torch) * DUMMY_STD
+        yield name, (noise + 1.0 if name.endswith("norm.weight") else noise).to(device.half)
+
+
+def random_model(config: ModelConfig, device: Device) -> Model:
+    return load_model(config, random_weights(config, device), device.half, device=device.torch)
+
+
+def kv_bytes_per_token(config: ModelConfig) -> int:
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
+
+
+def limits_of(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> Limits:
+    return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=frozenset())
+
+
+def needed_bytes(config: ModelConfig, limits: Limits) -> int:
+    """Return what an engine sets aside for its steps."""
+    sizes = limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len
+    return step_bytes(config, *sizes, torch.bfloat16.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A model, its pages, and what computes its steps."""
+
+    runner: CudaRunner
+    limits: Limits
+    num_pages: int
+    page_size: int
+
+    @classmethod
+    def of(cls, device: Device, model: Model, limits: Limits, share: float = 0.9) -> "Engine":
+        """Set up as many pages as the sequences may need, or as fit into a share of the device; capture the steps."""
+        page_size = device.sized(PAGE_SIZE, DRY_PAGE_SIZE)
+        enough = limits.max_num_seqs * -(-limits.max_model_len // page_size)
+        needed = needed_bytes(model.config, limits)
+        fit = device.memory().pages_that_fit(
+            share, device.sized(needed, 0), kv_bytes_per_token(model.config) * page_size
+        )
+        num_pages = min(enough, fit)
+        runner = CudaRunner(model, num_pages, page_size, limits)
+        if not device.is_dry:
+            runner.capture()
+        return cls(runner, limits, num_pages, page_size)
+
+    def scheduler(self) -> Scheduler:
+        return Scheduler(KvCache(self.num_pages, self.page_size, None), self.limits)
+
+    def drive(self, sequences: Iterable[Sequence], depth: int) -> "Driven":
+        return drive(self.runner, self.scheduler(), sequences, depth)
+
+
+def sequence_of(order: int, prompt: Seq[int], params: SamplingParams) -> Sequence:
+    job = Job(RequestId(order.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), replace(params, seed=order), (0,))
+    return Sequence(job, (0,), list(prompt), order)
+
+
+def random_prompt(length: int, vocab_size: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(vocab_size) for _ in range(length))
+
+
+@dataclass(slots=True)
+class Driven:
+    """A workload's result: the tokens of each sequence, when they came, and what the host did meanwhile."""
+
+    texts: dict[int, list[int]] = field(default_factory=dict)  # by the sequence's order
+    came_s: dict[int, list[float]] = field(default_factory=dict)  # since the start, for each of them
+    total_s: float = 0.0
+    waiting_s: float = 0.0  # the host only waited for the device
+    planning_s: float = 0.0
+    launching_s: float = 0.0
+    committing_s: float = 0.0
+    num_steps: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts.values()))
+
+    @property
+    def ttft_ms(self) -> float:
+        """Return the median time to the first token."""
+        return 1e3 * statistics.median(times[0] for times in self.came_s.values())
+
+    @property
+    def tpot_ms(self) -> float:
+        """Return the median, over sequences, of the mean time of each later token; 0 where none has two."""
+        means = [(times[-1] - times[0]) / (len(times) - 1) for times in self.came_s.values() if len(times) > 1]
+        return 1e3 * statistics.median(means or [0.0])
+
+
+class AnyRunner(Protocol):
+    """What computes steps, of which some may be in flight."""
+
+    max_in_flight: int
+
+    def start(self, plan: StepPlan) -> None: ...
+    def finish(self) -> StepResult: ...
+
+
+class OneByOne:
+    """Wraps a CPU runner for `drive`: `finish` computes the step."""
+
+    max_in_flight = 1
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def start(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def finish(self) -> StepResult:
+        return self._runner.run(self._plan)
+
+
+def drive(
+    runner: AnyRunner,
+    scheduler: Scheduler,
+    sequences: Iterable[Sequence],
+    depth: int,
+    is_over: Callable[[Driven], bool] = lambda _: False,
+) -> Driven:
+    """Compute all tokens of some sequences, with up to `depth` steps in flight, or until it is over."""
+    for sequence in sequences:
+        scheduler.add(sequence)
+    driven, started_s = Driven(), time.perf_counter()
+    in_flight: deque[StepPlan] = deque()
+    while True:
+        before_s = time.perf_counter()
+        if len(in_flight) < depth and not is_over(driven) and (plan := scheduler.plan()) is not None:
+            planned_s = time.perf_counter()
+            runner.start(plan)
+            in_flight.append(plan)
+            driven.planning_s += planned_s - before_s
+            driven.launching_s += time.perf_counter() - planned_s
+            continue
+        if not in_flight:
+            driven.total_s = time.perf_counter() - started_s
+            return driven
+        waited_s = time.perf_counter()
+        result = runner.finish()
+        finished_s = time.perf_counter()
+        driven.waiting_s += finished_s - waited_s
+        driven.num_steps += 1
+        for outcome in scheduler.commit(in_flight.popleft(), result):
+            if isinstance(outcome, Sampled):
+                driven.texts.setdefault(outcome.sequence.order, []).append(outcome.token.token_id)
+                driven.came_s.setdefault(outcome.sequence.order, []).append(finished_s - started_s)
+        driven.committing_s += time.perf_counter() - finished_s

@@ -1,0 +1,55 @@
+"""Sampling as the engine asks for it, on logits of a large vocabulary: what the device does, and what the host does."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from gpu_device import Device
+from gpu_models import random_prompt
+from gpu_report import Case, Row
+
+from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.step import SampleSpec
+from pdserve.sampling import SamplingParams
+
+VOCAB, DRY_VOCAB = 151_936, 500
+PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 500
+HOST_CALLS = 20
+WAYS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "free": SamplingParams(temperature=0.8),
+    "top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+    "top-k 20, top-p 0.95": SamplingParams(temperature=0.8, top_k=20, top_p=0.95),
+    "penalties": SamplingParams(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5),
+}
+
+
+def cases(device: Device) -> Iterator[Case]:
+    vocab_size = device.sized(VOCAB, DRY_VOCAB)
+    sampler = KernelSampler((vocab_size - 1,), vocab_size, device.torch)
+    for num_rows in device.sized((1, 64, 256), (1, 2)):
+        logits = (torch.randn((num_rows, vocab_size), device=device.torch) * 3).bfloat16()
+        for name, params in WAYS.items():
+            specs = [_spec(device, row, params, vocab_size) for row in range(num_rows)]
+            yield name, partial(_sample, device, sampler, logits, specs, f"{num_rows} rows, {name}")
+
+
+def _spec(device: Device, row: int, params: SamplingParams, vocab_size: int) -> SampleSpec:
+    lens = device.sized((PROMPT_TOKENS, OUTPUT_TOKENS), (9, 5)) if params.has_penalties else (0, 0)
+    prompt, output = (random_prompt(length, vocab_size, 2 * row + which) for which, length in enumerate(lens))
+    return SampleSpec(params, row, 0, prompt, output, forbid_stops=False)
+
+
+def _sample(
+    device: Device, sampler: KernelSampler, logits: torch.Tensor, specs: list[SampleSpec], name: str
+) -> list[Row]:
+    kernels = device.kernel_us(lambda: sampler.sample(logits, specs))
+    count = device.sized(HOST_CALLS, 1)
+    started_s = time.perf_counter()
+    for _ in range(count):
+        sampler.sample(logits, specs)
+    host_us = (time.perf_counter() - started_s) * 1e6 / count
+    device.synchronize()
+    largest = {f"us {kernel[:28]}": time_us for kernel, time_us in list(kernels.items())[:3]}
+    return [Row(name, {"us device": sum(kernels.values()), "us host": host_us, **largest})]

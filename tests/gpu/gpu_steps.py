@@ -1,0 +1,99 @@
+"""Where a step's time goes: device, host, and the gaps between.
+
+The device's part is what its kernels run, as the profiler sees them; the host's parts are measured while steps overlap
+as they do in a worker. The idle gap is what the device does nothing: the time of a step less that of its kernels.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from functools import partial
+
+from gpu_device import Device
+from gpu_models import QWEN3_0_6B, QWEN3_8B, Driven, Engine, config_of, drive, limits_of, random_model
+from gpu_report import Case, Row
+from gpu_throughput import GREEDY, equal_work
+
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
+
+LIMITS = limits_of(256, max_num_batched_tokens=8_192, max_model_len=2_048)
+DRY_LIMITS = limits_of(2, max_num_batched_tokens=32, max_model_len=64)
+TIMED_STEPS = 50
+CONTEXT = 600
+TOP_KERNELS = 6
+SHOWN_NAME = 28
+
+
+def cases(device: Device) -> Iterator[Case]:
+    for name, shape in {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}.items():
+        engine = Engine.of(device, random_model(config_of(device, shape), device), device.sized(LIMITS, DRY_LIMITS))
+        for num_seqs in device.sized((1, 64, 256), (1, 2)):
+            yield f"{name} decode {num_seqs}", partial(_decode, device, engine, name, num_seqs)
+        yield f"{name} prefill", partial(_prefill, device, engine, name)
+        del engine
+        device.empty()
+
+
+def _decode(device: Device, engine: Engine, name: str, num_seqs: int) -> Iterator[Row]:
+    num_steps = device.sized(TIMED_STEPS, 2)
+    work = equal_work(num_seqs, device.sized(CONTEXT, 5), num_steps + 2, 250)
+    driven = engine.drive(work.sequences(GREEDY), depth=2)
+    plan = _decode_plan(engine, list(work.sequences(GREEDY)))
+    kernels = device.kernel_us(lambda: engine.runner.run(plan))
+    yield _row(f"{name} decode {num_seqs}", driven, driven.tpot_ms, kernels)
+    yield _top(f"{name} decode {num_seqs}: kernels", kernels)
+
+
+def _decode_plan(engine: Engine, sequences: Seq[Sequence]) -> StepPlan:
+    """Compute some prompts; return a step that decodes them all, which may be run again and again."""
+    scheduler = engine.scheduler()
+    drive(engine.runner, scheduler, sequences, 1, is_over=lambda driven: len(driven.texts) == len(sequences))
+    return _next_plan(scheduler)
+
+
+def _prefill(device: Device, engine: Engine, name: str) -> Iterator[Row]:
+    """Compute prompts one by one, as a prefill worker does: it plans nothing ahead."""
+    length = device.sized(2_000, 20)
+    work = equal_work(device.sized(12, 2), length, 1, 250)
+    engine.drive(work.sequences(GREEDY), depth=1)
+    driven = Driven()
+    for sequence in work.sequences(GREEDY):
+        one = engine.drive([sequence], depth=1)
+        for part in ("total_s", "waiting_s", "planning_s", "launching_s", "committing_s", "num_steps"):
+            setattr(driven, part, getattr(driven, part) + getattr(one, part))
+    scheduler = engine.scheduler()
+    scheduler.add(next(work.sequences(GREEDY)))
+    plan = _next_plan(scheduler)
+    kernels = device.kernel_us(lambda: engine.runner.run(plan))
+    row = f"{name} prefill {length}"
+    yield _row(row, driven, 1e3 * driven.total_s / driven.num_steps, kernels)
+    yield _top(f"{row}: kernels", kernels)
+
+
+def _next_plan(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def _row(name: str, driven: Driven, step_ms: float, kernels: dict[str, float]) -> Row:
+    device_ms, steps = sum(kernels.values()) / 1e3, 1e-3 * driven.num_steps
+    host_s = driven.planning_s + driven.launching_s + driven.committing_s
+    figures = {
+        "ms a step": step_ms,
+        "ms device": device_ms,
+        "ms idle": step_ms - device_ms,
+        "ms host": host_s / steps,
+        "ms plan": driven.planning_s / steps,
+        "ms launch": driven.launching_s / steps,
+        "ms wait": driven.waiting_s / steps,
+        "ms commit": driven.committing_s / steps,
+    }
+    return Row(name, figures)
+
+
+def _top(name: str, kernels: dict[str, float]) -> Row:
+    """Return the kernels that take longest."""
+    longest = list(kernels.items())[:TOP_KERNELS]
+    return Row(name, {f"us {kernel[:SHOWN_NAME]}": time_us for kernel, time_us in longest}, f"{len(kernels)} kernels")
