@@ -11,7 +11,6 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
@@ -21,16 +20,16 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.errors import ConfigError, not_installed
-from pdserve.ids import PageId
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.device_region import device_region
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.region import Digests, Region, num_probe_rows
-from pdserve.kvtransfer.session import Pages, Peer
+from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.session import Peer
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 MAX_CHARACTERS = 100
-_UNSIGNED = (1 << 64) - 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -236,34 +234,6 @@ def kv_region(engine: Engine) -> Region:
     kv = engine.runner.kv
     view = kv.view(torch.uint8).view(len(kv), -1)
     return Region.of(view.numpy()) if view.device.type == "cpu" else device_region(view)
-
-
-def device_region(view: Tensor) -> Region:
-    """Return pages that the page-digest kernel can read. view: uint8 [num_pages, page_bytes], contiguous."""
-    page_bytes = view.shape[1]
-    probe = torch.zeros((num_probe_rows(page_bytes), page_bytes), dtype=torch.uint8, device=view.device)
-    gpu = view.get_device() if view.device.type == "cuda" else None
-    digests = _kernel_digests(view)
-    digests((PageId(0),))  # compiled before anybody waits for it
-    return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu)
-
-
-def _kernel_digests(view: Tensor) -> Digests:
-    """Return what computes splitmix64 digests of pages where they lie.
-
-    On a stream of its own, of high priority: it waits for no step, and not behind the programs of a large one.
-    """
-    from pdserve.kernels.pageio import page_digests  # noqa: PLC0415 - a CPU worker has no need of Triton
-
-    stream = torch.cuda.Stream(view.device, priority=-1) if view.device.type == "cuda" else None
-
-    def digests(pages: Pages) -> tuple[int, ...]:
-        with torch.cuda.stream(stream):
-            ids = torch.tensor(pages, dtype=torch.int64, device=view.device)
-            found = page_digests(view, ids).tolist()
-        return tuple(digest & _UNSIGNED for digest in found)
-
-    return digests
 
 
 def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes) -> Backend:

@@ -14,11 +14,11 @@ from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.device_region import device_region
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.worker.boot import device_region
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
