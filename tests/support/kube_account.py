@@ -27,9 +27,13 @@ Ask = Callable[[str, str, Any], Awaitable[Any]]  # of a method, a path and a bod
 def manifests(namespace: str) -> list[Manifest]:
     """Return the account, its roles and their bindings."""
     given = [f"--set={value}" for value in RELEASE]
-    command = ("template", "chat", str(CHART), f"--namespace={namespace}", "--show-only=templates/operator.yaml")
-    documents = list(yaml.safe_load_all(helm(*command, *given).stdout))
-    return [each for each in documents if each["kind"] == "ServiceAccount" or "rbac" in each["apiVersion"]]
+    command = ("template", "chat", str(CHART), f"--namespace={namespace}")
+    documents = [each for each in yaml.safe_load_all(helm(*command, *given).stdout) if each]
+    bindings = [each for each in documents if NAME in {subject["name"] for subject in each.get("subjects", ())}]
+    accounts = [each for each in documents if each["kind"] == "ServiceAccount" and each["metadata"]["name"] == NAME]
+    names = {(binding["roleRef"]["kind"], binding["roleRef"]["name"]) for binding in bindings}
+    roles = [each for each in documents if (each["kind"], each["metadata"]["name"]) in names]
+    return [*accounts, *roles, *bindings]
 
 
 def path(manifest: Manifest) -> str:
