@@ -1,4 +1,4 @@
-"""On a real API server the tests have the chart's own account for its operator pod, however the chart's files are cut."""
+"""On a real API server the tests have the account of the chart's operator pod, in whichever of its files that is."""
 
 from kube_account import NAME, manifests
 
