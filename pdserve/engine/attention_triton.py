@@ -31,6 +31,20 @@ def size_for(num_seqs: int, sizes: Seq[int]) -> int | None:
     return sizes[index] if index < len(sizes) else None
 
 
+def attention_spec(config: ModelConfig, page_size: int, num_pages: int, dtype: torch.dtype) -> AttentionSpec:
+    """Return a model's attention; ValueError names what of the model or its pages the kernels do not serve."""
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        num_pages=num_pages,
+        scale=config.head_dim**-0.5,
+        dtype=dtype,
+        window=config.sliding_window,
+    )
+
+
 _Part = tuple[PagedAttention, slice]  # one launch, for these tokens of a step; the kernel leaves padding alone
 
 
@@ -51,16 +65,7 @@ class TritonAttention:
         ValueError names what of a model or pool the kernels do not serve.
         """
         self._config = config
-        self._spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_size=kv.shape[4],
-            num_pages=kv.shape[0],
-            scale=config.head_dim**-0.5,
-            dtype=kv.dtype,
-            window=config.sliding_window,
-        )
+        self._spec = attention_spec(config, kv.shape[4], kv.shape[0], kv.dtype)
         self._pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(config.num_layers)]
         self._cos_sin = rope.table(max_kv_len)
         self._device = kv.device

@@ -30,6 +30,7 @@ from pdserve.kvtransfer.device_region import device_region
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
+from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
@@ -37,6 +38,7 @@ from pdserve.processor import allocator_problem, choose_dtype, cpu_name, read_cp
 from pdserve.roles import lacks_pages
 from pdserve.rpc import split_address
 from pdserve.worker.memory import available_bytes, share_weights
+from pdserve.worker.no_gpu import driver_version, why_no_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ def build_engine(
         page_digest=page_digest(config.device),
     )
     device = engine_device(config)
+    if config.device in KERNEL_DEVICES:
+        _check_kernels(config, model_config, DTYPES[dtype], device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
@@ -122,7 +126,8 @@ def engine_device(config: WorkerConfig) -> torch.device:
     if problem := allocator_problem():
         raise ConfigError(problem)
     if not torch.cuda.is_available():
-        raise ConfigError("device: cuda is asked for, and torch sees no CUDA device")
+        reason = why_no_gpu(torch.version.cuda, driver_version(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        raise ConfigError(f"device: cuda is asked for, and torch sees no CUDA device: {reason}")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -176,17 +181,27 @@ def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     return num_pages
 
 
+def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if the kernels do not serve a model, or pages of the configured size."""
+    if config.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
+    from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
+    from pdserve.kernels.tuning import device_of  # noqa: PLC0415
+
+    try:
+        PagedAttention(attention_spec(model, config.page_size, 1, dtype), "meta", chip=device_of(str(device)))
+    except ValueError as error:
+        raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
+
+
 def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) -> EngineRunner:
     if config.device not in KERNEL_DEVICES:
         return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids))
-    if config.device == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
     from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415 - a CPU worker has no need of Triton
 
-    try:
-        runner = CudaRunner(model, num_pages, config.page_size, limits)
-    except ValueError as error:
-        raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
+    runner = CudaRunner(model, num_pages, config.page_size, limits)
     runner.capture()
     return runner
 

@@ -1,5 +1,8 @@
 """Where a worker's engine runs, and what is said when it cannot."""
 
+import json
+import re
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout
 from pdserve.processor import allocator_problem
-from pdserve.worker.boot import engine_device, pages_asked_for
+from pdserve.worker.boot import build_engine, engine_device, open_model, pages_asked_for
+from pdserve.worker.no_gpu import driver_version, why_no_gpu
 
 
 def config_of(**settings: object) -> WorkerConfig:
@@ -43,8 +47,51 @@ def test_an_allocator_whose_memory_nobody_can_be_given_is_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^device: cuda is asked for, and torch sees no CUDA device"):
+    with pytest.raises(ConfigError, match=r"^device: cuda is asked for, and torch sees no CUDA device: \w+"):
         engine_device(config_of(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("built_for", "driver", "visible", "reason"),
+    [
+        (None, (13, 0), None, r"torch \S+ is built without CUDA"),
+        ("12.8", None, None, r"no NVIDIA driver.*libcuda\.so\.1"),
+        ("13.0", (12, 4), None, r"the driver knows CUDA 12\.4, torch is built for 13\.0: update the driver"),
+        ("12.8", (12, 4), "", r"CUDA_VISIBLE_DEVICES='' leaves none"),
+        ("12.8", (13, 0), "7", r"CUDA_VISIBLE_DEVICES='7' leaves none"),
+        ("12.8", (13, 0), None, r"nvidia-smi"),
+    ],
+)
+def test_why_torch_sees_no_gpu_is_said_with_what_helps(
+    built_for: str | None, driver: tuple[int, int] | None, visible: str | None, reason: str
+) -> None:
+    assert re.search(reason, why_no_gpu(built_for, driver, visible))
+
+
+def test_this_machines_driver_is_asked_for_its_version() -> None:
+    assert (driver_version() is None) == (find_library("cuda") is None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "page_size", "field"),
+    [
+        ({"head_dim": 24}, 16, "head_dim must be a multiple of 16 up to 256, got 24"),
+        ({"head_dim": 512}, 16, "head_dim must be a multiple of 16 up to 256, got 512"),
+        ({}, 48, "page_size must be one of"),
+        ({"num_attention_heads": 512}, 16, "num_heads must be 1 to 128 times num_kv_heads, got 512"),
+    ],
+)
+def test_shapes_without_a_kernel_are_refused_before_a_weight_is_read(
+    tmp_path: Path, changes: dict[str, int], page_size: int, field: str
+) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 30, **heads, **changes}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **shape}))
+    config = config_of(model=str(tmp_path), device="interpreter", page_size=page_size, load_format="dummy")
+    read: list[float] = []
+    with pytest.raises(ConfigError, match=f"^device: interpreter does not serve this model: {field}"):
+        build_engine(config, open_model(config), b"secret", read.append)
+    assert not read
 
 
 @pytest.mark.parametrize("mover", ["nixl", "collective"])
