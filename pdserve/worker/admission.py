@@ -31,6 +31,7 @@ class Rules:
     lease_s: float  # a sender that is silent for so long has lost its grants
     role: Role  # at the start
     step_tokens: Mapping[Role, int] = field(default_factory=dict)  # in each role; where none are named, the engine's
+    fills_steps_ahead: bool = False  # with prompts, while one runs: on a GPU, which waits for what is launched
 
 
 def longest(scheduler: Scheduler, job: Job) -> int:

@@ -37,7 +37,7 @@ class WorkerCore:
         pool = scheduler.cache.pool
         self._scheduler = scheduler
         self._vocab_size = vocab_size
-        self._max_tasks = rules.max_tasks
+        self._max_tasks, self._fills_steps_ahead = rules.max_tasks, rules.fills_steps_ahead
         self._room = Room(scheduler.cache, scheduler.limits.max_model_len)
         self._roles = Roles(rules.role, scheduler, self._room, rules.step_tokens)
         self._starting = Starting(scheduler, self._room)
@@ -63,13 +63,17 @@ class WorkerCore:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether the next step may be planned while one runs: all sequences decode.
+        """Whether the next step may be planned while one runs: all sequences decode, or running prompts will fill it.
 
-        A step of prompts is long, so it is planned late: it takes all that has come by then. A continuation that moves
-        here would wait for both steps.
+        Another step of prompts is long, so it is planned late: it takes all that has come by then. A continuation that
+        moves here would wait for both steps.
         """
-        waiting, running = self._scheduler.waiting, self._scheduler.running
-        return not any(s.num_missing > 1 for s in running) and not waiting and not self.incoming.awaits_move()
+        scheduler = self._scheduler
+        left = sum([s.num_missing for s in scheduler.running if s.num_missing > 1])
+        is_sure = not left and not scheduler.waiting
+        if left and self._fills_steps_ahead:
+            is_sure = left - sum(step.num_prompt_tokens for step in scheduler.steps) >= scheduler.step_tokens
+        return is_sure and not self.incoming.awaits_move()
 
     @property
     def due_s(self) -> float:

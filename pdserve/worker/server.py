@@ -162,6 +162,7 @@ async def assemble(
         lease_s=config.lease_s,
         role=config.role,
         step_tokens=config.step_tokens,
+        fills_steps_ahead=config.device == "cuda",
     )
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
     me = Introduction(peer, engine.layout)

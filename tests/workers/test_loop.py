@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -252,6 +253,26 @@ class Placing(Notes):
             self.heard.append("placed")
             self.drained = len(self.heard) == 50
         return []
+
+
+@pytest.mark.parametrize(("fills_steps_ahead", "num_ahead"), [(True, 2), (False, 0)])
+def test_prompts_are_planned_ahead_where_launching_counts_and_they_fill_the_next_step(
+    fills_steps_ahead: bool, num_ahead: int
+) -> None:
+    worker = LoneCore(num_pages=16, max_model_len=64, step_tokens=8, fills_steps_ahead=fills_steps_ahead)
+    worker.place(job(1, 30))
+    ahead, running = [], deque([worker.core.plan(0.0)])
+    while running:
+        ahead.append(worker.core.may_plan_ahead)
+        if ahead[-1] and len(running) < 2:
+            running.append(worker.core.plan(0.0))
+        plan = running.popleft()
+        assert plan is not None
+        worker.core.commit(plan, worker.runner.run(plan), 0.0)
+        if not running and worker.scheduler.running[0].num_missing > 1:
+            running.append(worker.core.plan(0.0))
+    assert sum(ahead) == num_ahead, "8, 8 and 8 of 30 tokens; the last 6 leave room for what comes"
+    assert worker.scheduler.running[0].num_missing == 1
 
 
 async def test_placements_that_come_together_are_told_to_other_routers_once() -> None:

@@ -77,7 +77,7 @@ class WorkerProcess(Host):
         layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
         self.introduction = Introduction(self.peer, layout)
         key = self.world.rng.randbytes(16)
-        rules = Rules(size.max_tasks, True, MAX_QUARANTINED_SHARE, lease_s, role)
+        rules = Rules(size.max_tasks, True, MAX_QUARANTINED_SHARE, lease_s, role, fills_steps_ahead=True)
         self.core = WorkerCore(self.scheduler, size.vocab_size, self.runner.page_bytes, key, rules)
         self.copy_faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
