@@ -1,7 +1,9 @@
-"""Sample one token per row of logits: penalties, truncation and noise in one launch, without sorting.
+"""Sample one token per row of logits: penalties, truncation and noise in two launches, without sorting.
 
-The tokens top-k, top-p and min-p keep are always those at or above some logit. So the noisy argmax over a larger set
-is the answer if it is itself kept; if not, nothing at or below its logit is, and the search goes on above it.
+`scan` looks at a part of a row: it finds the part's largest score plus noise. `choose` takes the largest of a row's
+parts, which is the token unless top-k, top-p or min-p leave it out. The tokens that those keep are always those at or
+above some score. So the noisy argmax over a larger set is the answer if it is itself kept; if not, nothing at or below
+its score is, and the search goes on above it. What a row does not ask for is skipped by branches at run time.
 """
 
 import triton
@@ -32,12 +34,10 @@ def _gumbel(ids, low, high):
 
 
 @triton.jit
-def _load_scores(row_ptr, start, vocab_size, divisor, BLOCK: tl.constexpr):
-    """Load BLOCK logits over the temperature; what is not there, or not a number, is -inf."""
+def _load_scores(row_ptr, start, vocab_size, BLOCK: tl.constexpr):
+    """Load BLOCK scores; past the vocabulary they are -inf."""
     ids = start + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + ids, ids < vocab_size, other=float("-inf")).to(tl.float32)
-    x = tl.math.div_rn(x, divisor)
-    return ids, tl.where(x == x, x, float("-inf"))
+    return ids, tl.load(row_ptr + ids, ids < vocab_size, other=float("-inf"))
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _ordered(x):
 
 
 @triton.jit
-def _kth_largest(row_ptr, vocab_size, divisor, k, BLOCK: tl.constexpr):
+def _kth_largest(row_ptr, vocab_size, k, BLOCK: tl.constexpr):
     """Find the k-th largest score, as its _ordered integer: four turns of a radix search."""
     prefix = tl.full([], 0, tl.uint32)
     remaining = k
@@ -58,7 +58,7 @@ def _kth_largest(row_ptr, vocab_size, divisor, k, BLOCK: tl.constexpr):
         counts = tl.zeros([256], tl.int32)
         outside = 0
         for start in range(0, vocab_size, BLOCK):
-            ids, x = _load_scores(row_ptr, start, vocab_size, divisor, BLOCK)
+            ids, x = _load_scores(row_ptr, start, vocab_size, BLOCK)
             key = _ordered(x)
             inside = ids < vocab_size
             if turn > 0:
@@ -75,140 +75,179 @@ def _kth_largest(row_ptr, vocab_size, divisor, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _noisy_argmax(row_ptr, vocab_size, divisor, floor, pivot, low, high, greedy, BLOCK: tl.constexpr):
-    """Find the token of score + noise, largest, among scores >= floor and > pivot; ties go to the lowest id."""
+def _best(noisy, scores, ids):
+    """Return the largest noisy score, its token and that token's score; ties go to the lowest id."""
+    top = tl.max(noisy, 0)
+    token = tl.min(tl.where(noisy == top, ids, 2147483647), 0)
+    return top, token, tl.max(tl.where(ids == token, scores, float("-inf")), 0)
+
+
+@triton.jit
+def _noisy_argmax(row_ptr, vocab_size, floor, pivot, low, high, BLOCK: tl.constexpr):
+    """Find the token of score + noise, largest, among scores >= floor and > pivot, and its score."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.arange(0, BLOCK)
     for start in range(0, vocab_size, BLOCK):
-        ids, x = _load_scores(row_ptr, start, vocab_size, divisor, BLOCK)
-        noisy = x + tl.where(greedy, 0.0, _gumbel(ids, low, high))
-        noisy = tl.where((x >= floor) & (x > pivot), noisy, float("-inf"))
+        ids, x = _load_scores(row_ptr, start, vocab_size, BLOCK)
+        noisy = tl.where((x >= floor) & (x > pivot), x + _gumbel(ids, low, high), float("-inf"))
         better = noisy > best
         best = tl.where(better, noisy, best)
         best_score = tl.where(better, x, best_score)
         best_id = tl.where(better, ids, best_id)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, best_id, 2147483647), 0)
-    return token, tl.max(tl.where(best_id == token, best_score, float("-inf")), 0)
+    _, token, score = _best(best, best_score, best_id)
+    return token, score
 
 
 @triton.jit
-def _peak(row_ptr, vocab_size, divisor, BLOCK: tl.constexpr):
-    peak = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        _, x = _load_scores(row_ptr, start, vocab_size, divisor, BLOCK)
-        peak = tl.maximum(peak, x)
-    return tl.max(peak, 0)
-
-
-@triton.jit
-def _mass(row_ptr, vocab_size, divisor, peak, floor, pivot, BLOCK: tl.constexpr):
+def _mass(row_ptr, vocab_size, peak, floor, pivot, BLOCK: tl.constexpr):
     """Sum exp(score - peak) over scores >= floor and > pivot."""
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        _, x = _load_scores(row_ptr, start, vocab_size, divisor, BLOCK)
+        _, x = _load_scores(row_ptr, start, vocab_size, BLOCK)
         mass += tl.where((x >= floor) & (x > pivot), tl.exp(x - peak), 0.0)
     return tl.sum(mass, 0)
 
 
 @triton.jit
-def count_ids(counts_ptr, ids_ptr, offsets_ptr, counts_stride, OUTPUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Note one row's token ids: 2 is added for each id of the output, the lowest bit set for ids of the prompt."""
-    row = tl.program_id(0)
-    end = tl.load(offsets_ptr + row + 1)
-    for start in range(tl.load(offsets_ptr + row), end, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + place, place < end, other=0).to(tl.int64)
-        target = counts_ptr + row.to(tl.int64) * counts_stride + ids
-        if OUTPUT:
-            tl.atomic_add(target, 2, place < end, sem="relaxed")
+def count_ids(
+    counts_ptr, slots_ptr, is_output_ptr, ids_ptr, offsets_ptr, counts_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Note one list of token ids in its row: 2 is added for each id of an output, the lowest bit set for a prompt's."""
+    place = tl.program_id(0)
+    row_ptr = counts_ptr + tl.load(slots_ptr + place).to(tl.int64) * counts_stride
+    is_output = tl.load(is_output_ptr + place) != 0
+    end = tl.load(offsets_ptr + place + 1)
+    for start in range(tl.load(offsets_ptr + place), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        target = row_ptr + tl.load(ids_ptr + at, at < end, other=0)
+        if is_output:
+            tl.atomic_add(target, 2, at < end, sem="relaxed")
         else:
-            tl.atomic_or(target, 1, place < end, sem="relaxed")
+            tl.atomic_or(target, 1, at < end, sem="relaxed")
 
 
 @triton.jit
-def _penalize(
-    row_ptr, logits_row, counts_row, bias_ids_ptr, bias_ptr, bias_begin, bias_end, mask_row, is_masked,
-    repetition, frequency, presence, vocab_size, HAS_COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the row's penalized, masked and biased logits to row_ptr, in float32."""
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_row + ids, ids < vocab_size, other=0.0).to(tl.float32)
-        if HAS_COUNTS:
-            count = tl.load(counts_row + ids, ids < vocab_size, other=0)
-            seen = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
-            x = tl.where(count > 0, seen, x)
-            written = (count >> 1).to(tl.float32)
-            x = x - frequency * written
-            x = x - tl.where(written > 0, presence, 0.0)
-        if HAS_MASK:
-            word = tl.where(is_masked, tl.load(mask_row + (ids >> 5), ids < vocab_size, other=-1), -1)
-            x = tl.where((word >> (ids & 31)) & 1 == 1, x, float("-inf"))
-        tl.store(row_ptr + ids, x, ids < vocab_size)
-    tl.debug_barrier()  # other threads of this program read what was just written
-    if HAS_BIAS:
-        for start in range(bias_begin, bias_end, BIAS_BLOCK):
-            place = start + tl.arange(0, BIAS_BLOCK)
-            ids = tl.load(bias_ids_ptr + place, place < bias_end, other=vocab_size)
-            real = (ids >= 0) & (ids < vocab_size)  # beside the row lie its neighbours
-            bias = tl.load(bias_ptr + place, real, other=0.0)
-            tl.store(row_ptr + ids, tl.load(row_ptr + ids, real, other=0.0) + bias, real)
-        tl.debug_barrier()
+def _penalized(x, count, repetition, frequency, presence):
+    """Apply penalties to logits, by what `count_ids` has noted."""
+    seen = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
+    x = tl.where(count > 0, seen, x)
+    written = (count >> 1).to(tl.float32)
+    x = x - frequency * written
+    return x - tl.where(written > 0, presence, 0.0)
 
 
 @triton.jit
-def sample(
-    out_ptr, logits_ptr, scratch_ptr, keys_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    repetition_ptr, frequency_ptr, presence_ptr, counts_ptr, bias_ids_ptr, bias_ptr, bias_offsets_ptr,
-    mask_ptr, mask_rows_ptr, vocab_size, logits_stride, scratch_stride, counts_stride, mask_stride,
-    HAS_COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
-    BIAS_BLOCK: tl.constexpr,
+def _biased(x, row_ptr, ids, start, stop, bias_ids_ptr, bias_ptr, begin, end, BIAS_BLOCK: tl.constexpr):
+    """Add the biases of tokens from `start` up to `stop`, through memory at row_ptr."""
+    tl.store(row_ptr + ids, x, ids < stop)
+    tl.debug_barrier()  # other threads of this program change what was just written
+    for first in range(begin, end, BIAS_BLOCK):
+        place = first + tl.arange(0, BIAS_BLOCK)
+        biased = tl.load(bias_ids_ptr + place, place < end, other=stop)
+        real = (biased >= start) & (biased < stop)
+        bias = tl.load(bias_ptr + place, real, other=0.0)
+        tl.store(row_ptr + biased, tl.load(row_ptr + biased, real, other=0.0) + bias, real)
+    tl.debug_barrier()
+    return tl.load(row_ptr + ids, ids < stop, other=float("-inf"))
+
+
+@triton.jit
+def _is_truncated(top_k, top_p, min_p, vocab_size):
+    return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
+
+
+@triton.jit(do_not_specialize=["counts_stride", "mask_stride"])
+def scan(
+    best_ptr, token_ptr, logits_ptr, scores_ptr, keys_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    repetition_ptr, frequency_ptr, presence_ptr, slots_ptr, counts_ptr, bias_ids_ptr, bias_ptr, bias_offsets_ptr,
+    mask_ptr, mask_rows_ptr, vocab_size, num_parts, logits_stride, scores_stride, counts_stride, mask_stride,
+    BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sample the token of one row. Grid: (rows,). scratch, float32, is used where logits have to be changed first."""
-    row = tl.program_id(0)
-    wide = row.to(tl.int64)
-    if HAS_COUNTS or HAS_BIAS or HAS_MASK:
-        bias_begin, bias_end, mask = 0, 0, -1
-        if HAS_BIAS:
-            bias_begin, bias_end = tl.load(bias_offsets_ptr + row), tl.load(bias_offsets_ptr + row + 1)
-        if HAS_MASK:
-            mask = tl.load(mask_rows_ptr + row)
-        scores = scratch_ptr + wide * scratch_stride
-        _penalize(scores, logits_ptr + wide * logits_stride, counts_ptr + wide * counts_stride, bias_ids_ptr, bias_ptr,
-                  bias_begin, bias_end, mask_ptr + tl.maximum(mask, 0) * mask_stride, mask >= 0,
-                  tl.load(repetition_ptr + row), tl.load(frequency_ptr + row), tl.load(presence_ptr + row),
-                  vocab_size, HAS_COUNTS, HAS_BIAS, HAS_MASK, BLOCK, BIAS_BLOCK)  # fmt: skip
-    else:
-        scores = logits_ptr + wide * logits_stride
+    """Find one part's best token, that token's score with and without noise, and the part's largest score.
+
+    Grid: (rows, parts of BLOCK tokens). best: float32 [rows, 3, num_parts]; token: int32 [rows, num_parts]. Of rows
+    that are truncated, all scores are written, in float32.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    wide, start = row.to(tl.int64), part * BLOCK
+    stop = tl.minimum(start + BLOCK, vocab_size)
+    ids = start + tl.arange(0, BLOCK)
+    scores_row = scores_ptr + wide * scores_stride
+    x = tl.load(logits_ptr + wide * logits_stride + ids, ids < stop, other=float("-inf")).to(tl.float32)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        count = tl.load(counts_ptr + slot.to(tl.int64) * counts_stride + ids, ids < stop, other=0)
+        x = _penalized(x, count, tl.load(repetition_ptr + row), tl.load(frequency_ptr + row),
+                       tl.load(presence_ptr + row))  # fmt: skip
+    mask = tl.load(mask_rows_ptr + row)
+    if mask >= 0:
+        word = tl.load(mask_ptr + mask.to(tl.int64) * mask_stride + (ids >> 5), ids < stop, other=0)
+        x = tl.where((word >> (ids & 31)) & 1 == 1, x, float("-inf"))
+    begin, end = tl.load(bias_offsets_ptr + row), tl.load(bias_offsets_ptr + row + 1)
+    if begin < end:
+        x = _biased(x, scores_row, ids, start, stop, bias_ids_ptr, bias_ptr, begin, end, BIAS_BLOCK)
+
+    x = tl.where(x == x, x, float("-inf"))  # what is not a number is never sampled
 
     temperature = tl.load(temperature_ptr + row)
-    greedy = temperature < GREEDY_BELOW
-    divisor = tl.where(greedy, 1.0, temperature)
+    noisy = x
+    if temperature >= GREEDY_BELOW:
+        x = tl.math.div_rn(x, temperature)
+        low = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
+        high = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
+        noisy = x + _gumbel(ids, low, high)
+        if _is_truncated(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), vocab_size):
+            tl.store(scores_row + ids, x, ids < stop)
+    top, token, score = _best(noisy, x, ids)
+    best_row = best_ptr + wide * 3 * num_parts + part
+    tl.store(best_row, top)
+    tl.store(best_row + num_parts, score)
+    tl.store(best_row + 2 * num_parts, tl.max(x, 0))
+    tl.store(token_ptr + wide * num_parts + part, token)
+
+
+@triton.jit(do_not_specialize=["counts_stride"])
+def choose(
+    out_ptr, best_ptr, token_ptr, scores_ptr, keys_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    slots_ptr, counts_ptr, vocab_size, num_parts, scores_stride, counts_stride,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Choose one row's token from what `scan` found, and count it where the row has counts. Grid: (rows,)."""
+    row = tl.program_id(0)
+    wide = row.to(tl.int64)
+    part = tl.arange(0, PARTS)
+    best_row, real = best_ptr + wide * 3 * num_parts + part, part < num_parts
+    best = tl.load(best_row, real, other=float("-inf"))
+    best_score = tl.load(best_row + num_parts, real, other=float("-inf"))
+    peak = tl.max(tl.load(best_row + 2 * num_parts, real, other=float("-inf")), 0)
+    ids = tl.load(token_ptr + wide * num_parts + part, real, other=2147483647)
+    _, token, score = _best(best, best_score, ids)
+
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    low = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
-    high = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-
-    peak = float("-inf")
-    floor = float("-inf")
-    allowed = float("inf")  # mass that may lie above a kept token, in units of exp(-peak)
-    if (top_p < 1.0 or min_p > 0.0) and not greedy:
-        peak = _peak(scores, vocab_size, divisor, BLOCK)
-    if top_k > 0 and top_k < vocab_size and not greedy:
-        key = _kth_largest(scores, vocab_size, divisor, top_k, BLOCK)
-        key = tl.where(key >> 31 == 1, key ^ 0x80000000, key ^ 0xFFFFFFFF)
-        floor = key.to(tl.float32, bitcast=True)
-    if top_p < 1.0 and not greedy:
-        allowed = top_p * _mass(scores, vocab_size, divisor, peak, floor, float("-inf"), BLOCK)
-    if min_p > 0.0 and not greedy:
-        floor = tl.maximum(floor, peak + tl.log(min_p))
-
-    token, score = _noisy_argmax(scores, vocab_size, divisor, floor, float("-inf"), low, high, greedy, BLOCK)
-    if top_p < 1.0 and not greedy:
-        above = _mass(scores, vocab_size, divisor, peak, float("-inf"), score, BLOCK)
-        while above >= allowed and score < peak:
-            token, score = _noisy_argmax(scores, vocab_size, divisor, floor, score, low, high, greedy, BLOCK)
-            above = _mass(scores, vocab_size, divisor, peak, float("-inf"), score, BLOCK)
+    if tl.load(temperature_ptr + row) >= GREEDY_BELOW and _is_truncated(top_k, top_p, min_p, vocab_size):
+        scores = scores_ptr + wide * scores_stride
+        low = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
+        high = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
+        floor = float("-inf")
+        allowed = float("inf")  # mass that may lie above a kept token, in units of exp(-peak)
+        if top_k > 0 and top_k < vocab_size:
+            key = _kth_largest(scores, vocab_size, top_k, BLOCK)
+            key = tl.where(key >> 31 == 1, key ^ 0x80000000, key ^ 0xFFFFFFFF)
+            floor = key.to(tl.float32, bitcast=True)
+        if top_p < 1.0:
+            allowed = top_p * _mass(scores, vocab_size, peak, floor, float("-inf"), BLOCK)
+        if min_p > 0.0:
+            floor = tl.maximum(floor, peak + tl.log(min_p))
+        if score < floor:
+            token, score = _noisy_argmax(scores, vocab_size, floor, float("-inf"), low, high, BLOCK)
+        if top_p < 1.0:
+            above = _mass(scores, vocab_size, peak, float("-inf"), score, BLOCK)
+            while above >= allowed and score < peak:
+                token, score = _noisy_argmax(scores, vocab_size, floor, score, low, high, BLOCK)
+                above = _mass(scores, vocab_size, peak, float("-inf"), score, BLOCK)
     tl.store(out_ptr + row, token.to(tl.int64))
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        counted = counts_ptr + slot.to(tl.int64) * counts_stride + token
+        tl.store(counted, tl.load(counted) + 2)

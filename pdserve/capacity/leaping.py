@@ -11,7 +11,8 @@ from pdserve.sampling import SampledToken, SamplingParams
 
 OTHER, END = 0, 1  # tokens: one that goes on, and the end of a sequence
 _GOES_ON, _ENDS = (SampledToken(OTHER),), (SampledToken(END),)
-_SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), False),)  # nothing is sampled here: only their number counts
+# Nothing is sampled here: only their number counts.
+_SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, sequence=(0, 0)),)
 
 OutputLength = Callable[[bytes], int]  # of a request, by its id
 

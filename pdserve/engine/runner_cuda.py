@@ -13,7 +13,7 @@ that token by a grammar or bad words, the host waits for it once the next step's
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import cast
@@ -26,9 +26,10 @@ from torch import Tensor
 from pdserve.engine.attention_triton import TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.masks import token_masks
+from pdserve.engine.replays import Replays
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import SCORING_BYTES, Scores, reported_rows, sampled_tokens, score, score_samples
-from pdserve.engine.sampler_triton import KernelSampler, each_variant
+from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
@@ -44,7 +45,7 @@ Ints32 = npt.NDArray[np.int32]
 
 LIBRARY_BYTES = 192 << 20  # of libraries' workspaces, on the two streams that launch: an assumption, never measured
 CONTEXT_BYTES = 1 << 30  # of CUDA's context and libraries in a process, at most: an assumption, never measured
-SAMPLING_BYTES = 8  # per logit: a count and a changed logit, where a row has penalties
+SAMPLING_BYTES = 8  # per logit: a count of penalties, and a score
 GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
 _NUM_INPUTS = 3  # token ids, positions, slots
 
@@ -107,7 +108,7 @@ class CudaRunner:
         self._staging = Staging(device)
         self._replays = Replays(device)
         self._eos_token_ids = sorted(limits.eos_token_ids)
-        self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, device)
+        self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, limits.max_num_seqs, device)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
 
@@ -146,8 +147,9 @@ class CudaRunner:
 
     def capture(self) -> None:
         """Compile kernels and capture decode steps now, not when they are first needed. Overwrites slots of page 0."""
-        for spec in each_variant():  # of the sampler; two tokens are a prompt to attention
-            self.run(StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))
+        penalized = SamplingParams(repetition_penalty=2.0)  # to compile the counting of tokens as well
+        spec = SampleSpec(penalized, 0, 0, (0,), (), forbid_stops=False, sequence=(-1, 0))
+        self.run(StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))  # two tokens are a prompt to attention
         if self.kv.device.type == "cuda":  # Triton's interpreter has nothing to compile
             for plan in prompt_steps(self._max_tokens, self._max_model_len, self._pool.page_size):
                 self.run(plan)
@@ -174,7 +176,7 @@ class CudaRunner:
 
         Waits for the tokens of the step before where a sample depends on them, while the device computes this one.
         """
-        lacking = np.flatnonzero([spec.lacks_output for spec in batch.samples])
+        lacking = np.flatnonzero([spec.needs_output for spec in batch.samples])
         if not len(lacking):
             return batch.samples
         before, samples = self._before(), list(batch.samples)
@@ -252,45 +254,6 @@ class CudaRunner:
         return done
 
 
-class Replays:
-    """One captured step for each size that was needed; on a CPU nothing is captured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        if device.type == "cuda":
-            self._memory = torch.cuda.graph_pool_handle()
-            self._aside = torch.cuda.Stream(device)  # one for all: libraries keep a workspace for each stream
-
-    def run(self, size: int, step: Callable[[], Tensor]) -> Tensor:
-        """Compute a step, capturing it if it is the first of its size.
-
-        step: launches the work, which must give the same result when it is done twice. Returns what `step` returned
-        when it was captured; the next step of that size overwrites it.
-        """
-        if self._device.type != "cuda":
-            return step()
-        if size not in self._captured:
-            self._captured[size] = self._capture(step)
-        graph, result = self._captured[size]
-        graph.replay()
-        return result
-
-    def _capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        self._warm_up(step)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._memory, self._aside, capture_error_mode="thread_local"):
-            result = step()
-        return graph, result
-
-    def _warm_up(self, step: Callable[[], Tensor]) -> None:
-        """Compile kernels and let libraries allocate their memory, on the stream that captures."""
-        self._aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._aside):
-            step()
-        torch.cuda.current_stream(self._device).wait_stream(self._aside)
-
-
 def prompt_steps(max_tokens: int, max_model_len: int, page_size: int) -> Iterator[StepPlan]:
     """Yield steps of prompts that between them compile and allocate what later ones need; all in page 0.
 
@@ -304,7 +267,7 @@ def prompt_steps(max_tokens: int, max_model_len: int, page_size: int) -> Iterato
 
 def _in_page_0(parts: Seq[tuple[int, int]], page_size: int) -> StepPlan:
     """Return a step of chunks, each given as (start, tokens), with a sample each."""
-    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False)
+    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False, sequence=(-1, 0))
     pages = [(PageId(0),) * -(-(start + count) // page_size) for start, count in parts]
     return StepPlan(
         tuple(Chunk((0,) * count, start, of, (greedy,)) for (start, count), of in zip(parts, pages, strict=True))

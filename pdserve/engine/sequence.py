@@ -156,10 +156,11 @@ class Sequence:
             self.output_ids.extend(self.tokens[num_prompt + len(self.output_ids) :])
             output_ids = self.output_ids[:]  # that one grows while steps run
         forbid_stops, lacks_output = count < params.min_tokens, self.reads_output and num_unknown > 0
-        rest = self.prompt_ids, output_ids, forbid_stops, self.matcher, lacks_output
+        before, rest = (self.prompt_ids, output_ids, forbid_stops), (self.matcher, lacks_output)
         if len(self.seeds) == 1:
-            return (SampleSpec(params, self.seeds[0], count, *rest),)
-        return tuple([SampleSpec(params, seed, count, *rest) for seed in self.seeds])
+            return (SampleSpec(params, self.seeds[0], count, *before, (self.order, self.indices[0]), *rest),)
+        pairs = zip(self.seeds, self.indices, strict=True)
+        return tuple([SampleSpec(params, seed, count, *before, (self.order, index), *rest) for seed, index in pairs])
 
 
 def split(pool: PagePool, sequence: Sequence, tails: Iterable[tuple[int, Seq[SampledToken]]]) -> list[Sequence]:

@@ -13,6 +13,7 @@ from pdserve.ids import PageId
 from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.values import value
 
+SequenceKey = tuple[int, int]  # of all that one worker computes: a request's arrival, and a continuation's index
 Bits = npt.NDArray[np.int32]  # [ceil(vocab_size / 32)]; token i is bit i % 32 of word i // 32
 
 
@@ -42,8 +43,14 @@ class SampleSpec:
     prompt_ids: Seq[int]
     output_ids: Seq[int]  # those that are known
     forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be sampled
+    sequence: SequenceKey  # whose token it is
     matcher: Matcher | None = None  # says which tokens may be sampled
     lacks_output: bool = False  # the last token of `output_ids` is missing: the previous step samples it
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether the host has to know the token that is missing: penalties may be counted on a device."""
+        return self.lacks_output and (self.matcher is not None or any(len(w) > 1 for w in self.params.bad_word_ids))
 
     @property
     def forbidden(self) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ POOL = PoolShape(num_pages=50, page_size=4, vocab_size=100)
 
 
 def samples(count: int) -> tuple[SampleSpec, ...]:
-    return tuple(SampleSpec(SamplingParams(), seed, 0, (), (), forbid_stops=False) for seed in range(count))
+    params = SamplingParams()
+    return tuple(SampleSpec(params, seed, 0, (), (), forbid_stops=False, sequence=(0, seed)) for seed in range(count))
 
 
 def pages(*ids: int) -> tuple[PageId, ...]:

@@ -45,7 +45,7 @@ TOKENS = st.frozensets(st.integers(0, VOCAB - 1), max_size=6)
 
 
 def spec_of(params: SamplingParams, matcher: Listed, output: tuple[int, ...] = (), **limits: object) -> SampleSpec:
-    return SampleSpec(params, 1, len(output), (), output, bool(limits.get("early")), matcher)
+    return SampleSpec(params, 1, len(output), (), output, bool(limits.get("early")), (0, 0), matcher)
 
 
 @given(st.frozensets(st.integers(0, VOCAB - 1), min_size=1, max_size=9), TOKENS, TOKENS, st.booleans())
@@ -75,7 +75,7 @@ def test_a_masked_row_draws_what_it_draws_of_logits_that_are_minus_infinity_else
     params = SamplingParams(**limits)  # type: ignore[arg-type]
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
     matcher = Listed({(token,) for token in (1, 8, 33, 64, 69)}, VOCAB)
-    plain, sampler = SampleSpec(params, 1, 0, (), (), False), Sampler((END,))
+    plain, sampler = SampleSpec(params, 1, 0, (), (), False, (0, 1)), Sampler((END,))
     specs = [plain, spec_of(params, matcher), plain]
     drawn = sampler.sample(logits, specs, token_masks(specs, VOCAB, (END,)))
     masked = logits.clone()

@@ -130,7 +130,7 @@ def test_eos_comes_from_the_caller_where_given(model: Model) -> None:
     everything_but_7 = tuple(token for token in range(VOCAB) if token != 7)
     for eos, expected in (((), PROMPT), (everything_but_7, [7])):
         runner = Runner(model, 10, PAGE_SIZE, eos)
-        held_back = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=True)
+        held_back = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=True, sequence=(0, 0))
         ((token,),) = runner.run(StepPlan((prompt_chunk(held_back),))).tokens
         assert (token.token_id == 7) == (expected == [7])
 

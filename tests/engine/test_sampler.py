@@ -33,7 +33,7 @@ def spec_of(
     index: int = 0,
     forbid_stops: bool = False,
 ) -> SampleSpec:
-    return SampleSpec(params, seed, index, prompt, output, forbid_stops)
+    return SampleSpec(params, seed, index, prompt, output, forbid_stops, (0, index))
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) -> Tensor:

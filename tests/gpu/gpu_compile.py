@@ -17,7 +17,9 @@ from gpu_engine import FAMILIES, small_runner
 from gpu_models import QWEN3_0_6B, QWEN3_8B, Engine, Shape, config_of, limits_of, random_model
 from gpu_report import Case, Row
 
-from pdserve.engine.sampler_triton import KernelSampler, each_variant
+from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.step import SampleSpec
+from pdserve.sampling import SamplingParams
 
 T = TypeVar("T")
 Job = Callable[[Device], T]
@@ -57,11 +59,7 @@ def _kernels(device: Device) -> dict[str, Job[None]]:
         f"{load.name} {load.shape}": partial(_attention, load)
         for load in {(each.spec, each.tile, each.shape.size is None): each for each in loads}.values()
     }
-    variants = list(enumerate(each_variant()))
-    for dtype in (torch.bfloat16, torch.float32):
-        for number, _ in variants[: device.sized(len(variants), 1)]:
-            jobs[f"sampler {number} {dtype}"] = partial(_sampler, number, dtype)
-    return jobs
+    return jobs | {f"sampler {dtype}": partial(_sampler, dtype) for dtype in (torch.bfloat16, torch.float32)}
 
 
 def _engines(device: Device) -> dict[str, Job[None]]:
@@ -78,10 +76,11 @@ def _attention(load: gpu_attention.Load, device: Device) -> None:
     device.synchronize()
 
 
-def _sampler(number: int, dtype: torch.dtype, device: Device) -> None:
-    spec, vocab_size = list(each_variant())[number], device.sized(151_936, 300)
+def _sampler(dtype: torch.dtype, device: Device) -> None:
+    vocab_size = device.sized(151_936, 300)
+    spec = SampleSpec(SamplingParams(repetition_penalty=2.0), 0, 0, (0,), (), forbid_stops=False, sequence=(0, 0))
     logits = torch.zeros((1, vocab_size), dtype=dtype, device=device.torch)
-    KernelSampler((5,), vocab_size, device.torch).sample(logits, [spec])
+    KernelSampler((5,), vocab_size, 1, device.torch).sample(logits, [spec])
     device.synchronize()
 
 

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from pdserve.engine.attention_triton import graph_sizes
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.replays import Replays
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, Replays
+from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
@@ -246,6 +247,6 @@ def _decode_plan(size: int, context: int, pages_each: int, page_size: int) -> St
     def chunk(row: int) -> Chunk:
         start = context - row % page_size
         pages = tuple(PageId(row * pages_each + page) for page in range(start // page_size + 1))
-        return Chunk((row % 250,), start, pages, (SampleSpec(params, row, 0, (), (), forbid_stops=False),))
+        return Chunk((row % 250,), start, pages, (SampleSpec(params, row, 0, (), (), False, (row, 0)),))
 
     return StepPlan(tuple(map(chunk, range(size))))

@@ -51,7 +51,7 @@ def _largest_step(device: Device) -> Row:
 
 def _plan(long: int, chunk: int, seqs: int, page_size: int, num_pages: int) -> StepPlan:
     """Return a step whose sequences all read the same pages, and write to some that none reads."""
-    spec = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False)
+    spec = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False, sequence=(0, 0))
     length = long // page_size
     pages = tuple(PageId(page % num_pages) for page in range(length))
     single = tuple(Chunk((7,), page_size - 1, (PageId(row % num_pages),), (spec,)) for row in range(seqs - 1))

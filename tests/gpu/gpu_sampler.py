@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import count, islice
 
 import torch
 from gpu_device import Device
@@ -27,8 +29,9 @@ WAYS = {
 
 def cases(device: Device) -> Iterator[Case]:
     vocab_size = device.sized(VOCAB, DRY_VOCAB)
-    sampler = KernelSampler((vocab_size - 1,), vocab_size, device.torch)
-    for num_rows in device.sized((1, 64, 256), (1, 2)):
+    sizes = device.sized((1, 64, 256), (1, 2))
+    sampler = KernelSampler((vocab_size - 1,), vocab_size, sizes[-1], device.torch)
+    for num_rows in sizes:
         logits = (torch.randn((num_rows, vocab_size), device=device.torch) * 3).bfloat16()
         for name, params in WAYS.items():
             specs = [_spec(device, row, params, vocab_size) for row in range(num_rows)]
@@ -38,18 +41,26 @@ def cases(device: Device) -> Iterator[Case]:
 def _spec(device: Device, row: int, params: SamplingParams, vocab_size: int) -> SampleSpec:
     lens = device.sized((PROMPT_TOKENS, OUTPUT_TOKENS), (9, 5)) if params.has_penalties else (0, 0)
     prompt, output = (random_prompt(length, vocab_size, 2 * row + which) for which, length in enumerate(lens))
-    return SampleSpec(params, row, 0, prompt, output, forbid_stops=False)
+    return SampleSpec(params, row, len(output), prompt, output, forbid_stops=False, sequence=(0, row))
+
+
+def _steps(specs: list[SampleSpec]) -> Iterator[list[SampleSpec]]:
+    """Yield the samples of one step after another, each planned while the one before it is computed."""
+    yield specs
+    for ahead in count(1):
+        yield [replace(spec, index=spec.index + ahead, lacks_output=True) for spec in specs]
 
 
 def _sample(
     device: Device, sampler: KernelSampler, logits: torch.Tensor, specs: list[SampleSpec], name: str
 ) -> list[Row]:
-    kernels = device.kernel_us(lambda: sampler.sample(logits, specs))
-    count = device.sized(HOST_CALLS, 1)
+    steps = _steps(specs)
+    kernels = device.kernel_us(lambda: sampler.sample(logits, next(steps)))
+    timed = list(islice(steps, device.sized(HOST_CALLS, 1)))
     started_s = time.perf_counter()
-    for _ in range(count):
-        sampler.sample(logits, specs)
-    host_us = (time.perf_counter() - started_s) * 1e6 / count
+    for step in timed:
+        sampler.sample(logits, step)
+    host_us = (time.perf_counter() - started_s) * 1e6 / len(timed)
     device.synchronize()
     largest = {f"us {kernel[:28]}": time_us for kernel, time_us in list(kernels.items())[:3]}
     return [Row(name, {"us device": sum(kernels.values()), "us host": host_us, **largest})]

@@ -16,7 +16,7 @@ from pdserve.kernels.tuning import Device, decode_tile, prefill_tile
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # of 8.x the least: 8.6, 8.9 and 12.x take the same tiles
-ROWS = "rope and write|digest|rms norm|silu|sample"
+ROWS = "rope and write|digest|rms norm|silu|sample|count"
 CORE = f"d128$|d128 16-slot|window$|float32|{ROWS}"  # one of each kernel; the report has all
 PROGRAM = """
 import json, re, sys
@@ -56,7 +56,7 @@ def start(capability: int, wanted: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def made() -> dict[int, list[Made]]:
     running = {80: start(80, f"(prefill|decode) d128$|{ROWS}"), 90: start(90, CORE)}
-    running |= {100: start(100, "(prefill|decode) d128$|rope and write|sample with")}
+    running |= {100: start(100, "(prefill|decode) d128$|rope and write|sample")}
     found = {}
     for capability, process in running.items():
         output, _ = process.communicate()
@@ -82,7 +82,7 @@ def test_prefill_multiplies_with_wgmma_where_its_rows_fill_it(made: dict[int, li
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_hot_kernels_do_not_spill(made: dict[int, list[Made]], capability: int) -> None:
     hot = [one for one in made[capability] if one.hot]
-    assert {"attend", "rope_write", "sample"} <= {one.kernel for one in hot}
+    assert {"attend", "rope_write", "scan", "choose"} <= {one.kernel for one in hot}
     assert {one.case: one.spill_bytes for one in hot if one.spill_bytes} == {}
 
 

@@ -2,7 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import reference_kernels as reference
 import torch
 from reference_kernels import RowParams
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from pdserve.kernels import rng, sample
+from pdserve.kernels.device import sample as device_sample
 
 VOCAB = 5000
 
@@ -31,13 +35,17 @@ def ragged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> sample.Ragge
     return sample.Ragged(values, torch.tensor(offsets, dtype=torch.int32))
 
 
-def penalties_of(rows: Sequence[RowParams]) -> sample.Penalties:
+def penalties_of(rows: Sequence[RowParams], vocab: int) -> sample.Penalties:
     columns = [
         torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
         for name in ("repetition", "frequency", "presence")
     ]
-    prompts = ragged([row.prompt_ids for row in rows], torch.int32)
-    return sample.Penalties(*columns, prompts, ragged([row.output_ids for row in rows], torch.int32))
+    counts = torch.zeros((len(rows), vocab), dtype=torch.int32)
+    slots = list(reversed(range(len(rows))))
+    lists = [ids for row in rows for ids in (row.prompt_ids, row.output_ids)]
+    to = torch.tensor([slot for slot in slots for _ in range(2)], dtype=torch.int32)
+    sample.count(counts, to, torch.tensor([0, 1] * len(rows), dtype=torch.int32), ragged(lists, torch.int32))
+    return sample.Penalties(*columns, torch.tensor(slots, dtype=torch.int32), counts)
 
 
 def bias_of(rows: Sequence[RowParams]) -> sample.Bias:
@@ -80,8 +88,11 @@ def test_penalties_and_biases_act_in_their_order() -> None:
     ]
     logits = torch.randn((len(rows), 300), generator=torch.Generator().manual_seed(2)) * 2
     draw = draw_of(rows, range(12))
-    drawn = sample.sample(logits, draw, penalties=penalties_of(rows), bias=bias_of(rows))
-    assert drawn.tolist() == reference_tokens(logits, rows, draw)
+    penalties = penalties_of(rows, 300)
+    drawn = sample.sample(logits, draw, penalties=penalties, bias=bias_of(rows)).tolist()
+    assert drawn == reference_tokens(logits, rows, draw)
+    after = [replace(row, output_ids=(*row.output_ids, token)) for row, token in zip(rows, drawn, strict=True)]
+    assert torch.equal(penalties.counts, penalties_of(after, 300).counts), "what was drawn is counted"
 
 
 def mask_of(rows: Sequence[RowParams], vocab: int) -> sample.Mask:
@@ -117,7 +128,7 @@ def test_masked_rows_draw_of_their_own_tokens_alone() -> None:
 )
 def test_each_penalty_looks_at_the_ids_it_should(row: RowParams, token: int) -> None:
     logits = torch.tensor([[2.0, 1.9, 1.75, -3.0]])
-    drawn = sample.sample(logits, draw_of([row], [0]), penalties=penalties_of([row]), bias=bias_of([row]))
+    drawn = sample.sample(logits, draw_of([row], [0]), penalties=penalties_of([row], 4), bias=bias_of([row]))
     assert drawn.tolist() == [token] == [reference.sample(logits[0], row, draw_of([row], [0]).keys[0])]
 
 
@@ -142,6 +153,77 @@ def test_a_temperature_too_low_to_divide_by_takes_the_likeliest(temperature: flo
     row = RowParams(temperature=temperature, **filters)  # type: ignore[arg-type]
     logits = torch.tensor([[-30.0, 20.0, 30.0, 20.0], [-9.0, -5.0, -7.0, -6.0]])
     assert sample.sample(logits, draw_of([row] * 2, range(2))).tolist() == [2, 1]
+
+
+def test_a_row_without_counts_beside_one_with_counts_is_left_alone() -> None:
+    rows = [RowParams(temperature=0.0), RowParams(temperature=0.0, presence=2.0, output_ids=(0,))]
+    penalties = penalties_of(rows, 3)
+    penalties.slots[0] = sample.NO_COUNTS
+    unused = penalties.counts[1].clone()
+    drawn = sample.sample(torch.tensor([[2.0, 1.0, 0.5]] * 2), draw_of(rows, range(2)), penalties=penalties)
+    assert drawn.tolist() == [0, 1]
+    assert penalties.counts.tolist() == [[2, 2, 0], unused.tolist()]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_nothing_but_broken_logits_draws_the_first_token(temperature: float) -> None:
+    logits = torch.full((2, VOCAB), math.nan)
+    logits[1] = -math.inf
+    rows = [RowParams(temperature=temperature, top_k=7)] * 2
+    assert sample.sample(logits, draw_of(rows, range(2))).tolist() == [0, 0]
+
+
+class Launched:
+    """A kernel that notes the grids of its launches."""
+
+    def __init__(self, kernel: JITFunction[Any]) -> None:
+        self.grids: list[tuple[int, ...]] = []
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        self.grids.append(grid)
+        return self._kernel[grid]
+
+
+def test_a_row_is_split_over_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    scan, choose = Launched(device_sample.scan), Launched(device_sample.choose)
+    monkeypatch.setattr(device_sample, "scan", scan)
+    monkeypatch.setattr(device_sample, "choose", choose)
+    vocab = 3 * sample.MAX_BLOCK + 1
+    logits = torch.zeros((2, vocab))
+    logits[0, vocab - 1], logits[1, [sample.MAX_BLOCK, 2 * sample.MAX_BLOCK]] = 1.0, 1.0
+    drawn = sample.sample(logits, draw_of([RowParams(temperature=0.0)] * 2, range(2)))
+    assert drawn.tolist() == [vocab - 1, sample.MAX_BLOCK]
+    assert (scan.grids, choose.grids) == ([(2, 4)], [(2,)])
+
+
+def test_rows_longer_than_a_part_draw_the_references_tokens_whatever_is_asked_for() -> None:
+    vocab, edges = 2 * sample.MAX_BLOCK + 40, (0, sample.MAX_BLOCK - 1, sample.MAX_BLOCK, 2 * sample.MAX_BLOCK + 39)
+    kept = tuple(range(sample.MAX_BLOCK - 99, sample.MAX_BLOCK + 99))
+    rows = [
+        RowParams(temperature=0.0, bias=dict.fromkeys(edges, 9.0)),
+        RowParams(temperature=0.0, presence=9.0, output_ids=edges, bias={edges[0]: 12.0, edges[2]: 12.5}),
+        RowParams(top_k=40, repetition=1.3, prompt_ids=edges, allowed=kept),
+        RowParams(top_k=900, top_p=0.6, bias=dict.fromkeys(edges, 3.0)),
+        RowParams(top_p=0.3, min_p=0.01, frequency=0.5, output_ids=edges * 2),
+        RowParams(temperature=0.5, min_p=0.2, allowed=edges),
+        RowParams(temperature=3.0),
+    ]
+    logits = torch.randn((len(rows), vocab), generator=torch.Generator().manual_seed(5)) * 2
+    draw = draw_of(rows, range(len(rows)))
+    changes = {"penalties": penalties_of(rows, vocab), "bias": bias_of(rows), "mask": mask_of(rows, vocab)}
+    assert sample.sample(logits, draw, **changes).tolist() == reference_tokens(logits, rows, draw)
+
+
+def test_noise_is_computed_for_rows_that_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gumbel(*_: object) -> None:
+        raise ArithmeticError("noise")
+
+    monkeypatch.setattr(device_sample, "_gumbel", gumbel)
+    logits = torch.zeros((1, 8))
+    assert sample.sample(logits, draw_of([RowParams(temperature=0.0, top_k=2)], [0])).tolist() == [0]
+    with pytest.raises(Exception, match="noise"):
+        sample.sample(logits, draw_of([RowParams()], [0]))
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:

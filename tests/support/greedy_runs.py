@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
 def spec(output_ids: Seq[int] = (), params: SamplingParams = GREEDY, seed: int = 0) -> SampleSpec:
-    return SampleSpec(params, seed, len(output_ids), (), output_ids, forbid_stops=False)
+    return SampleSpec(params, seed, len(output_ids), (), output_ids, forbid_stops=False, sequence=(0, seed))
 
 
 @dataclass

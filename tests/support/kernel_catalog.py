@@ -20,6 +20,7 @@ SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # most that one program
 META = torch.device("meta")
 LLAMA = AttentionSpec(64, 8, 128, 64, 4096, 128**-0.5)  # Llama 3.1 70B's attention
 ROWS = 64
+VOCAB = 128256
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ def row_cases() -> list[Case]:
         Case("rms norm 4096", lambda chip: _norm(4096), hot=True),
         Case("rms norm 8192", lambda chip: _norm(8192), hot=True),
         Case("silu mul", lambda chip: pageio.silu_mul(_empty(ROWS, 28672)), hot=True),
-        Case("sample", lambda chip: _sample(full=False), hot=True),
-        Case("sample with penalties, mask and bias", lambda chip: _sample(full=True), hot=True),
+        Case("sample", lambda chip: _sample(), hot=True),
+        Case("count a prompt for penalties", lambda chip: _count(), hot=True),
     ]
 
 
@@ -131,14 +132,17 @@ def _norm(width: int) -> Tensor:
     return pageio.rms_norm(_empty(ROWS, width), _empty(width), 1e-5)
 
 
-def _sample(*, full: bool) -> Tensor:
+def _sample() -> Tensor:
     def row() -> Tensor:
         return _empty(ROWS, dtype=torch.float32)
 
     params = sample.Params(_empty(ROWS, 2, dtype=torch.int32), row(), _ids(ROWS), row(), row())
-    ids = sample.Ragged(_ids(4096), _ids(ROWS + 1))
-    penalties = sample.Penalties(row(), row(), row(), ids, ids) if full else None
-    bias = sample.Bias(_ids(32), _empty(32, dtype=torch.float32), _ids(ROWS + 1)) if full else None
-    mask = sample.Mask(_empty(ROWS, 4008, dtype=torch.int32), _ids(ROWS)) if full else None
-    logits = _empty(ROWS, 128256, dtype=torch.float32)
-    return sample.sample(logits, params, penalties=penalties, bias=bias, mask=mask)
+    penalties = sample.Penalties(row(), row(), row(), _ids(ROWS), _empty(ROWS, VOCAB, dtype=torch.int32))
+    bias = sample.Bias(_ids(32), _empty(32, dtype=torch.float32), _ids(ROWS + 1))
+    mask = sample.Mask(_empty(ROWS, VOCAB // 32, dtype=torch.int32), _ids(ROWS))
+    return sample.sample(_empty(ROWS, VOCAB), params, penalties=penalties, bias=bias, mask=mask)
+
+
+def _count() -> None:
+    ids = sample.Ragged(_ids(4096), _ids(3))
+    sample.count(_empty(ROWS, VOCAB, dtype=torch.int32), _ids(2), _ids(2), ids)

@@ -41,18 +41,20 @@ SAMPLED = {
 }
 
 
-def spec(params: SamplingParams, num_written: int = 0) -> SampleSpec:
-    return SampleSpec(params, 1, num_written, (7, 8, 9), (1,) * num_written, forbid_stops=False)
+def spec(params: SamplingParams, sequence: int, output: tuple[int, ...] = (), num_unknown: int = 0) -> SampleSpec:
+    index = len(output) + num_unknown
+    return SampleSpec(params, 1, index, (7, 8, 9), output, False, (sequence, 0), None, num_unknown > 0)
 
 
 def prompt(first_page: int, count: int, *params: SamplingParams, targets: Targets | None = None) -> Chunk:
     pages = tuple(PageId(first_page + i) for i in range(-(-count // PAGE_SIZE)))
-    return Chunk((4,) * count, 0, pages, tuple(map(spec, params)), targets=targets)
+    return Chunk((4,) * count, 0, pages, tuple(spec(each, first_page) for each in params), targets=targets)
 
 
 def token(first_page: int, position: int, params: SamplingParams, previous: int | None = None) -> Chunk:
     pages = tuple(PageId(first_page + i) for i in range(position // PAGE_SIZE + 1))
-    return Chunk((4,), position, pages, (spec(params, 1),), previous=previous)
+    sample = spec(params, first_page, (1,)) if previous is None else spec(params, first_page, (), 1)
+    return Chunk((4,), position, pages, (sample,), previous=previous)
 
 
 def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:

@@ -30,10 +30,14 @@ config = ModelConfig.from_hf(QWEN3_0_6B)
 def empty(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
+ASKED = (
+    {"frequency_penalty": 1.0}, {"logit_bias": ((3, 1.0),)}, {"allowed_token_ids": (3, 4)}, {"top_k": 3},
+    {"frequency_penalty": 1.0, "logit_bias": ((3, 1.0),), "allowed_token_ids": (3, 4), "temperature": 0.0},
+)
 POOL = PoolShape(NUM_PAGES, PAGE_SIZE, config.vocab_size)
 
-def step(*query_lens):
-    spec = SampleSpec(SamplingParams(), 1, 0, (), (), False)
+def step(*query_lens, **params):
+    spec = SampleSpec(SamplingParams(**params), 1, 0, (), (), False, (0, 0))
     chunks = tuple(Chunk((1,) * n, 100, tuple(range(-(-(n + 100) // PAGE_SIZE))), (spec,)) for n in query_lens)
     return Batch.of(StepPlan(chunks), POOL)
 
@@ -46,7 +50,7 @@ def launch(attention, batch, size):
     gate, up = (Dense(empty(config.intermediate_size, config.hidden_size)) for _ in range(2))
     x = ops.rms_norm(empty(size, config.hidden_size), empty(config.hidden_size))
     ops.swiglu(x, ops.held_gate_up(gate, up))
-    sampler = KernelSampler((1,), config.vocab_size, META)
+    sampler = KernelSampler((1,), config.vocab_size, 4, META)
     sampler.sample(empty(len(batch.samples), config.vocab_size), batch.samples)
 
 kv = empty(NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
@@ -54,6 +58,8 @@ attention = TritonAttention(config, kv, Rope(config, META), 2048, graph_sizes(25
 with compiling.recorded() as launches:
     launch(attention, step(1, 1, 1), 4)
     launch(attention, step(1, 200, 300), 501)
+    for asked in ASKED:
+        launch(attention, step(1, **asked), 1)
 unique = {repr((each.kernel, each.signature, each.constants, each.options)): each for each in launches}
 for each in unique.values():
     made = compiling.compile_launch(each, 90)
@@ -69,7 +75,8 @@ def test_every_kernel_of_a_step_compiles_for_hopper_and_keeps_to_its_registers()
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
     names = [name for name, _, _ in made]
-    assert {"attend", "combine", "rope_write", "rms_norm", "silu_mul", "sample"} <= set(names)
+    assert {"attend", "combine", "rope_write", "rms_norm", "silu_mul", "scan", "choose", "count_ids"} <= set(names)
     assert names.count("attend") == 2  # once for single tokens, once for chunks
+    assert [names.count(name) for name in ("scan", "choose", "count_ids")] == [1, 1, 1], "whatever is asked for"
     assert [(name, spilled) for name, spilled, _ in made if spilled] == []
     assert max(shared for _, _, shared in made) <= SHARED_BYTES

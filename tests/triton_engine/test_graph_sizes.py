@@ -7,7 +7,8 @@ from greedy_runs import spec
 
 from pdserve.engine.attention_triton import graph_sizes, size_for
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.runner_cuda import Replays, step_inputs
+from pdserve.engine.replays import Replays
+from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import PageId
 from pdserve.kernels.staging import Staging, aligned

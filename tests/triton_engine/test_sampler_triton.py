@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdserve.engine.masks import token_masks
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.sampler_triton import KernelSampler, each_variant
+from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import SampleSpec
 from pdserve.sampling import SamplingParams
 
@@ -26,11 +26,11 @@ def logits_of(num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def spec_of(index: int, params: SamplingParams, *, forbid_stops: bool = False) -> SampleSpec:
     rng = random.Random(index)
     prompt, output = (tuple(rng.randrange(VOCAB) for _ in range(count)) for count in (40, 25))
-    return SampleSpec(params, 2**63 + index, index, prompt, output, forbid_stops)
+    return SampleSpec(params, 2**63 + index, 25, prompt, output, forbid_stops, (0, index))
 
 
 def drawn_by_kernel(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
-    sampler = KernelSampler(EOS, VOCAB, torch.device("cpu"))
+    sampler = KernelSampler(EOS, VOCAB, 4, torch.device("cpu"))
     return sampler.sample(logits, specs).tolist()
 
 
@@ -95,7 +95,7 @@ def test_an_end_past_the_vocabulary_forbids_nothing_in_other_rows(eos: int) -> N
     specs = [spec_of(row, SamplingParams(temperature=0.0), forbid_stops=True) for row in range(3)]
     logits = torch.zeros(3, VOCAB)
     logits[:, eos % VOCAB] = 5.0
-    sampler = KernelSampler((eos,), VOCAB, torch.device("cpu"))
+    sampler = KernelSampler((eos,), VOCAB, 4, torch.device("cpu"))
     drawn_on_the_cpu = [token.token_id for token in Sampler((eos,)).sample(logits, specs)]
     assert sampler.sample(logits, specs).tolist() == drawn_on_the_cpu == [eos % VOCAB] * 3
 
@@ -112,18 +112,12 @@ def test_a_temperature_too_low_to_divide_by_takes_the_likeliest(temperature: flo
 def test_rows_with_a_grammar_draw_the_cpu_samplers_tokens() -> None:
     matcher = Listed({(token,) for token in range(2, VOCAB, 37)}, VOCAB)
     with_grammar = [
-        replace(spec_of(index, params), matcher=matcher, output_ids=()) for index, params in enumerate(FILTERS)
+        replace(spec_of(index, params), matcher=matcher, output_ids=(), index=0) for index, params in enumerate(FILTERS)
     ]
     specs = [each for pair in zip(with_grammar, map(spec_of, range(90, 200), CHANGES), strict=False) for each in pair]
     specs.append(spec_of(7, SamplingParams(allowed_token_ids=(5, 6))))
     logits, masks = logits_of(len(specs)), token_masks(specs, VOCAB, EOS)
-    sampler = KernelSampler(EOS, VOCAB, torch.device("cpu"))
+    sampler = KernelSampler(EOS, VOCAB, 4, torch.device("cpu"))
     drawn = sampler.sample(logits, specs, masks).tolist()
     assert drawn == [token.token_id for token in Sampler(EOS).sample(logits, specs, masks)]
     assert all(token % 37 == 2 for token in drawn[:-1:2])
-
-
-def test_what_is_compiled_at_the_start_is_every_variant_of_the_kernel() -> None:
-    params = [spec.params for spec in each_variant()]
-    variants = {(each.has_penalties, bool(each.logit_bias), bool(each.allowed_token_ids)) for each in params}
-    assert variants == set(product((False, True), repeat=3))

@@ -30,7 +30,7 @@ def test_no_step_gives_the_device_what_lies_on_the_host_or_waits_for_it(steps: d
 
 
 def test_a_layer_takes_five_kernels_beside_its_products(steps: dict[str, dict[str, Any]]) -> None:
-    assert steps["greedy"]["kernels"][: 2 * len(LAYER) + 2] == [*LAYER, *LAYER, "rms_norm", "sample"]
+    assert steps["greedy"]["kernels"][: 2 * len(LAYER) + 3] == [*LAYER, *LAYER, "rms_norm", "scan", "choose"]
 
 
 def test_what_comes_back_of_a_step_is_its_tokens(steps: dict[str, dict[str, Any]]) -> None:

@@ -53,7 +53,7 @@ def chunks(*prompts: list[int]) -> tuple[Chunk, ...]:
 def test_a_step_planned_ahead_gets_the_tokens_of_the_one_before_it_also_where_that_was_computed_in_halves() -> None:
     runner, sound = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB), FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
     steps = Isolating(runner.run)
-    asked = (SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False),)
+    asked = (SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, sequence=(0, 0)),)
     first = tuple(Chunk([token], 0, (PageId(place),), asked) for place, token in enumerate([20, POISON, 22, 23]))
     drawn = steps.run(StepPlan(first)).tokens
     second = tuple(Chunk((0,), 1, (PageId(place),), asked, previous=place) for place in (3, 1, 0))

@@ -99,7 +99,7 @@ class Engine:
 
 
 def spec(index: int, **params: object) -> SampleSpec:
-    return SampleSpec(SamplingParams(**params), 7, index, (), (), forbid_stops=False)  # type: ignore[arg-type]
+    return SampleSpec(SamplingParams(**params), 7, index, (), (), forbid_stops=False, sequence=(0, 0))  # type: ignore[arg-type]
 
 
 def step(index: int, **params: object) -> StepPlan:

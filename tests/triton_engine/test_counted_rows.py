@@ -1,0 +1,88 @@
+"""A row has counted the prompt and the answer of its sequence when the sequence's next token is sampled."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.engine.counted_rows import CountedRows
+from pdserve.engine.step import SampleSpec
+from pdserve.errors import InvariantError
+from pdserve.kernels.sample import NO_COUNTS
+from pdserve.sampling import SamplingParams
+
+VOCAB = 12
+PENALIZED, PLAIN = SamplingParams(frequency_penalty=0.5), SamplingParams()
+
+
+@dataclass
+class Text:
+    number: int
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+
+    def spec(self, *, is_ahead: bool) -> SampleSpec:
+        known = self.answer[:-1] if is_ahead else self.answer
+        params = PLAIN if self.number == 0 else PENALIZED
+        return SampleSpec(params, 1, len(self.answer), self.prompt, known, False, (self.number, 0), None, is_ahead)
+
+    def counts(self) -> list[int]:
+        written = np.bincount(self.answer, minlength=VOCAB)
+        return (2 * written + np.isin(np.arange(VOCAB), self.prompt)).tolist()
+
+
+def sampled(rows: CountedRows, texts: list[Text], tokens: list[int], ahead: set[int]) -> None:
+    """Take a step's rows, check them, and count a token in each as the sampler does."""
+    slots = rows.take([text.spec(is_ahead=text.number in ahead) for text in texts]).tolist()
+    assert len({slot for slot in slots if slot != NO_COUNTS}) == sum(text.number != 0 for text in texts)
+    for text, slot, token in zip(texts, slots, tokens, strict=False):
+        assert (slot == NO_COUNTS) == (text.number == 0)
+        if slot != NO_COUNTS:
+            assert rows.counts[slot].tolist() == text.counts()
+            rows.counts[slot, token] += 2
+        text.answer.append(token)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True),  # whose tokens are sampled
+        st.lists(st.integers(0, VOCAB - 1), min_size=4, max_size=4),  # these tokens
+        st.booleans(),  # whether the step is planned ahead
+        st.booleans(),  # whether it is computed again, with other tokens
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(steps=STEPS, num_rows=st.integers(1, 4))
+def test_rows_are_up_to_date_whoever_samples_when(
+    steps: list[tuple[list[int], list[int], bool, bool]], num_rows: int
+) -> None:
+    rows = CountedRows(num_rows, VOCAB, torch.device("cpu"))
+    texts = [Text(number, [number, 2 * number, number]) for number in range(6)]
+    before: set[int] = set()
+    for members, tokens, is_ahead, is_repeated in steps:
+        step = [texts[number] for number in members]
+        sampled(rows, step, tokens, before if is_ahead else set())
+        if is_repeated:
+            for text in step:
+                text.answer.pop()
+            sampled(rows, step, tokens[::-1], set())
+        before = set(members)
+
+
+def test_a_token_that_neither_host_nor_device_knows_is_our_own_fault() -> None:
+    rows = CountedRows(2, VOCAB, torch.device("cpu"))
+    with pytest.raises(InvariantError, match="are counted"):
+        rows.take([Text(1, [3], [4, 5]).spec(is_ahead=True)])
+
+
+def test_the_prompt_of_a_first_token_and_the_answer_of_a_later_one_are_counted_together() -> None:
+    rows, texts = CountedRows(1, VOCAB, torch.device("cpu")), [Text(1, [3, 3]), Text(2, [], [3, 3]), Text(3, [1], [2])]
+    sampled(rows, texts, [4, 5, 6], set())
+    assert len(rows.counts) == 3, "a step's rows are there whatever was asked for"
+    sampled(rows, texts, [4, 5, 6], {1, 2, 3})
