@@ -101,7 +101,7 @@ def sample(
         return out
     block = min(MAX_BLOCK, power_of_two(vocab_size))
     num_parts = -(-vocab_size // block)
-    best = torch.empty((num_rows, 3, num_parts), dtype=torch.float32, device=device)
+    best = torch.empty((num_rows, 4, num_parts), dtype=torch.float32, device=device)
     tokens = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
     scores = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
     filters = params.keys, params.temperature, params.top_k, params.top_p, params.min_p

@@ -12,6 +12,7 @@ import triton.language as tl
 from pdserve.sampling import GREEDY_BELOW as _GREEDY_BELOW
 
 GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
+LOWEST = tl.constexpr(-3.4e38)  # for a part that has no finite score: exp of what is not a number is none
 
 
 @triton.jit
@@ -164,16 +165,17 @@ def scan(
     mask_ptr, mask_rows_ptr, vocab_size, num_parts, logits_stride, scores_stride, counts_stride, mask_stride,
     BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find one part's best token, that token's score with and without noise, and the part's largest score.
+    """Find one part's best token, and that token's score with and without noise.
 
-    Grid: (rows, parts of BLOCK tokens). best: float32 [rows, 3, num_parts]; token: int32 [rows, num_parts]. Of rows
-    that are truncated, all scores are written, in float32.
+    Grid: (rows, parts of BLOCK tokens). best: float32 [rows, 4, num_parts]; token: int32 [rows, num_parts]. Of rows
+    that are truncated, the part's largest score, the sum of exp(score - largest) and all scores are written, too.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     wide, start = row.to(tl.int64), part * BLOCK
     stop = tl.minimum(start + BLOCK, vocab_size)
     ids = start + tl.arange(0, BLOCK)
     scores_row = scores_ptr + wide * scores_stride
+    best_row = best_ptr + wide * 4 * num_parts + part
     x = tl.load(logits_ptr + wide * logits_stride + ids, ids < stop, other=float("-inf")).to(tl.float32)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:
@@ -199,11 +201,12 @@ def scan(
         noisy = x + _gumbel(ids, low, high)
         if _is_truncated(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), vocab_size):
             tl.store(scores_row + ids, x, ids < stop)
+            peak = tl.max(x, 0)
+            tl.store(best_row + 2 * num_parts, peak)
+            tl.store(best_row + 3 * num_parts, tl.sum(tl.exp(x - tl.maximum(peak, LOWEST)), 0))
     top, token, score = _best(noisy, x, ids)
-    best_row = best_ptr + wide * 3 * num_parts + part
     tl.store(best_row, top)
     tl.store(best_row + num_parts, score)
-    tl.store(best_row + 2 * num_parts, tl.max(x, 0))
     tl.store(token_ptr + wide * num_parts + part, token)
 
 
@@ -217,26 +220,31 @@ def choose(
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     part = tl.arange(0, PARTS)
-    best_row, real = best_ptr + wide * 3 * num_parts + part, part < num_parts
+    best_row, real = best_ptr + wide * 4 * num_parts + part, part < num_parts
     best = tl.load(best_row, real, other=float("-inf"))
     best_score = tl.load(best_row + num_parts, real, other=float("-inf"))
-    peak = tl.max(tl.load(best_row + 2 * num_parts, real, other=float("-inf")), 0)
     ids = tl.load(token_ptr + wide * num_parts + part, real, other=2147483647)
-    _, token, score = _best(best, best_score, ids)
+    top, token, score = _best(best, best_score, ids)
 
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    if tl.load(temperature_ptr + row) >= GREEDY_BELOW and _is_truncated(top_k, top_p, min_p, vocab_size):
+    is_drawn = (tl.load(temperature_ptr + row) >= GREEDY_BELOW) & (top > float("-inf"))  # else there is no score at all
+    if is_drawn and _is_truncated(top_k, top_p, min_p, vocab_size):
         scores = scores_ptr + wide * scores_stride
         low = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         high = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
+        peaks = tl.load(best_row + 2 * num_parts, real, other=float("-inf"))
+        peak = tl.max(peaks, 0)
         floor = float("-inf")
         allowed = float("inf")  # mass that may lie above a kept token, in units of exp(-peak)
         if top_k > 0 and top_k < vocab_size:
             key = _kth_largest(scores, vocab_size, top_k, BLOCK)
             key = tl.where(key >> 31 == 1, key ^ 0x80000000, key ^ 0xFFFFFFFF)
             floor = key.to(tl.float32, bitcast=True)
-        if top_p < 1.0:
-            allowed = top_p * _mass(scores, vocab_size, peak, floor, float("-inf"), BLOCK)
+            if top_p < 1.0:
+                allowed = top_p * _mass(scores, vocab_size, peak, floor, float("-inf"), BLOCK)
+        elif top_p < 1.0:
+            masses = tl.load(best_row + 3 * num_parts, real, other=0.0)
+            allowed = top_p * tl.sum(masses * tl.exp(peaks - peak), 0)
         if min_p > 0.0:
             floor = tl.maximum(floor, peak + tl.log(min_p))
         if score < floor:

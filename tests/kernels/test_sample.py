@@ -165,12 +165,14 @@ def test_a_row_without_counts_beside_one_with_counts_is_left_alone() -> None:
     assert penalties.counts.tolist() == [[2, 2, 0], unused.tolist()]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_of_nothing_but_broken_logits_draws_the_first_token(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "row",
+    [RowParams(temperature=0.0), RowParams(), RowParams(top_k=7), RowParams(top_p=0.5), RowParams(top_k=7, top_p=0.5)],
+)
+def test_a_row_of_nothing_but_broken_logits_draws_the_first_token(row: RowParams) -> None:
     logits = torch.full((2, VOCAB), math.nan)
     logits[1] = -math.inf
-    rows = [RowParams(temperature=temperature, top_k=7)] * 2
-    assert sample.sample(logits, draw_of(rows, range(2))).tolist() == [0, 0]
+    assert sample.sample(logits, draw_of([row] * 2, range(2))).tolist() == [0, 0]
 
 
 class Launched:
@@ -206,6 +208,8 @@ def test_rows_longer_than_a_part_draw_the_references_tokens_whatever_is_asked_fo
         RowParams(top_k=40, repetition=1.3, prompt_ids=edges, allowed=kept),
         RowParams(top_k=900, top_p=0.6, bias=dict.fromkeys(edges, 3.0)),
         RowParams(top_p=0.3, min_p=0.01, frequency=0.5, output_ids=edges * 2),
+        RowParams(top_p=0.2, allowed=edges[1:3]),
+        RowParams(top_p=0.9, allowed=edges[3:]),
         RowParams(temperature=0.5, min_p=0.2, allowed=edges),
         RowParams(temperature=3.0),
     ]
