@@ -92,40 +92,46 @@ DECODE_TILES = [
 ]
 
 
-def prefill_loads(device: Device) -> list[Load]:
-    """List prompts, the goals' first; those of the usual lengths with tiles of 64 and 128 keys too."""
-    if device.is_dry:
-        tile = Tile(16, 16, 4, 2)
-        return [Load("dry", DRY, Shape(1, 20, 20)), Load("dry", DRY, Shape(1, 3, 20), tile)]
-    goals = [Shape(1, 8192, 8192), Shape(1, 2048, 2048), Shape(1, 16384, 16384), Shape(1, 512, 131072)]
+_GOALS = [Shape(1, 8192, 8192), Shape(1, 2048, 2048), Shape(1, 16384, 16384), Shape(1, 512, 131072)]
+PREFILLS = [
+    *(Load("64/8 d128", LLAMA, shape) for shape in _GOALS),
     # A tile of 128 keys goes through tensor descriptors only if it fits a page.
-    wide = [
+    *(
         Load(f"64/8 d128, tiles of {tile.block_n}", replace(LLAMA, page_size=128), shape, tile)
-        for shape in goals[:2] + goals[3:]
-        for tile in WIDE_TILES
-    ]
-    others = [
-        Load("64/8 d128", LLAMA, Shape(1, 2048, 8192)),
-        Load("64/8 d128", LLAMA, Shape(8, 1024, 1024)),
-        Load("64/8 d128 16-slot pages", SMALL_PAGES, goals[0]),
-        Load("8/1 d128", SHARD, Shape(1, 256, 131072)),
-        Load("16/8 d128", QWEN, Shape(4, 1024, 1024)),
-        Load("32/8 d64", SMALL_HEADS, goals[0]),
-    ]
-    return [*(Load("64/8 d128", LLAMA, shape) for shape in goals), *wide, *others]
+        for shape, tile in product((_GOALS[0], _GOALS[1], _GOALS[3]), WIDE_TILES)
+    ),
+    Load("64/8 d128", LLAMA, Shape(1, 2048, 8192)),
+    Load("64/8 d128", LLAMA, Shape(8, 1024, 1024)),
+    Load("64/8 d128 16-slot pages", SMALL_PAGES, _GOALS[0]),
+    Load("8/1 d128", SHARD, Shape(1, 256, 131072)),
+    Load("16/8 d128", QWEN, Shape(4, 1024, 1024)),
+    Load("32/8 d64", SMALL_HEADS, _GOALS[0]),
+]
+DECODES = [
+    Load("32/8 d128", EIGHT_B, Shape(32, 1, 8192)),
+    Load("32/8 d128", EIGHT_B, Shape(1, 1, 131072)),
+    Load("32/8 d128", EIGHT_B, Shape(8, 1, 2048)),
+    Load("32/8 d128", EIGHT_B, Shape(256, 1, 1024)),
+    Load("16/8 d128", QWEN, Shape(256, 1, 1024)),
+    Load("8/1 d128", SHARD, Shape(1, 1, 131072)),
+    Load("64/8 d128", LLAMA, Shape(32, 1, 8192)),
+    Load("64/8 d128 16-slot pages", SMALL_PAGES, Shape(32, 1, 8192)),
+]
+DRY_PREFILLS = [
+    Load("dry", DRY, Shape(1, 20, 20)),
+    Load("dry", DRY, Shape(1, 3, 20)),
+    Load("dry, a tile", DRY, Shape(1, 3, 20), Tile(16, 16, 4, 2)),
+]
+DRY_DECODES = [Load("dry", DRY, Shape(2, 1, 20))]
+
+
+def prefill_loads(device: Device) -> list[Load]:
+    """List prompts, the goals' first; then some of them with tiles of 64 and 128 keys."""
+    return device.sized(PREFILLS, DRY_PREFILLS)
 
 
 def decode_loads(device: Device) -> list[Load]:
-    if device.is_dry:
-        return [Load("dry", DRY, Shape(2, 1, 20))]
-    shapes = [Shape(32, 1, 8192), Shape(1, 1, 131072), Shape(8, 1, 2048), Shape(256, 1, 1024)]
-    return [
-        *(Load("32/8 d128", EIGHT_B, shape) for shape in shapes),
-        Load("16/8 d128", QWEN, Shape(256, 1, 1024)),
-        Load("8/1 d128", SHARD, Shape(1, 1, 131072)),
-        Load("64/8 d128", LLAMA, Shape(32, 1, 8192)),
-        Load("64/8 d128 16-slot pages", SMALL_PAGES, Shape(32, 1, 8192)),
-    ]
+    return device.sized(DECODES, DRY_DECODES)
 
 
 def prefill(device: Device) -> Iterator[Case]:
@@ -233,9 +239,9 @@ def _peer_times(device: Device, load: Load) -> tuple[dict[str, float], str]:
 
 
 def _peers(device: Device) -> dict[str, Callable[..., object]]:
-    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     found: dict[str, Callable[..., object]] = {
-        name: partial(_sdpa, device.sized(backend, SDPBackend.MATH)) for name, backend in backends.items()
+        "cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),  # a CPU has none: in a dry run it is left out
+        "flash": partial(_sdpa, device.sized(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)),
     }
     return {**found, "flashinfer": _flashinfer} if find_spec("flashinfer") else found
 

@@ -67,7 +67,7 @@ def _engines(device: Device) -> dict[str, Job[None]]:
         name: partial(_engine, shape) for name, shape in (("0.6B", QWEN3_0_6B), ("8B", QWEN3_8B))
     }
     jobs |= {family: partial(_family, family) for family in FAMILIES}
-    return dict(list(jobs.items())[: device.sized(len(jobs), 1)])
+    return device.sized(jobs, {name: jobs[name] for name in ("0.6B", next(iter(FAMILIES)))})
 
 
 def _attention(load: gpu_attention.Load, device: Device) -> None:

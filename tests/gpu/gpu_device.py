@@ -102,14 +102,15 @@ class Device:
         """Return how long each kernel runs in one call, in microseconds by name, longest first."""
         call()
         self.synchronize()
+        count = self.sized(PROFILED, 1)
         with profile(activities=[self._activity]) as profiled:
-            for _ in range(PROFILED):
+            for _ in range(count):
                 call()
             self.synchronize()
         found: dict[str, float] = defaultdict(float)
         for event in profiled.events() or ():
             if event.device_type == self._kind:
-                found[event.name] += event.time_range.elapsed_us() / PROFILED
+                found[event.name] += event.time_range.elapsed_us() / count
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
     def empty(self) -> None:

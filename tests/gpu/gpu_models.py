@@ -18,8 +18,8 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
-from pdserve.engine.step import StepPlan, StepResult
-from pdserve.ids import Attempt, RequestId
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
+from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import DUMMY_STD, FAMILIES, load_model
@@ -109,7 +109,7 @@ class Engine:
     page_size: int
 
     @classmethod
-    def of(cls, device: Device, model: Model, limits: Limits, share: float = 0.9) -> "Engine":
+    def of(cls, device: Device, model: Model, limits: Limits, share: float = 0.9, *, captures: bool = True) -> "Engine":
         """Set up as many pages as the sequences may need, or as fit into a share of the device; capture the steps."""
         page_size = device.sized(PAGE_SIZE, DRY_PAGE_SIZE)
         enough = limits.max_num_seqs * -(-limits.max_model_len // page_size)
@@ -119,7 +119,7 @@ class Engine:
         )
         num_pages = min(enough, fit)
         runner = CudaRunner(model, num_pages, page_size, limits)
-        if not device.is_dry:
+        if captures and not device.is_dry:
             runner.capture()
         return cls(runner, limits, num_pages, page_size)
 
@@ -130,9 +130,21 @@ class Engine:
         return drive(self.runner, self.scheduler(), sequences, depth)
 
 
-def sequence_of(order: int, prompt: Seq[int], params: SamplingParams) -> Sequence:
+def sequence_of(order: int, prompt: Seq[int], params: SamplingParams, *, stop_after_prompt: bool = False) -> Sequence:
     job = Job(RequestId(order.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), replace(params, seed=order), (0,))
-    return Sequence(job, (0,), list(prompt), order)
+    return Sequence(job, (0,), list(prompt), order, stop_after_prompt)
+
+
+def step_of(engine: Engine, counts: Seq[int], context: int) -> StepPlan:
+    """Return a step with so many tokens of each of some sequences, behind `context` others. Greedy."""
+    each = engine.num_pages // len(counts)
+
+    def chunk(row: int, count: int) -> Chunk:
+        pages = tuple(PageId(row * each + page) for page in range(-(-(context + count) // engine.page_size)))
+        spec = SampleSpec(SamplingParams(temperature=0.0), row, 0, (), (), forbid_stops=False, sequence=(0, row))
+        return Chunk(tuple(token % 250 for token in range(count)), context, pages, (spec,))
+
+    return StepPlan(tuple(chunk(row, count) for row, count in enumerate(counts)))
 
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> tuple[int, ...]:

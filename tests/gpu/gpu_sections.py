@@ -1,9 +1,11 @@
 """The sections of a run, in their order: what matters most comes first, in case the time runs out."""
 
+import gpu_apart
 import gpu_attention
 import gpu_checks
 import gpu_compile
 import gpu_engine
+import gpu_handoff
 import gpu_memory
 import gpu_pages
 import gpu_rows_bench
@@ -18,12 +20,15 @@ _ALL = (
     Section("compile", 75, gpu_compile.cases),
     Section("engine", 50, gpu_engine.cases),
     Section("throughput", 20, gpu_throughput.small),
+    Section("sanitizer", 50, gpu_apart.sanitizer),
     Section("memory", 25, gpu_memory.cases),
     Section("prefill", 50, gpu_attention.prefill),
     Section("decode", 40, gpu_attention.decode),
     Section("sampler", 20, gpu_sampler.cases),
     Section("steps", 40, gpu_steps.cases),
     Section("end_to_end", 70, gpu_throughput.end_to_end),
+    Section("handoff", 60, gpu_handoff.cases),
+    Section("start", 50, gpu_apart.starts),
     Section("checks", 40, gpu_checks.cases),
     Section("rows", 10, gpu_rows_bench.cases),
     Section("host_pages", 5, gpu_pages.cases),

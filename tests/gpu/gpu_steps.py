@@ -26,9 +26,9 @@ SHOWN_NAME = 28
 
 
 def cases(device: Device) -> Iterator[Case]:
-    for name, shape in {"0.6B": QWEN3_0_6B, "8B": QWEN3_8B}.items():
+    for name, shape in device.sized((("0.6B", QWEN3_0_6B), ("8B", QWEN3_8B)), (("dry", QWEN3_8B),)):
         engine = Engine.of(device, random_model(config_of(device, shape), device), device.sized(LIMITS, DRY_LIMITS))
-        for num_seqs in device.sized((1, 64, 256), (1, 2)):
+        for num_seqs in device.sized((1, 64, 256), (2,)):
             yield f"{name} decode {num_seqs}", partial(_decode, device, engine, name, num_seqs)
         yield f"{name} prefill", partial(_prefill, device, engine, name)
         del engine
