@@ -27,7 +27,7 @@ pytestmark = [
 
 MODEL = "smollm2-135m-instruct"
 PORT, METRICS_PORT = 8491, 8492  # smg takes no port of its own choice
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 150
 HELLO = [{"role": "user", "content": "Name the capital of France."}]
 
 
