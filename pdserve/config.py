@@ -19,6 +19,7 @@ LogFormat = Literal["text", "json"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["auto", "none", "int8", "int4", "gguf"]
 QuantizedInputs = Literal[8, 16]
+AttentionBackend = Literal["auto", "triton", "flashinfer"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
 GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for this: all keys of a tile are in one page
@@ -192,6 +193,11 @@ class WorkerConfig(ServingConfig):
         description="Where the engine runs. auto is the CPU: cuda has not been tried on a GPU yet. interpreter, for "
         "testing, is the GPU's engine on a CPU, in Triton's interpreter.",
     )
+    attention_backend: AttentionBackend = Field(
+        "auto",
+        description="What computes attention over prompts on a GPU. auto: Triton's kernels. flashinfer: that library, "
+        "if it is installed and agrees with them on this device; nobody has measured it yet.",
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, le=1, description="Devices that hold this worker's model together: one, and no more yet."
     )
@@ -269,6 +275,12 @@ class WorkerConfig(ServingConfig):
     def _is_reached(self) -> Self:
         if not self.routers and self.dialect_port is None:
             raise ValueError("routers: at least one is needed, unless dialect_port is set")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_device(self) -> Self:
+        if self.attention_backend == "flashinfer" and self.device != "cuda":
+            raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
         return self
 
     @model_validator(mode="before")

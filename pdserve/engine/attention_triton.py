@@ -7,12 +7,13 @@ Chunks of more tokens have no fixed size, nor have single tokens where no size f
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.batch import Batch
+from pdserve.engine.batch import Batch, Ints
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, room_for_partials
 from pdserve.kernels.pageio import Rotation, Target, rope_write
 from pdserve.model.config import ModelConfig
@@ -45,7 +46,15 @@ def attention_spec(config: ModelConfig, page_size: int, num_pages: int, dtype: t
     )
 
 
-_Part = tuple[PagedAttention, slice]  # one launch, for these tokens of a step; the kernel leaves padding alone
+class PromptAttention(Protocol):
+    """What `PagedAttention` without a size does, by other means: plan once per step, run once per layer."""
+
+    def plan(self, query_lens: Ints, kv_lens: Ints, page_table: Ints) -> None: ...
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> object: ...
+
+
+_Part = tuple[PromptAttention, slice]  # one launch, for these tokens of a step; the kernel leaves padding alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +67,20 @@ class _Step:
 class TritonAttention:
     """Plans a step once, then serves each layer of it."""
 
-    def __init__(self, config: ModelConfig, kv: Tensor, rope: Rope, max_kv_len: int, sizes: Seq[int]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        kv: Tensor,
+        rope: Rope,
+        max_kv_len: int,
+        sizes: Seq[int],
+        prompts: PromptAttention | None = None,
+    ) -> None:
         """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
 
-        max_kv_len: the longest context. sizes: how many sequences a decode step may have room for, rising.
-        ValueError names what of a model or pool the kernels do not serve.
+        max_kv_len: the longest context. sizes: how many sequences a decode step may have room for, rising. prompts:
+        what attends to chunks in place of the kernels. ValueError names what of a model or pool the kernels do not
+        serve.
         """
         self._config = config
         self._spec = attention_spec(config, kv.shape[4], kv.shape[0], kv.dtype)
@@ -72,7 +90,7 @@ class TritonAttention:
         self._max_kv_len = max_kv_len
         self._sizes = tuple(sizes)
         self._room = room_for_partials(kv.device)  # a step's parts and layers come one after another
-        self._prefill = PagedAttention(self._spec, kv.device, room=self._room)
+        self._prefill = prompts or PagedAttention(self._spec, kv.device, room=self._room)
         self._decodes: dict[int, PagedAttention] = {}
         self._step: _Step | None = None
 
@@ -119,6 +137,6 @@ class TritonAttention:
         return self._decodes[size]
 
 
-def _planned(kernel: PagedAttention, batch: Batch, chunks: slice, tokens: slice) -> _Part:
+def _planned(kernel: PromptAttention, batch: Batch, chunks: slice, tokens: slice) -> _Part:
     kernel.plan(batch.query_lens[chunks], batch.kv_lens[chunks], batch.page_table[chunks])
     return kernel, tokens

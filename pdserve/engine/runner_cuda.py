@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention_triton import TritonAttention, graph_sizes, size_for
+from pdserve.engine.attention_triton import PromptAttention, TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.masks import token_masks
 from pdserve.engine.replays import Replays
@@ -90,8 +90,12 @@ class CudaRunner:
 
     max_in_flight = 2  # steps that are started and not finished; they end in the order in which they were started
 
-    def __init__(self, model: Model, num_pages: int, page_size: int, limits: Limits) -> None:
+    def __init__(
+        self, model: Model, num_pages: int, page_size: int, limits: Limits, prompts: PromptAttention | None = None
+    ) -> None:
         """Set up `num_pages` zeroed pages of `page_size` tokens. `limits`: those of the steps to come.
+
+        prompts: what attends to prompts in place of the kernels.
 
         ValueError says what the kernels do not serve of the model or the pages.
         """
@@ -102,7 +106,7 @@ class CudaRunner:
         self._max_model_len = limits.max_model_len
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._sizes = graph_sizes(limits.max_num_seqs)
-        self._attention = TritonAttention(config, self.kv, model.rope, limits.max_model_len, self._sizes)
+        self._attention = TritonAttention(config, self.kv, model.rope, limits.max_model_len, self._sizes, prompts)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
         self._inputs = Staging(device, _NUM_INPUTS * aligned(self._max_tokens))
         self._staging = Staging(device)

@@ -167,12 +167,15 @@ def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
 
 def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     """Return how many pages fit on the model's GPU beside it and a step."""
-    from pdserve.engine.runner_cuda import GpuMemory, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_flashinfer import WORKSPACE_BYTES  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import GpuMemory, step_bytes  # noqa: PLC0415
 
     memory = GpuMemory.of(model.device)
     max_model_len = config.max_model_len or model.config.max_position_embeddings
     sizes = (max(config.step_tokens.values()), config.max_num_seqs, max_model_len)
     needed = step_bytes(model.config, *sizes, model.dtype.itemsize)
+    needed += WORKSPACE_BYTES if config.attention_backend == "flashinfer" else 0
     num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, layout.page_bytes)
     if num_pages == 0:
         share = f"{config.gpu_memory_utilization} of {memory.total} bytes, {memory.free} of them free"
@@ -186,22 +189,33 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     if config.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
     # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_flashinfer import why_not  # noqa: PLC0415
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
     try:
-        PagedAttention(attention_spec(model, config.page_size, 1, dtype), "meta", chip=device_of(str(device)))
+        spec = attention_spec(model, config.page_size, 1, dtype)
+        PagedAttention(spec, "meta", chip=device_of(str(device)))
     except ValueError as error:
         raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
+    if config.attention_backend == "flashinfer" and (reason := why_not(spec, device)):
+        raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
 
 
 def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) -> EngineRunner:
     if config.device not in KERNEL_DEVICES:
         return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids))
-    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415 - a CPU worker has no need of Triton
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415
+    from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
 
-    runner = CudaRunner(model, num_pages, config.page_size, limits)
+    prompts = None
+    if config.attention_backend == "flashinfer":
+        spec = attention_spec(model.config, config.page_size, num_pages, model.dtype)
+        prompts = FlashInferPrompts(spec, model.device)
+    runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)
     runner.capture()
     return runner
 
