@@ -9,7 +9,7 @@ from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.device import sample as device_sample
 from pdserve.kernels.pageio import power_of_two
 
-MAX_BLOCK = 4096  # logits a program looks at together: a part of a row
+MAX_BLOCK = 2048  # logits a program looks at together: a part of a row
 BIAS_BLOCK = 64
 COUNT_BLOCK = 256
 NUM_WARPS = 16

@@ -3,7 +3,8 @@
 `scan` looks at a part of a row: it finds the part's largest score plus noise. `choose` takes the largest of a row's
 parts, which is the token unless top-k, top-p or min-p leave it out. The tokens that those keep are always those at or
 above some score. So the noisy argmax over a larger set is the answer if it is itself kept; if not, nothing at or below
-its score is, and the search goes on above it. What a row does not ask for is skipped by branches at run time.
+its score is, and the search goes on above it. The search skips parts that have no score so high. What a row does not
+ask for is skipped by branches at run time.
 """
 
 import triton
@@ -35,9 +36,9 @@ def _gumbel(ids, low, high):
 
 
 @triton.jit
-def _load_scores(row_ptr, start, vocab_size, BLOCK: tl.constexpr):
-    """Load BLOCK scores; past the vocabulary they are -inf."""
-    ids = start + tl.arange(0, BLOCK)
+def _load_scores(row_ptr, part, vocab_size, BLOCK: tl.constexpr):
+    """Load the BLOCK scores of a part; past the vocabulary they are -inf."""
+    ids = part * BLOCK + tl.arange(0, BLOCK)
     return ids, tl.load(row_ptr + ids, ids < vocab_size, other=float("-inf"))
 
 
@@ -49,8 +50,8 @@ def _ordered(x):
 
 
 @triton.jit
-def _kth_largest(row_ptr, vocab_size, k, BLOCK: tl.constexpr):
-    """Find the k-th largest score, as its _ordered integer: four turns of a radix search."""
+def _kth_largest(row_ptr, peaks_ptr, num_parts, vocab_size, k, bound, BLOCK: tl.constexpr):
+    """Find the k-th largest score, as its _ordered integer: four turns of a radix search. It is at least `bound`."""
     prefix = tl.full([], 0, tl.uint32)
     remaining = k
     digits = tl.arange(0, 256)
@@ -58,15 +59,16 @@ def _kth_largest(row_ptr, vocab_size, k, BLOCK: tl.constexpr):
         shift = 24 - 8 * turn
         counts = tl.zeros([256], tl.int32)
         outside = 0
-        for start in range(0, vocab_size, BLOCK):
-            ids, x = _load_scores(row_ptr, start, vocab_size, BLOCK)
-            key = _ordered(x)
-            inside = ids < vocab_size
-            if turn > 0:
-                inside = inside & (key >> (shift + 8) == prefix)
-            digit = (key >> shift & 255).to(tl.int32)
-            counts += tl.histogram(tl.where(inside, digit, 0), 256)
-            outside += tl.sum(tl.where(inside, 0, 1), 0)
+        for part in range(num_parts):
+            if tl.load(peaks_ptr + part) >= bound:
+                ids, x = _load_scores(row_ptr, part, vocab_size, BLOCK)
+                key = _ordered(x)
+                inside = ids < vocab_size
+                if turn > 0:
+                    inside = inside & (key >> (shift + 8) == prefix)
+                digit = (key >> shift & 255).to(tl.int32)
+                counts += tl.histogram(tl.where(inside, digit, 0), 256)
+                outside += tl.sum(tl.where(inside, 0, 1), 0)
         counts = tl.where(digits == 0, counts - outside, counts)
         at_least = tl.cumsum(counts, 0, reverse=True)
         chosen = tl.sum((at_least >= remaining).to(tl.int32), 0) - 1
@@ -84,29 +86,33 @@ def _best(noisy, scores, ids):
 
 
 @triton.jit
-def _noisy_argmax(row_ptr, vocab_size, floor, pivot, low, high, BLOCK: tl.constexpr):
+def _noisy_argmax(row_ptr, peaks_ptr, num_parts, vocab_size, floor, pivot, low, high, BLOCK: tl.constexpr):
     """Find the token of score + noise, largest, among scores >= floor and > pivot, and its score."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.arange(0, BLOCK)
-    for start in range(0, vocab_size, BLOCK):
-        ids, x = _load_scores(row_ptr, start, vocab_size, BLOCK)
-        noisy = tl.where((x >= floor) & (x > pivot), x + _gumbel(ids, low, high), float("-inf"))
-        better = noisy > best
-        best = tl.where(better, noisy, best)
-        best_score = tl.where(better, x, best_score)
-        best_id = tl.where(better, ids, best_id)
+    for part in range(num_parts):
+        peak = tl.load(peaks_ptr + part)
+        if (peak >= floor) & (peak > pivot):
+            ids, x = _load_scores(row_ptr, part, vocab_size, BLOCK)
+            noisy = tl.where((x >= floor) & (x > pivot), x + _gumbel(ids, low, high), float("-inf"))
+            better = noisy > best
+            best = tl.where(better, noisy, best)
+            best_score = tl.where(better, x, best_score)
+            best_id = tl.where(better, ids, best_id)
     _, token, score = _best(best, best_score, best_id)
     return token, score
 
 
 @triton.jit
-def _mass(row_ptr, vocab_size, peak, floor, pivot, BLOCK: tl.constexpr):
+def _mass(row_ptr, peaks_ptr, num_parts, vocab_size, peak, floor, pivot, BLOCK: tl.constexpr):
     """Sum exp(score - peak) over scores >= floor and > pivot."""
     mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        _, x = _load_scores(row_ptr, start, vocab_size, BLOCK)
-        mass += tl.where((x >= floor) & (x > pivot), tl.exp(x - peak), 0.0)
+    for part in range(num_parts):
+        part_peak = tl.load(peaks_ptr + part)
+        if (part_peak >= floor) & (part_peak > pivot):
+            _, x = _load_scores(row_ptr, part, vocab_size, BLOCK)
+            mass += tl.where((x >= floor) & (x > pivot), tl.exp(x - peak), 0.0)
     return tl.sum(mass, 0)
 
 
@@ -232,28 +238,33 @@ def choose(
         scores = scores_ptr + wide * scores_stride
         low = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         high = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-        peaks = tl.load(best_row + 2 * num_parts, real, other=float("-inf"))
+        peaks_ptr = best_ptr + (wide * 4 + 2) * num_parts
+        peaks = tl.load(peaks_ptr + part, real, other=float("-inf"))
         peak = tl.max(peaks, 0)
         floor = float("-inf")
         allowed = float("inf")  # mass that may lie above a kept token, in units of exp(-peak)
         if top_k > 0 and top_k < vocab_size:
-            key = _kth_largest(scores, vocab_size, top_k, BLOCK)
+            num_higher = tl.sum((peaks[None, :] > peaks[:, None]).to(tl.int32), 1)
+            bound = tl.min(tl.where(num_higher < top_k, peaks, float("inf")), 0)  # so many parts have a score so high
+            bound = tl.where(top_k <= num_parts, bound, float("-inf"))
+            key = _kth_largest(scores, peaks_ptr, num_parts, vocab_size, top_k, bound, BLOCK)
             key = tl.where(key >> 31 == 1, key ^ 0x80000000, key ^ 0xFFFFFFFF)
             floor = key.to(tl.float32, bitcast=True)
             if top_p < 1.0:
-                allowed = top_p * _mass(scores, vocab_size, peak, floor, float("-inf"), BLOCK)
+                allowed = top_p * _mass(scores, peaks_ptr, num_parts, vocab_size, peak, floor, float("-inf"), BLOCK)
         elif top_p < 1.0:
             masses = tl.load(best_row + 3 * num_parts, real, other=0.0)
             allowed = top_p * tl.sum(masses * tl.exp(peaks - peak), 0)
         if min_p > 0.0:
             floor = tl.maximum(floor, peak + tl.log(min_p))
         if score < floor:
-            token, score = _noisy_argmax(scores, vocab_size, floor, float("-inf"), low, high, BLOCK)
+            token, score = _noisy_argmax(scores, peaks_ptr, num_parts, vocab_size, floor, float("-inf"), low, high,
+                                         BLOCK)  # fmt: skip
         if top_p < 1.0:
-            above = _mass(scores, vocab_size, peak, float("-inf"), score, BLOCK)
+            above = _mass(scores, peaks_ptr, num_parts, vocab_size, peak, float("-inf"), score, BLOCK)
             while above >= allowed and score < peak:
-                token, score = _noisy_argmax(scores, vocab_size, floor, score, low, high, BLOCK)
-                above = _mass(scores, vocab_size, peak, float("-inf"), score, BLOCK)
+                token, score = _noisy_argmax(scores, peaks_ptr, num_parts, vocab_size, floor, score, low, high, BLOCK)
+                above = _mass(scores, peaks_ptr, num_parts, vocab_size, peak, float("-inf"), score, BLOCK)
     tl.store(out_ptr + row, token.to(tl.int64))
     slot = tl.load(slots_ptr + row)
     if slot >= 0:

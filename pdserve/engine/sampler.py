@@ -188,7 +188,9 @@ def forbidden(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
     None for a sample with a grammar, too: its mask leaves them out already.
     """
     allowed_ids = spec.params.allowed_token_ids
-    token_ids = () if spec.matcher is not None else unwanted(spec, eos_token_ids)
+    if spec.matcher is not None or not (spec.forbid_stops or spec.params.bad_word_ids):
+        return ()
+    token_ids = unwanted(spec, eos_token_ids)
     return () if allowed_ids and set(token_ids).issuperset(allowed_ids) else token_ids
 
 

@@ -219,6 +219,23 @@ def test_rows_longer_than_a_part_draw_the_references_tokens_whatever_is_asked_fo
     assert sample.sample(logits, draw, **changes).tolist() == reference_tokens(logits, rows, draw)
 
 
+def test_parts_without_a_score_that_could_be_kept_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    load = device_sample._load_scores.fn
+
+    def noting(row_ptr: object, part: int, *rest: object) -> object:
+        read.append(int(part))
+        return load(row_ptr, part, *rest)
+
+    monkeypatch.setattr(device_sample, "_load_scores", noting)
+    logits = torch.randn((3, 9 * sample.MAX_BLOCK), generator=torch.Generator().manual_seed(6))
+    logits[:, :: 2 * sample.MAX_BLOCK] += 30.0  # in parts 0, 2, 4, 6 and 8
+    rows = [RowParams(top_k=3), RowParams(top_p=0.9), RowParams(top_k=4, top_p=0.7, min_p=0.01)]
+    draw = draw_of(rows, range(3))
+    assert sample.sample(logits, draw).tolist() == reference_tokens(logits, rows, draw)
+    assert {*read} <= {0, 2, 4, 6, 8}
+
+
 def test_noise_is_computed_for_rows_that_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def gumbel(*_: object) -> None:
         raise ArithmeticError("noise")
