@@ -70,10 +70,9 @@ class WorkerCore:
         """
         scheduler = self._scheduler
         left = sum([s.num_missing for s in scheduler.running if s.num_missing > 1])
-        is_sure = not left and not scheduler.waiting
-        if left and self._fills_steps_ahead:
-            is_sure = left - sum(step.num_prompt_tokens for step in scheduler.steps) >= scheduler.step_tokens
-        return is_sure and not self.incoming.awaits_move()
+        beyond = left - sum(step.num_prompt_tokens for step in scheduler.steps)
+        is_full = self._fills_steps_ahead and beyond >= scheduler.step_tokens
+        return (is_full or not (left or scheduler.waiting)) and not self.incoming.awaits_move()
 
     @property
     def due_s(self) -> float:
