@@ -1,8 +1,9 @@
 """Time prefill and decode attention, in the shapes the project has goals for, beside other attention; and tune tiles.
 
-Peers are torch's cuDNN and flash SDPA, and FlashInfer where it is installed. They read contiguous K and V; ours reads
-pages. A peer that cannot do a shape is left out, with the reason: cuDNN where a prompt has fewer queries than keys, for
-torch makes a mask for it in each call. All rotate over several sets of keys and values, so that no caches are timed.
+Peers are torch's cuDNN and flash SDPA, which read contiguous K and V, and FlashInfer where it is installed, which reads
+the pages that ours reads. A peer that cannot do a shape is left out, with the reason: cuDNN where a prompt has fewer
+queries than keys, for torch makes a mask for it in each call. All rotate over several sets of keys and values, so that
+no caches are timed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
+from pdserve.kernels.attention_plan import Ints
 from pdserve.kernels.tuning import Tile
 
 PREFILL_LAYERS = 4  # pages of several layers, as an engine has: strides matter, and calls rotate over them
 DECODE_LAYERS = 32  # as many as an 8B model has: the tiles of a layer then lie megabytes apart
 PEER_SETS = 4  # of contiguous keys and values
+SHOWN_ERROR = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +198,37 @@ def _best(device: Device, load: Load, tiles: Iterable[Tile]) -> list[Row]:
     return [Row(f"{load.name} #{rank}", {"us": time}, f"{tile} {note}") for rank, ((time, tile), note) in ranked]
 
 
-def calls(device: Device, load: Load, num_layers: int | None = None) -> list[Callable[[], object]]:
+class Planned(Protocol):
+    """Attention that is planned once for all layers."""
+
+    def plan(self, query_lens: Ints, kv_lens: Ints, page_table: Ints) -> None: ...
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> object: ...
+
+
+def ours(device: Device, spec: AttentionSpec, load: Load) -> Planned:
+    return PagedAttention(spec, device.torch, load.shape.size, tile=load.tile)
+
+
+def flashinfers(device: Device, spec: AttentionSpec, load: Load) -> Planned:
+    """Return FlashInfer's for prompts; ValueError for a step that decodes."""
+    from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415 - may not be installed
+
+    if load.shape.size is not None:
+        raise ValueError("it is used for prompts")
+    return FlashInferPrompts(spec, device.torch)
+
+
+def calls(
+    device: Device,
+    load: Load,
+    num_layers: int | None = None,
+    attention_of: Callable[[Device, AttentionSpec, Load], Planned] = ours,
+) -> list[Callable[[], object]]:
     """Return a planned step on random data for each layer, ready to run."""
     shape = load.shape
     layers = num_layers or device.sized(PREFILL_LAYERS if shape.size is None else DECODE_LAYERS, 2)
     spec, kv, table = _pool(device, load.spec, shape, layers)
-    attention = PagedAttention(spec, device.torch, shape.size, tile=load.tile)
+    attention = attention_of(device, spec, load)
     attention.plan(np.full(shape.batch, shape.queries), np.full(shape.batch, shape.keys), table)
     q = torch.randn((shape.batch * shape.queries, spec.num_heads, spec.head_dim), device=device.torch).to(spec.dtype)
     out = torch.empty_like(q)
@@ -221,29 +249,36 @@ def _pool(
 
 def _peer_times(device: Device, load: Load) -> tuple[dict[str, float], str]:
     """Time every peer that serves the shape: microseconds by name, and why others are missing."""
-    spec, shape = load.spec, load.shape
-    q = torch.randn((shape.batch, spec.num_heads, shape.queries, spec.head_dim), device=device.torch).to(spec.dtype)
-    sizes = (PEER_SETS, 2, shape.batch, spec.num_kv_heads, shape.keys, spec.head_dim)
-    sets = torch.empty(sizes, dtype=spec.dtype, device=device.torch).normal_()
     found, missing = {}, []
-    for name, peer in _peers(device).items():
-        if name == "cudnn" and 1 < shape.queries < shape.keys:
-            missing.append("cudnn: it would take a mask")
-            continue
+    for name, calls_of in _peers(device).items():
         try:
-            found[f"us {name}"] = device.time_us([partial(peer, q, *kv) for kv in sets])
+            found[f"us {name}"] = device.time_us(calls_of(load))
         except Exception as error:  # noqa: BLE001 - whatever keeps a peer from running, the rest goes on
             device.synchronize()
-            missing.append(f"{name}: {type(error).__name__}")
+            missing.append(f"{name}: {type(error).__name__}: {error}"[:SHOWN_ERROR])
+        device.empty()
     return found, ", ".join(missing)
 
 
-def _peers(device: Device) -> dict[str, Callable[..., object]]:
-    found: dict[str, Callable[..., object]] = {
-        "cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),  # a CPU has none: in a dry run it is left out
-        "flash": partial(_sdpa, device.sized(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)),
+def _peers(device: Device) -> dict[str, Callable[[Load], list[Callable[[], object]]]]:
+    backends = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,  # a CPU has none: in a dry run it is left out
+        "flash": device.sized(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
     }
-    return {**found, "flashinfer": _flashinfer} if find_spec("flashinfer") else found
+    found = {name: partial(_sdpa_calls, device, backend) for name, backend in backends.items()}
+    if find_spec("flashinfer"):
+        return {**found, "flashinfer": partial(calls, device, attention_of=flashinfers)}
+    return {**found}
+
+
+def _sdpa_calls(device: Device, backend: SDPBackend, load: Load) -> list[Callable[[], object]]:
+    spec, shape = load.spec, load.shape
+    if backend is SDPBackend.CUDNN_ATTENTION and 1 < shape.queries < shape.keys:
+        raise ValueError("it would take a mask")
+    q = torch.randn((shape.batch, spec.num_heads, shape.queries, spec.head_dim), device=device.torch).to(spec.dtype)
+    sizes = (PEER_SETS, 2, shape.batch, spec.num_kv_heads, shape.keys, spec.head_dim)
+    sets = torch.empty(sizes, dtype=spec.dtype, device=device.torch).normal_()
+    return [partial(_sdpa, backend, q, *kv) for kv in sets]
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -251,14 +286,3 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask: Any = causal_lower_right(queries, keys) if 1 < queries < keys else None
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, mask, is_causal=queries == keys, enable_gqa=True)
-
-
-def _flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend in one sequence; ValueError for a batch."""
-    from flashinfer import single_prefill_with_kv_cache  # type: ignore[import-not-found] # noqa: PLC0415
-
-    if len(q) > 1:
-        raise ValueError("a batch of several sequences")
-    queries, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
-    out: Tensor = single_prefill_with_kv_cache(queries, keys, values, causal=True)
-    return out

@@ -24,6 +24,7 @@ from gpu_models import (
     limits_of,
     random_prompt,
     random_weights,
+    replay_nothing,
     sequence_of,
 )
 from gpu_report import Case, Row
@@ -31,7 +32,6 @@ from torch import Tensor
 
 from pdserve.engine.attention_triton import graph_sizes
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.replays import Replays
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -47,7 +47,7 @@ VOCAB = 300
 CHECK_PAGE_SIZE, CHECK_PAGES = 16, 80
 PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
-DRY_LENS, DRY_TOKENS = (15, 17), 2
+DRY_LENS, DRY_TOKENS = (15, 17, 3), 2
 CHECK_EOS = 5
 CHECK_LIMITS = Limits(6, max_num_batched_tokens=48, max_model_len=256, eos_token_ids=frozenset({CHECK_EOS}))
 WEIGHT_SCALE = 4.0  # lets random models write more than one token over and over
@@ -225,7 +225,7 @@ def _graphs_agree(device: Device, model: Model) -> Iterator[Row]:
     max_num_seqs, context = device.sized((256, 500), (3, 20))
     engine = Engine.of(device, model, limits_of(max_num_seqs, max_num_seqs, context + 64))
     eager = CudaRunner(model, engine.num_pages, engine.page_size, engine.limits)
-    eager._replays = Replays(torch.device("cpu"))  # which captures nothing
+    replay_nothing(eager)
     for kv in (engine.runner.kv, eager.kv):
         kv.normal_(generator=torch.Generator(device.torch).manual_seed(2))
     for size in graph_sizes(max_num_seqs):

@@ -14,6 +14,7 @@ from gpu_device import Device
 from torch import Tensor
 
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.replays import Replays
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -133,6 +134,12 @@ class Engine:
 def sequence_of(order: int, prompt: Seq[int], params: SamplingParams, *, stop_after_prompt: bool = False) -> Sequence:
     job = Job(RequestId(order.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), replace(params, seed=order), (0,))
     return Sequence(job, (0,), list(prompt), order, stop_after_prompt)
+
+
+def replay_nothing(runner: CudaRunner) -> None:
+    """Let a runner launch kernel by kernel what it would capture and replay."""
+    assert isinstance(runner._replays, Replays)
+    runner._replays = Replays(torch.device("cpu"))  # which captures nothing
 
 
 def step_of(engine: Engine, counts: Seq[int], context: int) -> StepPlan:

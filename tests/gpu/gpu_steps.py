@@ -5,7 +5,6 @@ as they do in a worker. The idle gap is what the device does nothing: the time o
 """
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from functools import partial
 
 from gpu_device import Device
@@ -14,13 +13,13 @@ from gpu_report import Case, Row
 from gpu_throughput import GREEDY, equal_work
 
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 
 LIMITS = limits_of(256, max_num_batched_tokens=8_192, max_model_len=2_048)
 DRY_LIMITS = limits_of(2, max_num_batched_tokens=32, max_model_len=64)
 TIMED_STEPS = 50
 CONTEXT = 600
+ANSWER = 150  # more than the steps in which prompts come, and those that are timed
 TOP_KERNELS = 6
 SHOWN_NAME = 28
 
@@ -36,20 +35,17 @@ def cases(device: Device) -> Iterator[Case]:
 
 
 def _decode(device: Device, engine: Engine, name: str, num_seqs: int) -> Iterator[Row]:
-    num_steps = device.sized(TIMED_STEPS, 2)
-    work = equal_work(num_seqs, device.sized(CONTEXT, 5), num_steps + 2, 250)
-    driven = engine.drive(work.sequences(GREEDY), depth=2)
-    plan = _decode_plan(engine, list(work.sequences(GREEDY)))
+    """Compute the prompts of some sequences, then time steps in which all of them decode."""
+    num_steps, scheduler = device.sized(TIMED_STEPS, 2), engine.scheduler()
+    work = equal_work(num_seqs, device.sized(CONTEXT, 5), device.sized(ANSWER, 6), 250)
+    prompts = list(work.sequences(GREEDY))
+    drive(engine.runner, scheduler, prompts, 1, is_over=lambda driven: len(driven.texts) == num_seqs)
+    driven = drive(engine.runner, scheduler, [], 2, is_over=lambda driven: driven.num_steps >= num_steps)
+    plan = _next_plan(scheduler)
+    assert plan.num_tokens == num_seqs, "not all of them decode"
     kernels = device.kernel_us(lambda: engine.runner.run(plan))
-    yield _row(f"{name} decode {num_seqs}", driven, driven.tpot_ms, kernels)
+    yield _row(f"{name} decode {num_seqs}", driven, kernels)
     yield _top(f"{name} decode {num_seqs}: kernels", kernels)
-
-
-def _decode_plan(engine: Engine, sequences: Seq[Sequence]) -> StepPlan:
-    """Compute some prompts; return a step that decodes them all, which may be run again and again."""
-    scheduler = engine.scheduler()
-    drive(engine.runner, scheduler, sequences, 1, is_over=lambda driven: len(driven.texts) == len(sequences))
-    return _next_plan(scheduler)
 
 
 def _prefill(device: Device, engine: Engine, name: str) -> Iterator[Row]:
@@ -67,7 +63,7 @@ def _prefill(device: Device, engine: Engine, name: str) -> Iterator[Row]:
     plan = _next_plan(scheduler)
     kernels = device.kernel_us(lambda: engine.runner.run(plan))
     row = f"{name} prefill {length}"
-    yield _row(row, driven, 1e3 * driven.total_s / driven.num_steps, kernels)
+    yield _row(row, driven, kernels)
     yield _top(f"{row}: kernels", kernels)
 
 
@@ -77,8 +73,9 @@ def _next_plan(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def _row(name: str, driven: Driven, step_ms: float, kernels: dict[str, float]) -> Row:
+def _row(name: str, driven: Driven, kernels: dict[str, float]) -> Row:
     device_ms, steps = sum(kernels.values()) / 1e3, 1e-3 * driven.num_steps
+    step_ms = driven.total_s / steps
     host_s = driven.planning_s + driven.launching_s + driven.committing_s
     figures = {
         "ms a step": step_ms,

@@ -104,9 +104,9 @@ def end_to_end(device: Device) -> Iterator[Case]:
 
 
 def _small(device: Device, ways: dict[str, tuple[SamplingParams, int]]) -> Iterator[Case]:
+    bytes_per_s = 2e6 * device.sized(COPY_BYTES, 1 << 20) / copy_time_us(device)  # while there is room for it
     engine, config = _engine(device, QWEN3_0_6B, STEP_LIMITS)
     work = device.sized(nano_vllm_work(), DRY_WORK)
-    bytes_per_s = 2e6 * device.sized(COPY_BYTES, 1 << 20) / copy_time_us(device)
     bound_s = work.decode_bytes(kv_bytes_per_token(config), weight_bytes(config)) / bytes_per_s
     warm_up = Work(work.prompts[:8], (2,) * len(work.prompts[:8]))
     for name, (params, depth) in ways.items():
