@@ -63,7 +63,9 @@ class SampleSpec:
         """Return the specification once the token that it lacks is known."""
         if not self.lacks_output:
             return self
-        return replace(self, output_ids=array("q", (*self.output_ids, token_id)), lacks_output=False)
+        output_ids = array("q", self.output_ids)
+        output_ids.append(token_id)
+        return replace(self, output_ids=output_ids, lacks_output=False)
 
 
 @value

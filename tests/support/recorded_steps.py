@@ -38,6 +38,7 @@ SAMPLED = {
     "biased": SamplingParams(logit_bias=((3, 1.5),)),
     "limited": SamplingParams(allowed_token_ids=(1, 2, 3)),
     "reported": SamplingParams(logprobs=3),
+    "worded": SamplingParams(bad_word_ids=((1, 2),)),  # which the host reads, of the step before
 }
 
 

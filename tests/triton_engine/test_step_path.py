@@ -36,5 +36,5 @@ def test_a_layer_takes_five_kernels_beside_its_products(steps: dict[str, dict[st
 def test_what_comes_back_of_a_step_is_its_tokens(steps: dict[str, dict[str, Any]]) -> None:
     assert steps["greedy"]["received_bytes"] == 2 * 2 * 8
     reported = 4 + 3 * (4 + 4)  # a chosen token's log probability, and the likeliest with theirs
-    assert steps["all kinds"]["received_bytes"] == (6 + 7) * 8 + 2 * reported
+    assert steps["all kinds"]["received_bytes"] == (7 + 8) * 8 + 2 * reported
     assert max(step["sent_bytes"] for step in steps.values()) < 1 << 15
