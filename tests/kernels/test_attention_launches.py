@@ -29,7 +29,7 @@ def test_results_are_combined_by_a_program_for_each_query_and_head_that_an_item_
     attention = PagedAttention(case.spec, "cpu", StepSize(2, 1000))
     attention.plan(*case.lens.arrays, case.page_table)
     assert case.error(attention.run(case.q, *case.pages)) <= 7.5e-3
-    chunk = Lens((7, 2), (2000, 70))
+    chunk = Lens((7, 2), (1500, 70))
     case = problem.make(problem.spec_of((9, 3), 32, 64, chunk), chunk)
     attention = PagedAttention(case.spec, "cpu", tile=Tile(32, 32, 4, 2))
     attention.plan(*case.lens.arrays, case.page_table)

@@ -146,11 +146,11 @@ def test_an_engine_whose_prompts_it_computes_draws_the_same_tokens(library: type
     config = ModelConfig.from_hf(MISTRAL)
     weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(config))
     model = load_model(config, weights, torch.float32)
-    prompts = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 16, 40)]
+    prompts = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 40)]
     prompts_attention = FlashInferPrompts(attention_spec(config, PAGE_SIZE, NUM_PAGES, model.dtype), CPU)
     runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS, prompts_attention)
-    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 3, chunk_tokens=15)
-    assert greedy_texts(runner, prompts, 3, chunk_tokens=15) == expected
+    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 2, chunk_tokens=25)
+    assert greedy_texts(runner, prompts, 2, chunk_tokens=25) == expected
 
 
 def test_it_is_for_gpus_alone() -> None:
