@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,11 @@ from pdserve.kernels.tuning import Device, decode_tile, prefill_tile
 SUPPORT = Path(__file__).parents[1] / "support"
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # of 8.x the least: 8.6, 8.9 and 12.x take the same tiles
 ROWS = "rope and write|digest|rms norm|silu|sample|count"
-CORE = f"d128$|d128 16-slot|window$|float32|{ROWS}"  # one of each kernel; the report has all
+WANTED = {  # one of each kernel; the report has all
+    80: f"(prefill|decode) d128$|{ROWS}",
+    90: f"d128$|d128 16-slot|window$|float32|{ROWS}",
+    100: "(prefill|decode) d128$|rope and write|sample",
+}
 PROGRAM = """
 import json, re, sys
 import kernel_catalog as catalog, kernel_compiler as compiling
@@ -46,48 +51,44 @@ class Made:
     serialized: bool
 
 
-def start(capability: int, wanted: str) -> subprocess.Popen[str]:
+@cache
+def made(capability: int) -> list[Made]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(SUPPORT)
-    command = [sys.executable, "-c", PROGRAM, str(capability), wanted]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", PROGRAM, str(capability), WANTED[capability]]
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [Made(**json.loads(line)) for line in output.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[int, list[Made]]:
-    running = {80: start(80, f"(prefill|decode) d128$|{ROWS}"), 90: start(90, CORE)}
-    running |= {100: start(100, "(prefill|decode) d128$|rope and write|sample")}
-    found = {}
-    for capability, process in running.items():
-        output, _ = process.communicate()
-        assert process.returncode == 0, f"sm_{capability} did not compile"
-        found[capability] = [Made(**json.loads(line)) for line in output.splitlines()]
-    return found
+def on(*capabilities: int) -> pytest.MarkDecorator:
+    """Compile for Hopper in each run, for older and newer chips in `make test-long`."""
+    given = [pytest.param(each, marks=() if each == 90 else pytest.mark.long) for each in capabilities]
+    return pytest.mark.parametrize("capability", given)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_every_kernel_fits_the_shared_memory_of_its_chip(made: dict[int, list[Made]], capability: int) -> None:
-    assert made[capability], "nothing was compiled"
-    assert {one.case: one.shared_bytes for one in made[capability] if one.shared_bytes > SHARED_BYTES[capability]} == {}
+@on(80, 90, 100)
+def test_every_kernel_fits_the_shared_memory_of_its_chip(capability: int) -> None:
+    assert made(capability), "nothing was compiled"
+    assert {one.case: one.shared_bytes for one in made(capability) if one.shared_bytes > SHARED_BYTES[capability]} == {}
 
 
-def test_prefill_multiplies_with_wgmma_where_its_rows_fill_it(made: dict[int, list[Made]]) -> None:
-    wide = [one for one in made[90] if one.kernel == "attend" and one.case.startswith("prefill")]
+def test_prefill_multiplies_with_wgmma_where_its_rows_fill_it() -> None:
+    wide = [one for one in made(90) if one.kernel == "attend" and one.case.startswith("prefill")]
     wide = [one for one in wide if not one.case.endswith("float32")]
     assert len(wide) >= 2
     assert {one.case: one.matrix_unit for one in wide if one.matrix_unit != "wgmma"} == {}
     assert [one.case for one in wide if one.serialized] == []
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_hot_kernels_do_not_spill(made: dict[int, list[Made]], capability: int) -> None:
-    hot = [one for one in made[capability] if one.hot]
+@on(80, 90, 100)
+def test_hot_kernels_do_not_spill(capability: int) -> None:
+    hot = [one for one in made(capability) if one.hot]
     assert {"attend", "rope_write", "scan", "choose"} <= {one.kernel for one in hot}
     assert {one.case: one.spill_bytes for one in hot if one.spill_bytes} == {}
 
 
-def test_two_prefill_items_share_a_hopper_multiprocessor(made: dict[int, list[Made]]) -> None:
-    plain = next(one for one in made[90] if one.case == "prefill d128" and one.kernel == "attend")
+def test_two_prefill_items_share_a_hopper_multiprocessor() -> None:
+    plain = next(one for one in made(90) if one.case == "prefill d128" and one.kernel == "attend")
     assert 2 * plain.registers * plain.num_warps * 32 <= 65_536
     assert 2 * (plain.shared_bytes + 1024) <= 233_472
 
