@@ -19,6 +19,7 @@ from gpu_report import Case, Row
 
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import SampleSpec
+from pdserve.kernels.cpu.library import library
 from pdserve.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ def _kernels(device: Device) -> dict[str, Job[None]]:
         f"{load.name} {load.shape}": partial(_attention, load)
         for load in {(each.spec, each.tile, each.shape.size is None): each for each in loads}.values()
     }
+    jobs["the CPU engine's library"] = _library
     return jobs | {f"sampler {dtype}": partial(_sampler, dtype) for dtype in (torch.bfloat16, torch.float32)}
 
 
@@ -68,6 +70,10 @@ def _engines(device: Device) -> dict[str, Job[None]]:
     }
     jobs |= {family: partial(_family, family) for family in FAMILIES}
     return device.sized(jobs, {name: jobs[name] for name in ("0.6B", next(iter(FAMILIES)))})
+
+
+def _library(device: Device) -> None:
+    library()  # of the engine that tokens are compared with
 
 
 def _attention(load: gpu_attention.Load, device: Device) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 START_S = 60.0  # most that a process takes to import torch and find its device
 GRACE_S = 20.0  # for the case that is under way when a section's time is over
+KILLED_S = 30.0  # most that a driver takes to end a process with a kernel that runs for ever
 DONE, LATE, LOST = "done", "out of time", "stopped: the device is lost"
 
 
@@ -108,7 +109,7 @@ class Computing:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-        process.join()
+        process.join(KILLED_S)
         return f"the process ended with status {died}" if died is not None else "the process was killed"
 
 

@@ -49,22 +49,21 @@ def _decode(device: Device, engine: Engine, name: str, num_seqs: int) -> Iterato
 
 
 def _prefill(device: Device, engine: Engine, name: str) -> Iterator[Row]:
-    """Compute prompts one by one, as a prefill worker does: it plans nothing ahead."""
-    length = device.sized(2_000, 20)
-    work = equal_work(device.sized(12, 2), length, 1, 250)
-    engine.drive(work.sequences(GREEDY), depth=1)
-    driven = Driven()
-    for sequence in work.sequences(GREEDY):
-        one = engine.drive([sequence], depth=1)
-        for part in ("total_s", "waiting_s", "planning_s", "launching_s", "committing_s", "num_steps"):
-            setattr(driven, part, getattr(driven, part) + getattr(one, part))
+    """Compute prompts, one a step: each planned when the one before it is over, then each planned ahead."""
+    length, count = device.sized((2_000, 12), (20, 2))
+    work = equal_work(count, length, 1, 250)
+    engine.drive(work.sequences(GREEDY), depth=1)  # compiles what capturing did not
     scheduler = engine.scheduler()
     scheduler.add(next(work.sequences(GREEDY)))
     plan = _next_plan(scheduler)
     kernels = device.kernel_us(lambda: engine.runner.run(plan))
-    row = f"{name} prefill {length}"
-    yield _row(row, driven, kernels)
-    yield _top(f"{row}: kernels", kernels)
+    for depth, how in ((1, "one by one"), (2, "planned ahead")):
+        scheduler = engine.scheduler()
+        scheduler.step_tokens = length
+        yield _row(
+            f"{name} prefill {length}, {how}", drive(engine.runner, scheduler, work.sequences(GREEDY), depth), kernels
+        )
+    yield _top(f"{name} prefill {length}: kernels", kernels)
 
 
 def _next_plan(scheduler: Scheduler) -> StepPlan:

@@ -64,12 +64,14 @@ def run_sections(sections: "Sequence[Section]", options: "Options", seconds: flo
 
     computing, started_s = Computing(options), time.perf_counter()
     records = {section.name: Record() for section in sections}
+    about: dict[str, object] = {"is_dry": options.is_dry, "seconds": seconds, "machine": computing.facts}
+    _save(records, about)
     try:
         for section, share_s, limit_s in deal(list(sections), seconds):
             if share_s > 0:
                 records[section.name] = computing.run(section, share_s, limit_s)
             _say(section.name, records[section.name])
-            _save(records, {"is_dry": options.is_dry, "machine": computing.facts, "seconds": seconds})
+            _save(records, about | {"machine": computing.facts})
     finally:
         computing.close()
     sys.stdout.write(f"{time.perf_counter() - started_s:.0f} s of {seconds:.0f}\n")
@@ -94,8 +96,9 @@ def _save(records: "dict[str, Record]", about: dict[str, object]) -> None:
         return
     found = {**about, "sections": {name: asdict(record) for name, record in records.items()}}
     path = Path(os.environ["OUT"], "gpu.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found, indent=1))
+    partial.write_text(json.dumps(found, indent=1, default=str))
     partial.replace(path)
 
 
