@@ -245,8 +245,7 @@ def choose(
         allowed = float("inf")  # mass that may lie above a kept token, in units of exp(-peak)
         if top_k > 0 and top_k < vocab_size:
             num_higher = tl.sum((peaks[None, :] > peaks[:, None]).to(tl.int32), 1)
-            bound = tl.min(tl.where(num_higher < top_k, peaks, float("inf")), 0)  # so many parts have a score so high
-            bound = tl.where(top_k <= num_parts, bound, float("-inf"))
+            bound = tl.min(tl.where(num_higher < top_k, peaks, float("inf")), 0)  # top_k parts, or all, reach it
             key = _kth_largest(scores, peaks_ptr, num_parts, vocab_size, top_k, bound, BLOCK)
             key = tl.where(key >> 31 == 1, key ^ 0x80000000, key ^ 0xFFFFFFFF)
             floor = key.to(tl.float32, bitcast=True)

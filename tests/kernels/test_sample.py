@@ -204,6 +204,7 @@ def test_rows_longer_than_a_part_draw_the_references_tokens_whatever_is_asked_fo
     kept = tuple(range(sample.MAX_BLOCK - 99, sample.MAX_BLOCK + 99))
     rows = [
         RowParams(temperature=0.0, bias=dict.fromkeys(edges, 9.0)),
+        *(RowParams(temperature=0.0, bias={edge: 30.0}) for edge in edges),
         RowParams(temperature=0.0, presence=9.0, output_ids=edges, bias={edges[0]: 12.0, edges[2]: 12.5}),
         RowParams(top_k=40, repetition=1.3, prompt_ids=edges, allowed=kept),
         RowParams(top_k=900, top_p=0.6, bias=dict.fromkeys(edges, 3.0)),
