@@ -26,20 +26,28 @@ WHAT_A_BARE_MACHINE_LACKS = (
     "gguf", "google", "grpc", "jinja2", "nixl_cu12", "psutil", "pydantic", "rich", "tokenizers", "transformers",
     "typer", "uvloop", "xxhash", "yaml",
 )  # fmt: skip
-BARE_IMPORT = f"""
-import sys
+CARRIED = ("nixl_cu12", "psutil", "xxhash")
+FOR_HANDOFFS = (
+    "clock", "kvtransfer.backends.collective", "kvtransfer.backends.nixl", "kvtransfer.backends.pairing",
+    "kvtransfer.device_region", "kvtransfer.mover",
+)  # fmt: skip
+BARE_IMPORT = """
+import importlib, sys
+root, tests, lacking, wanted = sys.argv[1], sys.argv[2], *(each.split(",") for each in sys.argv[3:])
 class Lacking:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {WHAT_A_BARE_MACHINE_LACKS!r}:
+        if name.partition(".")[0] in lacking:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Lacking())
-sys.path[:0] = sys.argv[1:]
+sys.path[:0] = root, tests
 import run_gpu
 run_gpu.find_package()
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, root)
 import gpu_sections
+for name in filter(None, wanted):
+    importlib.import_module(f"pdserve.{name}")
 import pdserve.engine.runner_cuda as engine
-assert engine.__file__.startswith(sys.argv[1]), engine.__file__
+assert engine.__file__.startswith(root), engine.__file__
 """
 
 
@@ -49,7 +57,10 @@ def test_the_workload_is_nano_vllms() -> None:
     assert work.decode_bytes(114_688, 0) == 13_870_140_899_328
 
 
-def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("carried", "wanted"), [((), ()), (CARRIED, FOR_HANDOFFS)])
+def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(
+    carried: tuple[str, ...], wanted: tuple[str, ...], tmp_path: Path
+) -> None:
     package = tmp_path / "pdserve"
     package.mkdir()
     skip = shutil.ignore_patterns("__pycache__")
@@ -59,7 +70,9 @@ def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(tmp_path: Path
         shutil.copytree(ROOT / name, package / name, ignore=skip)
     for module in (ROOT / "pdserve").glob("*.py"):
         shutil.copy(module, package)
-    command = [sys.executable, "-P", "-c", BARE_IMPORT, str(tmp_path), str(ROOT / "tests" / "gpu")]
+    lacking = ",".join(name for name in WHAT_A_BARE_MACHINE_LACKS if name not in carried)
+    folders = [str(tmp_path), str(ROOT / "tests" / "gpu")]
+    command = [sys.executable, "-P", "-c", BARE_IMPORT, *folders, lacking, ",".join(wanted)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
