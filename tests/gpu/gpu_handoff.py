@@ -27,22 +27,33 @@ HANDOFFS, PAGES_EACH = 1000, 8
 BESIDE_S = 5.0
 
 
-def cases(device: Device) -> Iterator[Case]:
-    """Move pages with NIXL where it is installed, then with gloo."""
-    missing = [name for name in ("psutil", "xxhash") if find_spec(name) is None]
-    if missing:
-        yield "movers", lambda: [Row("no mover", note=f"skipped: {', '.join(missing)} not installed")]
+def nixl(device: Device) -> Iterator[Case]:
+    """Move pages with NIXL, where it is installed."""
+    if (note := _missing("nixl_cu13", "nixl_cu12")) is not None:
+        yield "nixl", lambda: [Row("nixl", note=note)]
         return
-    if find_spec("nixl_cu13") or find_spec("nixl_cu12"):
-        with Pair.of(device, "nixl") as pair:
-            yield "lane", lambda: [_rate(device, pair, "nixl")]
-            yield "tokens", lambda: [_tokens_agree(device, pair)]
-            yield "decoding beside transfers", lambda: [_beside(device, pair)]
-            yield "many hand-offs", lambda: [_many(device, pair)]
-    else:
-        yield "nixl", lambda: [Row("nixl", note="skipped: neither nixl_cu13 nor nixl_cu12 is installed")]
+    with Pair.of(device, "nixl") as pair:
+        yield "lane", lambda: [_rate(device, pair, "nixl")]
+        yield "tokens", lambda: [_tokens_agree(device, pair)]
+        yield "decoding beside transfers", lambda: [_beside(device, pair)]
+        yield "many hand-offs", lambda: [_many(device, pair)]
+
+
+def gloo(device: Device) -> Iterator[Case]:
+    """Move pages with gloo, through the host's memory."""
+    if (note := _missing()) is not None:
+        yield "gloo", lambda: [Row("gloo", note=note)]
+        return
     with Pair.of(device, "gloo") as pair:
-        yield "gloo", lambda: [_rate(device, pair, "gloo")]
+        yield "lane", lambda: [_rate(device, pair, "gloo")]
+
+
+def _missing(*one_of: str) -> str | None:
+    """Return why movers cannot be run: what each needs is missing, or all of a few packages; None if they can be."""
+    for packages in (("psutil",), ("xxhash",), one_of):
+        if packages and not any(map(find_spec, packages)):
+            return f"skipped: {' or '.join(packages)} is not installed"
+    return None
 
 
 class Half:

@@ -1,15 +1,16 @@
 """What `make gpu` asks of a CUDA that is not there, and what a dry run does not meet of its pair of workers."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpu_handoff
 import pytest
 import torch
-from gpu_device import MIN_REPLAY_US, REPEATS, Gpu, Interpreter
+from gpu_device import MIN_REPLAY_US, REPEATS, Device, Gpu, Interpreter
 from gpu_half import write_lanes
 from gpu_handoff import Pair
+from gpu_report import Case
 
 CALL_US = 10.0
 
@@ -106,18 +107,19 @@ def test_a_gpu_says_what_it_is_and_has(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "rows"),
+    ("cases", "missing", "note"),
     [
-        ({"psutil"}, ["skipped: psutil not installed"]),
-        ({"nixl_cu12", "nixl_cu13"}, ["skipped: neither nixl_cu13 nor nixl_cu12 is installed"]),
+        (gpu_handoff.nixl, {"psutil"}, "skipped: psutil is not installed"),
+        (gpu_handoff.nixl, {"nixl_cu12", "nixl_cu13"}, "skipped: nixl_cu13 or nixl_cu12 is not installed"),
+        (gpu_handoff.gloo, {"nixl_cu12", "nixl_cu13", "xxhash"}, "skipped: xxhash is not installed"),
     ],
 )
 def test_what_is_not_installed_is_skipped_in_one_line(
-    missing: set[str], rows: list[str], monkeypatch: pytest.MonkeyPatch
+    cases: Callable[[Device], Iterator[Case]], missing: set[str], note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_handoff, "find_spec", lambda name: None if name in missing else name)
-    first = next(iter(gpu_handoff.cases(Interpreter())))
-    assert [row.note for row in first[1]()] == rows
+    ((_, skipped),) = cases(Interpreter())
+    assert [(row.note, row.failed) for row in skipped()] == [(note, False)]
 
 
 def test_the_lane_is_the_one_for_large_runs_into_another_process(tmp_path: Path) -> None:
