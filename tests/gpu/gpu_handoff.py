@@ -4,6 +4,8 @@ What the pair computes must be what one engine computes. Each sequence is alone 
 """
 
 import multiprocessing
+import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -110,7 +112,7 @@ class Pair:
     @classmethod
     @contextmanager
     def of(cls, device: Device, kind: str) -> Iterator["Pair"]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:  # for UCX's logs, which are kept where OUT names a place
             halves = [Half(device, name, kind, Path(folder)) for name in ("prefill", "decode")]
             try:
                 for half in halves:
@@ -120,6 +122,8 @@ class Pair:
             finally:
                 for half in halves:
                     half.close()
+                    if "OUT" in os.environ and half.log.exists():
+                        shutil.copy(half.log, Path(os.environ["OUT"], f"{kind}-{half.name}.log"))
 
     def send(self, src: Pages, dst: Pages) -> tuple[tuple[int, ...], float]:
         digests, seconds = self.prefill.ask("send", self.decode.peer, src, dst)

@@ -73,6 +73,8 @@ def test_a_dry_run_walks_through_every_section(tmp_path: Path) -> None:
     from gpu_sections import SECTIONS  # noqa: PLC0415 - it imports all kernels
 
     assert tuple(dry_run(tmp_path, "--only", ",".join(SECTIONS))) == tuple(SECTIONS)
+    files = {"gpu.json", "memcheck.txt", "racecheck.txt", "nixl-prefill.log", "nixl-decode.log"}
+    assert {path.name for path in tmp_path.iterdir()} == files
 
 
 def names(record: Record) -> list[str]:
