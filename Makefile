@@ -31,10 +31,11 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not long" $(UNIT)
 
 # Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
+# Files run in their order: clusters in the middle, so that no long file is left to one process at the end.
 INTERPRETED := tests/kernels tests/triton_engine
 test: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(INTERPRETED)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(addprefix --ignore=,$(INTERPRETED))
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(addprefix --ignore=,$(INTERPRETED))
 
 # More moments of killing, freezing and cutting on live clusters, and more models and traces, than each run needs.
 test-long: $(INSTALLED)

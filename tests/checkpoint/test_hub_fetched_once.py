@@ -55,7 +55,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("num_processes", [2, 8])
+@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.long), 8])
 def test_many_processes_download_each_file_once(hub: FakeHub, start: Start, tmp_path: Path, num_processes: int) -> None:
     paths = {done(process) for process in [start() for _ in range(num_processes)]}
     folder = tmp_path / "models" / "models--acme--tiny" / "snapshots" / "main"
@@ -86,7 +86,7 @@ def test_what_a_killed_process_has_whole_is_kept_and_its_model_is_nobodys_before
     assert {path.name for path in snapshots.iterdir()} == {"main", ".main.lock"}
 
 
-@pytest.mark.parametrize("name", ["config.json", WEIGHTS[0]])
+@pytest.mark.parametrize("name", [pytest.param("config.json", marks=pytest.mark.long), WEIGHTS[0]])
 def test_wrong_bytes_are_refused_with_both_digests_and_fetched_again(
     hub: FakeHub, start: Start, tmp_path: Path, name: str
 ) -> None:

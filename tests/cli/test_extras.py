@@ -36,7 +36,7 @@ def test_routers_autoscalers_and_the_command_line_need_no_package_of_workers() -
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("missing", ["torch", "nixl_cu12"])
+@pytest.mark.parametrize("missing", ["torch", pytest.param("nixl_cu12", marks=pytest.mark.long)])
 def test_a_worker_without_its_packages_names_the_extra_before_it_loads_anything(missing: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("0" * 64)

@@ -45,7 +45,9 @@ def test_up_starts_no_process_for_a_model_without_weights(tmp_path: Path) -> Non
     assert list((tmp_path / "pdserve" / "default" / "logs").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "config.json" else pytest.mark.long) for name in BROKEN]
+)
 def test_a_router_refuses_such_a_model_with_the_status_that_is_not_started_again(tmp_path: Path, name: str) -> None:
     folder = broken(tmp_path, name)
     (tmp_path / "secret").write_bytes(b"s" * 32)

@@ -119,7 +119,8 @@ def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_waits(
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.parametrize("victim", [pytest.param("prefill-0", marks=pytest.mark.long), "decode-0"])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
     cluster: LiveCluster, oracle: PreTrainedModel, victim: str
 ) -> None:

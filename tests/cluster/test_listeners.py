@@ -9,6 +9,8 @@ from live_cluster import LiveCluster, greedy, is_idle, live_cluster
 from scraping import Scraped, scrape
 from sockets import LISTENERS, assert_listens_where_it_says
 
+pytestmark = pytest.mark.long
+
 FLAGS = ("--dtype", "float32", "--num-pages", "100", "--prefill", "2", "--decode", "2")
 NUM_REQUESTS, NUM_TOKENS = 8, 5
 OPERATE = Path(__file__).parents[2] / "docs" / "operate.md"

@@ -20,6 +20,8 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
+pytestmark = pytest.mark.long
+
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 WORKERS = (*PREFILLS, *DECODES)
 PREFILL, DECODE, MIXED = link.ROLE_PREFILL, link.ROLE_DECODE, link.ROLE_MIXED
@@ -134,7 +136,6 @@ def test_a_role_that_cannot_be_is_refused_and_the_last_one_stays(cluster: WiredC
     assert role_of(cluster.status(), "decode-1")[0] == MIXED
 
 
-@pytest.mark.long
 def test_roles_flip_under_load_and_no_answer_notices(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
     asked = [prompt(30 + 20 * number, f"load {number}") for number in range(8)]
     flips = [

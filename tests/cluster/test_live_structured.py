@@ -23,7 +23,7 @@ DECODES = ("decode-0", "decode-1")
 NUM_BEFORE = 4  # tokens that each answer has when something happens to it
 TOPICS = ("a ship", "the weather", "my cousin", "a parcel", "the number of days")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,6 @@ def move_all(cluster: LiveCluster, numbers: Sequence[int]) -> int:
     return sum(bool(answer.ledger.moves) for answer in streams.end())
 
 
-@pytest.mark.long
 def test_answers_match_their_schemas_though_their_worker_is_killed_or_they_move(cluster: LiveCluster) -> None:
     num_killed, num_moved, first = 0, 0, 0
     while num_killed < 3:  # answers may end before their worker does
@@ -202,7 +201,6 @@ def test_what_is_nasty_is_refused_and_harms_no_stream(cluster: LiveCluster) -> N
         assert len(answer.tokens[0]) == 60
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_thousand_answers_match_their_schemas(cluster: LiveCluster) -> None:
     """100 of them lose their decode worker in mid-stream, and 100 move."""

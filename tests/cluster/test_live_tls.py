@@ -22,6 +22,8 @@ from pdserve.launch.authority import Authority, write_certificates
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.rpc import split_address
 
+pytestmark = pytest.mark.long
+
 FLAGS = ("--dtype", "float32", "--num-pages", "100", "--tls")
 
 

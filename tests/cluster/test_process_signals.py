@@ -220,6 +220,7 @@ def is_ignored(pid: int, number: signal.Signals) -> bool:
     return bool(int(fields["SigIgn"], 16) >> (number - 1) & 1)
 
 
+@pytest.mark.long
 def test_a_closing_terminal_cuts_no_stream_of_a_cluster(model: Path, tmp_path: Path) -> None:
     arguments = command(UP, tmp_path / "run", model, num_threads=1, drain_timeout_s=60.0)
     with process(arguments, tmp_path) as running:

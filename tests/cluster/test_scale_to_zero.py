@@ -26,7 +26,7 @@ pools:
 roleSwitch: {enabled: false, minDwell: 0s}
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_the_first_request_starts_both_pools(model: Path, oracle: PreTrainedModel, tmp_path: Path) -> None:

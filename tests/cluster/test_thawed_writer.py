@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
 
+pytestmark = pytest.mark.long
+
 PREFILLS, DECODE = ("prefill-0", "prefill-1"), "decode-0"
 PAGE_SIZE = 16
 NUM_PAGES = 280  # of 256 KiB
