@@ -1,9 +1,10 @@
 """Where a worker's engine runs, and what is said when it cannot."""
 
+import ctypes
 import json
 import re
-from ctypes.util import find_library
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,8 +69,24 @@ def test_why_torch_sees_no_gpu_is_said_with_what_helps(
     assert re.search(reason, why_no_gpu(built_for, driver, visible))
 
 
-def test_this_machines_driver_is_asked_for_its_version() -> None:
-    assert (driver_version() is None) == (find_library("cuda") is None)
+@pytest.mark.parametrize(("status", "known"), [(0, (12, 4)), (100, None)])
+def test_the_driver_is_asked_for_its_version(
+    status: int, known: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(found: "ctypes._Pointer[ctypes.c_int]") -> int:
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = 12040
+        return status
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
+    assert driver_version() == known
+
+
+def test_a_machine_without_a_driver_knows_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert driver_version() is None
 
 
 @pytest.mark.parametrize(
