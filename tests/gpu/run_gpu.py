@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from gpu_process import Options, Record
     from gpu_report import Section
 
+NEEDED = ("numpy", "safetensors", "torch", "triton")
 SECONDS = 540.0  # a borrowed GPU may be lent for ten minutes a command
 DRY_SECONDS = 3600.0
 
@@ -34,6 +36,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.dry:
         os.environ["TRITON_INTERPRET"] = "1"
+    if lacks := [name for name in NEEDED if find_spec(name) is None]:
+        program = Path(sys.executable).name
+        sys.stderr.write(f"{program} lacks {', '.join(lacks)}: install them, or take a Python that has them\n")
+        return 2
     find_package()
     from gpu_process import Options  # noqa: PLC0415 - the package is only now importable
     from gpu_sections import DEFAULT, SECTIONS  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,13 @@ def test_a_tree_without_its_links_gets_them_back_and_without_a_gpu_nothing_runs(
     done = run_program(tmp_path)
     assert (done.returncode, done.stderr) == (2, "no CUDA device: nothing to do\n")
     assert (tmp_path / "pdserve" / "kernels").resolve() == tmp_path / "kernels"
+
+
+def test_a_python_that_lacks_a_package_is_told_which() -> None:
+    command = [sys.executable, "-S", str(ROOT / "tests" / "gpu" / "run_gpu.py")]  # -S: without installed packages
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"python\S* lacks numpy, safetensors, torch, triton: install them.*\n", done.stderr)
 
 
 def test_a_section_that_is_unknown_is_an_error() -> None:
