@@ -26,21 +26,24 @@ serve: $(SERVING)
 	@$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
 # About a minute on two cores: no processes, no large models.
-UNIT := $(addprefix tests/,checkpoint cli cpu_kernels engine kvtransfer measure model perfmodel router security text workers)
+UNIT := $(addprefix tests/,checkpoint cli cpu_kernels engine kvtransfer laboratory measure model perfmodel router security text workers)
 unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not long" $(UNIT)
 
 # Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
 # Files run in their order: clusters in the middle, so that no long file is left to one process at the end.
+# Hypothesis gives the same examples each time, so that a run fails by what was changed; make test-long tries others.
 INTERPRETED := tests/kernels tests/triton_engine
+SAME := --hypothesis-profile=same
 test: $(INSTALLED)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(INTERPRETED)
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(addprefix --ignore=,$(INTERPRETED))
+	$(BIN)/pytest -q -n 2 --dist loadfile $(SAME) -m "not long" $(INTERPRETED)
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(SAME) -m "not long" $(addprefix --ignore=,$(INTERPRETED))
 
-# More moments of killing, freezing and cutting on live clusters, and more models and traces, than each run needs.
+# More moments of killing, freezing and cutting on live clusters, more models and traces, and other examples of Hypothesis,
+# than each run needs.
 test-long: $(INSTALLED)
-	$(BIN)/pytest -q -m long $(INTERPRETED)
-	$(BIN)/pytest -q -m long $(addprefix --ignore=,$(INTERPRETED))
+	$(BIN)/pytest -q -m "long or hypothesis" $(INTERPRETED)
+	$(BIN)/pytest -q -m "long or hypothesis" $(addprefix --ignore=,$(INTERPRETED))
 
 # The live page in headless Chromium, over a cluster of its own; renews the pictures of docs/page.md.
 test-page: $(INSTALLED)

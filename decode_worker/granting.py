@@ -8,25 +8,22 @@ the peer's writes: the pages granted to it stay quarantined. Does no I/O.
 
 from dataclasses import dataclass
 
-from pdserve.engine.kvcache import Prefix, Room
+from pdserve.base.ids import AttemptKey, Peer
+from pdserve.decode_worker import receiver
+from pdserve.engine.kvcache import NO_HIT, Hit, KvCache, Prefix, Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import Claim
-from pdserve.kvtransfer.session import (
-    Grant,
-    HandoffKey,
-    Pages,
-    Peer,
-    mint_capability,
-)
+from pdserve.kvtransfer.session import Grant, mint_capability
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.paging import PageOrder
 
 
 @dataclass(slots=True, eq=False)
 class Expected:
     """A hand-off that is to arrive."""
 
-    key: HandoffKey
+    key: AttemptKey
     peer: Peer
     job: Job
     order: int  # of arrival at this worker
@@ -34,6 +31,11 @@ class Expected:
     num_tokens: int  # for which there are to be pages
     is_prefix: bool = False  # only pages of the prompt come, and no sequence goes on with them
     is_move: bool = False  # it runs where it comes from, until its last page leaves
+
+    @property
+    def num_known(self) -> int:
+        """Return how many tokens the sender knows to be wanted."""
+        return self.num_tokens if self.is_prefix else len(self.job.token_ids)
 
     @property
     def num_sequences(self) -> int:
@@ -50,14 +52,24 @@ class Arrival:
 
     expected: Expected
     receiver: receiver.Receiver
-    reused: Pages  # leading pages held since then, unless it is quarantined
+    order: PageOrder
+    reused: Hit  # held since then, unless it is quarantined
     is_quarantined: bool = False
     offered_s: float = 0.0  # when a continuation that moves could come
 
     @property
     def claim(self) -> Claim:
         pages = self.receiver.grant.pages
-        return Claim(quarantined=pages) if self.is_quarantined else Claim(held=self.reused, granted=pages)
+        return Claim(quarantined=pages) if self.is_quarantined else Claim(held=self.reused.pages.held, granted=pages)
+
+    def tables(self, cache: KvCache, reused: Hit, num_tokens: int) -> PageTables:
+        """Return the pages that the first `num_tokens` tokens are in: reused ones, then those that were granted."""
+        start, tables = reused.num_spans * cache.page_size, reused.pages.copy()
+        tables.take_unneeded(cache.paging, self.order.num_known)  # a copy: they stay held
+        num_tokens = max(num_tokens, start)  # who shares a prefix may have less of it than is reused here
+        count = self.order.count(num_tokens) - self.receiver.grant.first_page
+        tables.add(self.order, self.receiver.grant.pages[:count], start, num_tokens)
+        return tables
 
 
 class Granting:
@@ -81,30 +93,33 @@ class Granting:
         if cache.pool.num_free <= num_kept:
             return None
         num_reusable = expected.num_tokens if expected.is_prefix else len(expected.job.token_ids) - 1
+        order = PageOrder(cache.paging, expected.num_known)
         reused = cache.reuse(expected.prefix, num_reusable // cache.page_size)
-        count = cache.num_pages(expected.num_tokens) - len(reused)
-        room = min(cache.pool.num_free - num_kept, self._room.for_grants - len(reused))
+        cache.pool.release(reused.pages.take_unneeded(cache.paging, order.num_known))
+        num_here, num_pinned = order.count(reused.num_spans * cache.page_size), len(reused.pages.held)
+        count = order.count(expected.num_tokens) - num_here
+        room = min(cache.pool.num_free - num_kept, self._room.for_grants - num_pinned)
         pages = cache.grant(count) if count <= room else None
         if pages is None:
-            cache.pool.release(reused)
+            cache.pool.release(reused.pages.held)
             return None
-        self._room.num_pinned += len(reused)
+        self._room.num_pinned += num_pinned
         generations = cache.pool.generations(pages)
         capability = mint_capability(self._key, expected.key, pages, generations)
-        grant = Grant(len(reused), pages, generations, capability, self._lease_s)
-        half = receiver.Receiver(expected.key, grant, cache.page_size, checks_digests=self._checks_digests)
-        return Arrival(expected, half, reused)
+        grant = Grant(num_here, pages, generations, capability, self._lease_s)
+        half = receiver.Receiver(expected.key, grant, order, checks_digests=self._checks_digests)
+        return Arrival(expected, half, order, reused)
 
     def settle(self, arrival: Arrival) -> None:
         """Note that a hand-off has been admitted, or is over."""
-        self._room.num_pinned -= len(arrival.reused)
+        self._room.num_pinned -= len(arrival.reused.pages.held)
 
     def quarantine(self, arrival: Arrival) -> None:
         """Set the granted pages of a hand-off apart. Nothing is written into those it reuses: others may have them."""
         self.settle(arrival)
-        self._scheduler.cache.pool.release(arrival.reused)
+        self._scheduler.cache.pool.release(arrival.reused.pages.held)
         self._scheduler.cache.pool.quarantine(arrival.receiver.grant.pages)
-        arrival.is_quarantined, arrival.reused = True, ()
+        arrival.is_quarantined, arrival.reused = True, NO_HIT
 
 
 class Leases:

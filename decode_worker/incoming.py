@@ -10,15 +10,18 @@ copied. They are not granted during a long step: the continuation would wait her
 from collections.abc import Iterator
 from math import inf
 
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import AttemptKey, Peer
+from pdserve.decode_worker import receiver
 from pdserve.decode_worker.granting import Arrival, Expected, Granting, Leases
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.kvtransfer import doors, receiver
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import Result
-from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
-from pdserve.reports import Failure
+from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, Quiesced, Taken, Withdrawn
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.reports import Failure
 
 # Most moves arrive sooner after their grant; those with many pages, or over a slow pair, do not. Not tuned.
 CUT_OVER_S = 0.5
@@ -31,9 +34,9 @@ class Incoming:
         self._granting = granting
         self._leases = Leases(lease_s)
         self._vocab_size = vocab_size
-        self._ungranted: dict[HandoffKey, Expected] = {}  # wait for pages, most urgent first
-        self._arrivals: dict[HandoffKey, Arrival] = {}
-        self._moves: dict[HandoffKey, Arrival] = {}  # those of the arrivals that are running continuations
+        self._ungranted: dict[AttemptKey, Expected] = {}  # wait for pages, most urgent first
+        self._arrivals: dict[AttemptKey, Arrival] = {}
+        self._moves: dict[AttemptKey, Arrival] = {}  # those of the arrivals that are running continuations
         self._has_come = False  # a running continuation was admitted since the last step was planned
         self.num_digest_mismatches = 0
 
@@ -61,10 +64,10 @@ class Incoming:
     def claims(self) -> Iterator[doors.Claim]:
         return (arrival.claim for arrival in self._arrivals.values())
 
-    def is_open(self, key: HandoffKey) -> bool:
+    def is_open(self, key: AttemptKey) -> bool:
         return key in self._arrivals
 
-    def is_ungranted(self, key: HandoffKey) -> bool:
+    def is_ungranted(self, key: AttemptKey) -> bool:
         return key in self._ungranted
 
     @property
@@ -115,7 +118,7 @@ class Incoming:
             self._moves[expected.key] = arrival
         is_offered = not expected.is_move and self._leases.holds(expected.peer)
         offered = self._advance(arrival, doors.SenderAttached(expected.peer)) if is_offered else []
-        return [doors.Reserved(expected.key, len(arrival.reused)), *offered]
+        return [doors.Reserved(expected.key, arrival.reused.num_spans), *offered]
 
     def _offer_moves(self, now_s: float) -> list[Result]:
         """Grant continuations that move here the pages set aside for them, unless a long step is under way."""
@@ -129,7 +132,7 @@ class Incoming:
                 results += self._advance(move, doors.SenderAttached(move.expected.peer))
         return results
 
-    def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
+    def give_up(self, key: AttemptKey, reason: str) -> list[Result]:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
         self._ungranted.pop(key, None)
         arrival = self._arrivals.get(key)
@@ -167,7 +170,7 @@ class Incoming:
             results += self._advance_all(peer, receiver.LeaseLapsed(reason))
         return results
 
-    def _take(self, peer: Peer, key: HandoffKey, message: FromSender) -> list[Result]:
+    def _take(self, peer: Peer, key: AttemptKey, message: FromSender) -> list[Result]:
         arrival = self._arrivals.get(key)
         if arrival is None:
             expected = self._ungranted.get(key)
@@ -180,7 +183,7 @@ class Incoming:
         if not isinstance(message, Commit):
             return self._advance(arrival, message)
         if expected.is_prefix:
-            check_prefix(expected.num_tokens, message.capsule, self._cache.page_size)
+            check_prefix(expected.num_tokens, message.capsule, self._cache.paging)
         else:
             check_capsule(expected.job, message.capsule, self._vocab_size)
         results = self._advance(arrival, message)
@@ -188,7 +191,7 @@ class Incoming:
             return results  # sent before the sender knew that we gave up
         return [doors.Landed(key, message.handoff_bytes, message.handoff_s), *results]
 
-    def _drop(self, key: HandoffKey, failure: Failure, reason: str) -> Result:
+    def _drop(self, key: AttemptKey, failure: Failure, reason: str) -> Result:
         """Set no pages aside for a hand-off that has failed before it was granted any."""
         del self._ungranted[key]
         return doors.NotAdmitted(key, failure, reason)
@@ -219,7 +222,8 @@ class Incoming:
                 self._has_come |= arrival.expected.is_move
                 pool.adopt(pages[:num_pages])
                 pool.ungrant(pages[num_pages:])
-                yield doors.Admitted(key, (*arrival.reused, *pages[:num_pages]), len(arrival.reused), capsule)
+                tables = arrival.tables(self._cache, arrival.reused, capsule.num_tokens)
+                yield doors.Admitted(key, tables, arrival.reused.num_spans, capsule)
             case receiver.QuarantinePages():
                 self._granting.quarantine(arrival)
             case receiver.FreePages(num_checked):
@@ -238,22 +242,29 @@ class Incoming:
     def _free(self, arrival: Arrival, num_checked: int) -> None:
         """Give back the pages of a hand-off that has failed. The full ones that were checked can be found."""
         self._settle(arrival)
-        cache, prefix, pages = self._cache, arrival.expected.prefix, arrival.receiver.grant.pages
-        num_before = arrival.receiver.grant.first_page
+        cache, prefix, order = self._cache, arrival.expected.prefix, arrival.order
+        grant = arrival.receiver.grant
+        num_before = order.num_tokens(grant.first_page) // cache.page_size
         reused = cache.reuse(prefix, num_before) if arrival.is_quarantined else arrival.reused
-        (cache.pool.unquarantine if arrival.is_quarantined else cache.pool.ungrant)(pages)
-        num_full = len(arrival.expected.job.token_ids) // cache.page_size
-        if len(reused) == num_before:
-            kept = range(num_before, min(num_before + num_checked, num_full))
-            cache.publish(prefix, (*reused, *pages), kept)
-        cache.pool.release(reused)
+        (cache.pool.unquarantine if arrival.is_quarantined else cache.pool.ungrant)(grant.pages)
+        num_tokens = min(order.num_tokens(grant.first_page + num_checked), len(arrival.expected.job.token_ids))
+        # What comes for pages that have left a window since a move began is not what they held.
+        if reused.num_spans == num_before and not (arrival.expected.is_move and cache.paging.has_windows):
+            num_full = num_tokens // cache.page_size
+            tables = arrival.tables(cache, reused, num_full * cache.page_size)
+            cache.publish(prefix, tables, range(num_before, num_full))
+        cache.pool.release(reused.pages.held)
 
 
-def check_prefix(num_tokens: int, capsule: Capsule, page_size: int) -> None:
-    """Raise ProtocolError unless a capsule is about full pages of a prefix of so many tokens."""
+def check_prefix(num_tokens: int, capsule: Capsule, paging: Paging) -> None:
+    """Raise ProtocolError unless a capsule is about full spans of a prefix of so many tokens.
+
+    With windows it is about all of them: which pages are sent depends on how many there are.
+    """
     if capsule.tails:
         raise ProtocolError("capsule: tails for a prefix that is fetched")
-    if capsule.num_tokens % page_size or capsule.num_tokens > num_tokens:
+    lacks = capsule.num_tokens < num_tokens and paging.has_windows
+    if capsule.num_tokens % paging.span or capsule.num_tokens > num_tokens or lacks:
         raise ProtocolError(f"capsule: {capsule.num_tokens} tokens of a prefix of {num_tokens}")
 
 

@@ -65,6 +65,7 @@ class Rotation:
     q_norm: Tensor | None = None  # weight [head_dim] of a per-head RMSNorm, as in Qwen 3; both or neither
     k_norm: Tensor | None = None
     eps: float = 1e-6
+    norms_after: bool = False  # whether norms come after the rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ def rope_write(
         *target.k_pages.stride()[:3], *target.v_pages.stride()[:3],
         HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), BLOCK_HALF=power_of_two(head_dim // 2), HEADS=ROPE_HEADS,
         PAGE_SIZE=target.k_pages.shape[2], HAS_NORM=rotation.q_norm is not None,
+        NORM_AFTER=rotation.q_norm is not None and rotation.norms_after,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdserve.clock import Clock
-from pdserve.errors import ProtocolError
+from pdserve.base.clock import Clock
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer.backends.backend import Backend, PostError, Transfer, TransferLostError
 from pdserve.kvtransfer.copies import Copy, CopyQueue
 from pdserve.kvtransfer.region import Description
-from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.kvtransfer.speed import PairSpeed, Probe, ProbeError, StallDetector
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class Channels:
             copy.failure = channel.broken
         channel.copies.add(copy)
 
-    def cancel(self, peer: Peer, handoff: HandoffKey) -> None:
+    def cancel(self, peer: Peer, handoff: AttemptKey) -> None:
         if peer in self._channels:
             self._channels[peer].copies.cancel(handoff, "cancelled")
 

@@ -9,19 +9,20 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pdserve.certificates import Part
-from pdserve.clock import process_age_s
-from pdserve.credentials import Credentials
-from pdserve.errors import PeerFault, ProtocolError
+from pdserve.base.clock import process_age_s
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import CONNECT_TIMEOUT_S, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverMessage, Sink
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.session import FromSender, HandoffKey, Hello, HelloAck, Introduction, Peer
+from pdserve.kvtransfer.session import FromSender, Hello, HelloAck, Introduction
 from pdserve.kvtransfer.wire import Request, Response
+from pdserve.net.certificates import Part
+from pdserve.net.coalescing import write_all
+from pdserve.net.credentials import Credentials
+from pdserve.net.rpc import identify
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
-from pdserve.rpc import identify
-from pdserve.together import write_all
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class HandoffClient:
         """Have a stream to a receiver; ReceiverLost is reported if it cannot be had."""
         self._perform(self._dialling.connect(peer, address))
 
-    def send(self, peer: Peer, key: HandoffKey, message: FromSender) -> None:
+    def send(self, peer: Peer, key: AttemptKey, message: FromSender) -> None:
         """Queue a message. Without a stream it is dropped; a full queue ends the stream."""
         self._perform(self._dialling.send(peer, key, message))
 

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
-from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.protocol.page_tables import Pages
 
 OLDEST_EVERY = 4  # slices: a long hand-off gets this share of the bandwidth, however many short ones overtake it
 
@@ -26,7 +27,7 @@ class Copy:
     """Pages of one hand-off to write into a peer's. It is posted slice by slice."""
 
     peer: Peer
-    handoff: HandoffKey
+    handoff: AttemptKey
     src: Pages
     dst: Pages
     num_posted: int = 0  # pages
@@ -59,8 +60,8 @@ class CopyQueue:
     """Outstanding copies to one peer."""
 
     def __init__(self) -> None:
-        self._handoffs: dict[HandoffKey, _Handoff] = {}  # oldest first
-        self._changed: dict[HandoffKey, None] = {}  # may have finished copies
+        self._handoffs: dict[AttemptKey, _Handoff] = {}  # oldest first
+        self._changed: dict[AttemptKey, None] = {}  # may have finished copies
         self._num_turns = 0
 
     def __iter__(self) -> Iterator[Copy]:
@@ -106,7 +107,7 @@ class CopyQueue:
         copy.failure = copy.failure or reason
         self._changed[copy.handoff] = None
 
-    def cancel(self, handoff: HandoffKey, reason: str) -> None:
+    def cancel(self, handoff: AttemptKey, reason: str) -> None:
         """Post nothing more of a hand-off; what was posted cannot be recalled."""
         held = self._handoffs.get(handoff)
         for copy in held.copies if held is not None else ():

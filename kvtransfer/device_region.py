@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from pdserve.ids import PageId
-from pdserve.kvtransfer.region import Digests, Region, num_probe_rows
-from pdserve.kvtransfer.session import Pages
+from pdserve.base.ids import PageId
+from pdserve.kvtransfer.region import Region, TakeDigests, num_probe_rows
+from pdserve.protocol.page_tables import Pages
 
 _UNSIGNED = (1 << 64) - 1
 
@@ -20,7 +20,7 @@ def device_region(view: Tensor) -> Region:
     return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu)
 
 
-def _kernel_digests(view: Tensor) -> Digests:
+def _kernel_digests(view: Tensor) -> TakeDigests:
     """Return what computes splitmix64 digests of pages where they lie.
 
     On a stream of its own, of high priority: it waits for no step, and not behind the programs of a large one.

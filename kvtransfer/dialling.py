@@ -9,9 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NewType
 
+from pdserve.base.ids import AttemptKey, Peer
+from pdserve.base.values import value
 from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost
-from pdserve.kvtransfer.session import FromSender, HandoffKey, HelloAck, Introduction, Peer, check_ack
-from pdserve.values import value
+from pdserve.kvtransfer.session import FromSender, HelloAck, Introduction, check_ack
 
 CONNECT_TIMEOUT_S = 2.0
 MAX_QUEUED = 4096  # messages for one stream that is not attached yet
@@ -31,7 +32,7 @@ class Dial:
 @value
 class Send:
     dial: DialId
-    key: HandoffKey
+    key: AttemptKey
     message: FromSender
 
 
@@ -59,7 +60,7 @@ class _Stream:
     address: str
     is_greeted: bool = False
     is_attached: bool = False
-    queue: deque[tuple[HandoffKey, FromSender]] = field(default_factory=deque)  # sent once it is attached
+    queue: deque[tuple[AttemptKey, FromSender]] = field(default_factory=deque)  # sent once it is attached
 
 
 class Dialling:
@@ -85,7 +86,7 @@ class Dialling:
         self._streams[peer] = self._by_dial[stream.dial] = stream
         return [Dial(stream.dial, peer, address)]
 
-    def send(self, peer: Peer, key: HandoffKey, message: FromSender) -> list[Command]:
+    def send(self, peer: Peer, key: AttemptKey, message: FromSender) -> list[Command]:
         """Send a message on a stream once it is attached; drop the message if the process has no stream."""
         stream = self._streams.get(peer)
         if stream is None:

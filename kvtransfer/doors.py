@@ -7,10 +7,11 @@ is for the worker whose doors they are: it alone knows which request a hand-off 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from pdserve.ids import PageId
-from pdserve.kvtransfer.session import Capsule, FromReceiver, FromSender, HandoffKey, Pages, Peer
-from pdserve.reports import Failure
-from pdserve.values import value
+from pdserve.base.ids import AttemptKey, PageId, Peer
+from pdserve.base.values import value
+from pdserve.kvtransfer.session import Capsule, Digests, FromReceiver, FromSender
+from pdserve.protocol.page_tables import Pages, PageTables
+from pdserve.protocol.reports import Failure
 
 ReportT_contra = TypeVar("ReportT_contra", contravariant=True)
 
@@ -38,11 +39,12 @@ class RequestEnded:
 
 @value
 class CopyStopped:
-    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
+    """One rank's part of a copy is over: landed (with a digest for each page), or failed (None). It reads no page."""
 
-    digests: tuple[int, ...] | None
+    digests: Digests | None
     reason: str = ""
     in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the granted pages
+    part: int = 0  # the rank's number
 
 
 @value
@@ -55,7 +57,7 @@ class ReceiverMessage:
     """A receiver's message about a hand-off, or the end of a copy into its pages."""
 
     peer: Peer
-    key: HandoffKey
+    key: AttemptKey
     event: FromReceiver | CopyStopped
 
 
@@ -82,7 +84,7 @@ class SenderAlive:
 @value
 class SenderMessage:
     peer: Peer
-    key: HandoffKey
+    key: AttemptKey
     event: FromSender
 
 
@@ -96,7 +98,7 @@ class SenderLost:
 
 @value
 class DigestsChecked:
-    key: HandoffKey
+    key: AttemptKey
     mismatch: int | None  # position of the first page whose digest differs
 
 
@@ -120,20 +122,20 @@ class Connect:
 
 @value
 class StartCopy:
-    """Write pages into the receiver's; CopyStopped follows, whatever happens."""
+    """Write pages into the receiver's, each rank its part; CopyStopped follows for each part, whatever happens."""
 
     peer: Peer
-    key: HandoffKey
+    key: AttemptKey
     src: Pages
     dst: Pages
 
 
 @value
 class CancelCopies:
-    """Write nothing more of a hand-off than is on its way; CopyStopped follows for each of its copies all the same."""
+    """Write nothing more of a hand-off than is on its way; CopyStopped follows for each part of it all the same."""
 
     peer: Peer
-    key: HandoffKey
+    key: AttemptKey
 
 
 @value
@@ -146,14 +148,14 @@ class Probe:
 @value
 class ToReceiver:
     peer: Peer
-    key: HandoffKey
+    key: AttemptKey
     message: FromSender
 
 
 @value
 class ToSender:
     peer: Peer
-    key: HandoffKey
+    key: AttemptKey
     message: FromReceiver
 
 
@@ -161,7 +163,7 @@ class ToSender:
 class CheckDigests:
     """Compare pages with digests; DigestsChecked follows."""
 
-    key: HandoffKey
+    key: AttemptKey
     pages: Pages
     digests: tuple[int, ...]
 
@@ -180,14 +182,14 @@ class Forget:
 class Granted:
     """The receiver has set pages aside for a hand-off that leaves."""
 
-    key: HandoffKey
+    key: AttemptKey
 
 
 @value
 class Sent:
     """The receiver has taken a hand-off over."""
 
-    key: HandoffKey
+    key: AttemptKey
 
 
 @value
@@ -197,7 +199,7 @@ class Unsent:
     `may_resume`: the receiver surely never goes on with the sequence. It has not been sent a commit, or has withdrawn.
     """
 
-    key: HandoffKey
+    key: AttemptKey
     failure: Failure
     reason: str
     may_resume: bool = True
@@ -207,15 +209,15 @@ class Unsent:
 class Reserved:
     """Pages are set aside for a hand-off that is to arrive."""
 
-    key: HandoffKey
-    num_reused: int  # leading pages that were here before, and are held for it
+    key: AttemptKey
+    num_reused: int  # leading spans whose pages were here before, and are held for it
 
 
 @value
 class Landed:
     """The sender has written every page."""
 
-    key: HandoffKey
+    key: AttemptKey
     handoff_bytes: int
     handoff_s: float
 
@@ -224,9 +226,9 @@ class Landed:
 class Admitted:
     """What was written is what was sent. The pages are the worker's now, which has one hold on each."""
 
-    key: HandoffKey
-    pages: Pages
-    num_reused: int
+    key: AttemptKey
+    pages: PageTables
+    num_reused: int  # spans
     capsule: Capsule
 
 
@@ -234,7 +236,7 @@ class Admitted:
 class NotAdmitted:
     """A hand-off that was to arrive has failed."""
 
-    key: HandoffKey
+    key: AttemptKey
     failure: Failure
     reason: str
 

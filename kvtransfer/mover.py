@@ -12,14 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from pdserve.clock import Clock, MonotonicClock
-from pdserve.errors import InvariantError, ProtocolError
+from pdserve.base.clock import Clock, MonotonicClock
+from pdserve.base.errors import InvariantError, ProtocolError
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.channels import Channels
 from pdserve.kvtransfer.copies import Copy, OnStopped
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 from pdserve.kvtransfer.speed import PairSpeed, until_read
+from pdserve.protocol.page_tables import Pages
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Mover:
         self._order(partial(self._channels.attach, peer, there), attached)
         attached.result()
 
-    def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> None:
+    def write(self, peer: Peer, handoff: AttemptKey, src: Pages, dst: Pages) -> None:
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
         if len(src) != len(dst):
             raise InvariantError(f"{len(src)} pages to copy into {len(dst)}")
@@ -101,7 +102,7 @@ class Mover:
         else:
             self._order(partial(self._channels.write, copy))
 
-    def cancel(self, peer: Peer, handoff: HandoffKey) -> None:
+    def cancel(self, peer: Peer, handoff: AttemptKey) -> None:
         """Copy nothing more of a hand-off. Never blocks.
 
         Each of its copies is reported all the same, once what was posted of it has ended.

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from pdserve.errors import ProtocolError
-from pdserve.kvtransfer.session import Pages
+from pdserve.base.errors import ProtocolError
+from pdserve.protocol.page_tables import Pages
 
 ByteRows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 Rows = Any  # uint8 [rows, page_bytes]: numpy's, or torch's where they lie in a GPU's memory
-Digests = Callable[[Pages], tuple[int, ...]]  # of pages of one region, in their order; for any thread
+TakeDigests = Callable[[Pages], tuple[int, ...]]  # of pages of one region, in their order; for any thread
 
 MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_REGION_PAGES = 1 << 24
@@ -45,7 +45,7 @@ class Region:
     probe: Rows
     address: int
     probe_address: int
-    digests: Digests
+    digests: TakeDigests
     gpu: int | None = None  # whose memory it is; None: the host's
 
     @classmethod

@@ -7,11 +7,12 @@ stream, and nothing was received from it since the later one started. It is not 
 from math import inf
 from typing import NewType
 
-from pdserve.errors import PeerFault, ProtocolError
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Peer
+from pdserve.base.processes import KnownProcesses
+from pdserve.base.values import value
 from pdserve.kvtransfer.doors import PeerGone, SenderAttached, SenderLost
-from pdserve.kvtransfer.session import Hello, Introduction, Peer, check_hello
-from pdserve.processes import KnownProcesses
-from pdserve.values import value
+from pdserve.kvtransfer.session import Hello, Introduction, check_hello
 
 MAX_ENDED = 4096  # processes that are remembered, and refused
 

@@ -10,10 +10,9 @@ from typing import TypeAlias
 
 import grpc
 
-from pdserve.clock import MonotonicClock
-from pdserve.config import WorkerConfig
-from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError, PeerFault, ProtocolError
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import ConfigError, PeerFault, ProtocolError
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import roster, wire
 from pdserve.kvtransfer.doors import (
     IncomingEvent,
@@ -26,11 +25,13 @@ from pdserve.kvtransfer.doors import (
 )
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.roster import Roster, StreamId
-from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Hello, HelloAck, Introduction, Peer
+from pdserve.kvtransfer.session import FromReceiver, Hello, HelloAck, Introduction
 from pdserve.kvtransfer.wire import Request, Response
+from pdserve.net.coalescing import next_message
+from pdserve.net.credentials import Credentials
+from pdserve.net.rpc import abort, join_address, running, split_address
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer, add_HandoffServiceServicer_to_server
-from pdserve.rpc import abort, join_address, running, split_address
-from pdserve.together import next_message
+from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class HandoffServicer(HandoffServiceServicer):
     def attached(self) -> tuple[Peer, ...]:
         return self._roster.attached
 
-    def send(self, peer: Peer, key: HandoffKey, command: FromReceiver) -> None:
+    def send(self, peer: Peer, key: AttemptKey, command: FromReceiver) -> None:
         """Queue a message; nothing happens for a peer that is not attached. A full queue ends its stream."""
         stream_id = self._roster.stream_of(peer)
         if stream_id is None:

@@ -5,25 +5,19 @@ use the same mover. The halves of a hand-off are `sender.Sender` and `receiver.R
 """
 
 import hmac
+from collections.abc import Sequence
 from struct import pack
-from typing import NamedTuple
 
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.sampling import SampledToken
-from pdserve.values import value
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import AttemptKey, Generation, Incarnation, Peer
+from pdserve.base.values import value
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.page_tables import Pages
+from pdserve.protocol.sampling import SampledToken
 
-Pages = tuple[PageId, ...]
+Digests = tuple[int, ...]  # 64 bits a page
 CAPABILITY_BYTES = 16
 MIN_LEASE_S = 1.0  # two heartbeats: no sender can keep a shorter lease
-
-
-class Peer(NamedTuple):
-    """One process at the other end. A restarted worker is another peer."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
 
 
 @value
@@ -50,13 +44,6 @@ class HelloAck:
 
     me: Introduction
     mover_metadata: bytes  # what it takes to write into its pages
-
-
-class HandoffKey(NamedTuple):
-    """Names one hand-off: one attempt of a request."""
-
-    request_id: RequestId
-    attempt: Attempt
 
 
 @value
@@ -93,7 +80,7 @@ class Capsule:
 class PagesLanded:
     """The next pages of a grant, in its order, have been written."""
 
-    digests: tuple[int, ...]  # one for each page
+    digests: Digests  # of whole pages, whose parts the ranks of the sender have written
 
 
 @value
@@ -153,7 +140,18 @@ def _check_layouts(source: KvLayout, target: KvLayout) -> None:
         raise ProtocolError(f"layout.{difference}", PeerFault.LAYOUT)
 
 
-def mint_capability(key: bytes, handoff: HandoffKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:
+def of_parts(digests: Sequence[Digests]) -> Digests:
+    """Return the digests of pages from those of their parts, one after the other. Parts that change places are found.
+
+    The weights are odd, so no bit of a part's digest is lost modulo 2^64. That of a page of one part is its part's.
+    """
+    if len(digests) == 1:
+        return digests[0]
+    pages = zip(*digests, strict=True)
+    return tuple([sum([(2 * part + 1) * each for part, each in enumerate(page)]) % (1 << 64) for page in pages])
+
+
+def mint_capability(key: bytes, handoff: AttemptKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:
     """Return the token that proves a grant of exactly these pages in these generations: HMAC-SHA256, cut to 128 bits.
 
     `key` is random per decode process and never leaves it. Every field has a fixed width, so no two grants share one.

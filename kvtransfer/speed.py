@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdserve.kvtransfer.session import Peer
+from pdserve.base.ids import Peer
 
 logger = logging.getLogger(__name__)
 

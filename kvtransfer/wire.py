@@ -3,14 +3,25 @@
 What a peer sends is checked here: ProtocolError names the field.
 """
 
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import PROTOCOL_VERSION, Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import (
+    PROTOCOL_VERSION,
+    Attempt,
+    AttemptKey,
+    Generation,
+    Incarnation,
+    PageId,
+    Peer,
+    RequestId,
+    WorkerId,
+)
 from pdserve.kvtransfer import session
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
-from pdserve.kvtransfer.session import HandoffKey, Hello, HelloAck, Introduction, Peer
+from pdserve.kvtransfer.session import Hello, HelloAck, Introduction
 from pdserve.proto.v1 import handoff_pb2 as handoff
-from pdserve.sampling import SampledToken
-from pdserve.wire import layout_from_proto, layout_to_proto, logprobs_from_proto, logprobs_to_proto
+from pdserve.protocol.inference import logprobs_from_proto, logprobs_to_proto
+from pdserve.protocol.link import layout_from_proto, layout_to_proto
+from pdserve.protocol.sampling import SampledToken
 
 Request = handoff.HandoffServiceAttachRequest
 Response = handoff.HandoffServiceAttachResponse
@@ -74,7 +85,7 @@ def ack_from_proto(message: Response) -> HelloAck:
 ALIVE = Request(alive=handoff.Alive())
 
 
-def to_receiver(message: Request) -> tuple[HandoffKey, session.FromSender]:
+def to_receiver(message: Request) -> tuple[AttemptKey, session.FromSender]:
     match message.WhichOneof("message"):
         case "commit":
             return _key(message.commit.handoff), _commit(message.commit)
@@ -86,7 +97,7 @@ def to_receiver(message: Request) -> tuple[HandoffKey, session.FromSender]:
             raise ProtocolError(f"message: {other} in an attached stream")
 
 
-def to_sender(message: Response) -> tuple[HandoffKey, session.FromReceiver]:
+def to_sender(message: Response) -> tuple[AttemptKey, session.FromReceiver]:
     match message.WhichOneof("message"):
         case "grant":
             return _key(message.grant.handoff), _grant(message.grant)
@@ -98,7 +109,7 @@ def to_sender(message: Response) -> tuple[HandoffKey, session.FromReceiver]:
             raise ProtocolError(f"message: {other} in an attached stream")
 
 
-def from_receiver(key: HandoffKey, message: session.FromReceiver) -> Response:
+def from_receiver(key: AttemptKey, message: session.FromReceiver) -> Response:
     name = _id(key)
     match message:
         case session.Grant() as grant:
@@ -119,7 +130,7 @@ def from_receiver(key: HandoffKey, message: session.FromReceiver) -> Response:
             return Response(withdrawn=withdrawn)
 
 
-def from_sender(key: HandoffKey, message: session.FromSender) -> Request:
+def from_sender(key: AttemptKey, message: session.FromSender) -> Request:
     name = _id(key)
     match message:
         case session.PagesLanded(digests):
@@ -149,19 +160,19 @@ def _introduction(message: handoff.Hello | handoff.HelloAck) -> Introduction:
     return Introduction(peer, layout_from_proto(message.layout))
 
 
-def _id(key: HandoffKey) -> handoff.HandoffId:
+def _id(key: AttemptKey) -> handoff.HandoffId:
     return handoff.HandoffId(request_id=key.request_id, attempt=key.attempt)
 
 
-def _key(message: handoff.HandoffId) -> HandoffKey:
+def _key(message: handoff.HandoffId) -> AttemptKey:
     return handoff_key(message.request_id, message.attempt)
 
 
-def handoff_key(request_id: bytes, attempt: int) -> HandoffKey:
+def handoff_key(request_id: bytes, attempt: int) -> AttemptKey:
     """Return the name of an attempt, as peers and routers write it."""
     if len(request_id) != REQUEST_ID_BYTES:
         raise ProtocolError(f"request_id: {len(request_id)} bytes, {REQUEST_ID_BYTES} are needed")
-    return HandoffKey(RequestId(request_id), Attempt(attempt))
+    return AttemptKey(RequestId(request_id), Attempt(attempt))
 
 
 def _grant(message: handoff.Grant) -> session.Grant:

@@ -1,4 +1,7 @@
-"""Serve large language models with prefill and decode on separate worker pools."""
+"""Serve large language models with prefill and decode on separate worker pools.
+
+Begin at `router/requests/core.py` and `worker/core.py`, which decide, or at `cli/app.py`, which starts all processes.
+"""
 
 import os
 

@@ -8,23 +8,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from pdserve.base.ids import AttemptKey, PageId, Peer
 from pdserve.engine.pages import PagePool
-from pdserve.ids import PageId
-from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import Connect, ReceiverMessage, Result, ToReceiver
-from pdserve.kvtransfer.sender import Sender, State
-from pdserve.kvtransfer.session import (
-    MIN_LEASE_S,
-    Capsule,
-    Commit,
-    Grant,
-    HandoffKey,
-    PagesLanded,
-    Peer,
-    Quiesced,
-    Taken,
-    Withdrawn,
-)
+from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, Commit, Grant, PagesLanded, Quiesced, Taken, Withdrawn
+from pdserve.prefill_worker import sender
+from pdserve.prefill_worker.sender import Sender, State
 
 REDIAL_S = 600.0
 MAX_ADDRESSES = 1024
@@ -91,22 +81,22 @@ class EarlyGrants:
 
     def __init__(self, max_early: int) -> None:
         self._max_early = max_early
-        self._early: dict[tuple[Peer, HandoffKey], tuple[float, ReceiverMessage]] = {}
+        self._early: dict[tuple[Peer, AttemptKey], tuple[float, ReceiverMessage]] = {}
         # The hand-offs that were closed last: late grants of them are answered at once.
-        self._closed: OrderedDict[tuple[Peer, HandoffKey], None] = OrderedDict()
-        self._in_doubt: dict[Peer, set[HandoffKey]] = {}  # into pages that late bytes may still reach
+        self._closed: OrderedDict[tuple[Peer, AttemptKey], None] = OrderedDict()
+        self._in_doubt: dict[Peer, set[AttemptKey]] = {}  # into pages that late bytes may still reach
 
-    def is_closed(self, peer: Peer, key: HandoffKey) -> bool:
+    def is_closed(self, peer: Peer, key: AttemptKey) -> bool:
         return (peer, key) in self._closed
 
-    def close(self, peer: Peer, key: HandoffKey, *, in_doubt: bool = False) -> None:
+    def close(self, peer: Peer, key: AttemptKey, *, in_doubt: bool = False) -> None:
         self._closed[peer, key] = None
         if len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
         if in_doubt:
             self._in_doubt.setdefault(peer, set()).add(key)
 
-    def take(self, peer: Peer, key: HandoffKey) -> ReceiverMessage | None:
+    def take(self, peer: Peer, key: AttemptKey) -> ReceiverMessage | None:
         """Return the grant that overtook a placement, if one did; it is no longer kept."""
         _, message = self._early.pop((peer, key), (0.0, None))
         return message
@@ -163,10 +153,12 @@ class _Handoff:
 
 
 class Outgoing:
-    def __init__(self, pool: PagePool, page_bytes: int, max_early: int) -> None:
+    def __init__(self, pool: PagePool, page_bytes: int, max_early: int, num_parts: int = 1) -> None:
+        """`num_parts`: one for each rank that copies."""
         self._pool = pool
+        self._num_parts = num_parts
         self._page_bytes = page_bytes
-        self._handoffs: dict[HandoffKey, _Handoff] = {}
+        self._handoffs: dict[AttemptKey, _Handoff] = {}
         self._early = EarlyGrants(max_early)
         self._redialling = Redialling()
         self._ticked_s = 0.0
@@ -192,24 +184,24 @@ class Outgoing:
     def claims(self) -> Iterator[doors.Claim]:
         return (doors.Claim(held=handoff.held) for handoff in self._handoffs.values())
 
-    def is_open(self, key: HandoffKey) -> bool:
+    def is_open(self, key: AttemptKey) -> bool:
         return key in self._handoffs
 
-    def half(self, key: HandoffKey) -> Sender | None:
+    def half(self, key: AttemptKey) -> Sender | None:
         """Return this process's half of an open hand-off, for reading."""
         handoff = self._handoffs.get(key)
         return None if handoff is None else handoff.sender
 
-    def is_closed(self, peer: Peer, key: HandoffKey) -> bool:
+    def is_closed(self, peer: Peer, key: AttemptKey) -> bool:
         return self._early.is_closed(peer, key)
 
-    def open(self, key: HandoffKey, peer: Peer, address: str, now_s: float) -> list[Result]:
-        handoff = self._handoffs[key] = _Handoff(Sender(peer, key))
+    def open(self, key: AttemptKey, peer: Peer, address: str, now_s: float) -> list[Result]:
+        handoff = self._handoffs[key] = _Handoff(Sender(peer, key, self._num_parts))
         connect = self._redialling.named(peer, address)
         early = self._early.take(peer, key)
         return [connect, *(self._advance(handoff, early.event, now_s) if early else ())]
 
-    def announce(self, key: HandoffKey, pages: Sequence[PageId], now_s: float) -> list[Result]:
+    def announce(self, key: AttemptKey, pages: Sequence[PageId], now_s: float) -> list[Result]:
         """Send the pages that are final, all from the first one on. They are held until they are sent."""
         handoff = self._handoffs[key]
         ready = tuple(pages[len(handoff.held) :])
@@ -217,13 +209,13 @@ class Outgoing:
         handoff.held += ready
         return self._advance(handoff, sender.PagesReady(ready), now_s) if ready else []
 
-    def finish(self, key: HandoffKey, capsule: Capsule, now_s: float) -> list[Result]:
+    def finish(self, key: AttemptKey, capsule: Capsule, now_s: float) -> list[Result]:
         """Commit a hand-off, all of whose pages are announced, once they have landed."""
         handoff = self._handoffs[key]
         handoff.sendable_s = max(handoff.sendable_s, now_s)
         return self._advance(handoff, sender.PrefillDone(capsule), now_s)
 
-    def give_up(self, key: HandoffKey, reason: str, now_s: float) -> list[Result]:
+    def give_up(self, key: AttemptKey, reason: str, now_s: float) -> list[Result]:
         """End a hand-off, if it is open: its request has ended here."""
         handoff = self._handoffs.get(key)
         return [] if handoff is None else self._advance(handoff, doors.RequestEnded(reason), now_s)

@@ -7,10 +7,10 @@ Two workers may wait for each other: prompts here hold all pages and wait for a 
 pages for prompts that are still to be computed here. The room that is left lets the latter be computed.
 """
 
+from pdserve.base.ids import AttemptKey
 from pdserve.engine.kvcache import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.kvtransfer.session import HandoffKey
 
 
 class Starting:
@@ -20,7 +20,7 @@ class Starting:
         self._scheduler = scheduler
         self._room = room
         self._waiting: list[Sequence] = []
-        self._ungranted: set[HandoffKey] = set()  # prompts whose target has granted no pages yet
+        self._ungranted: set[AttemptKey] = set()  # prompts whose target has granted no pages yet
         self._may_start = False  # whether one of them has come, gone or been granted pages since this was last tried
         self._tried = 0  # the room that was left when this was last tried
 
@@ -36,19 +36,19 @@ class Starting:
         """Let a prompt start when it may. `leaves`: it goes to another worker, which has granted no pages yet."""
         if leaves:
             self._room.ahead[sequence.job.key] = 0
-            self._ungranted.add(HandoffKey(*sequence.job.key))
+            self._ungranted.add(AttemptKey(*sequence.job.key))
         self._waiting.append(sequence)
         self._waiting.sort(key=lambda each: each.urgency)
         self._may_start = True
 
-    def granted(self, key: HandoffKey) -> None:
+    def granted(self, key: AttemptKey) -> None:
         """Note that pages are set aside where a prompt goes."""
         self._ungranted.discard(key)
         if key in self._room.ahead:
             self._room.ahead[key] = 0
         self._may_start = True
 
-    def remove(self, key: HandoffKey) -> None:
+    def remove(self, key: AttemptKey) -> None:
         """Note that a prompt holds no pages any more, and wants none."""
         self._waiting = [each for each in self._waiting if each.job.key != key]
         self._ungranted.discard(key)

@@ -7,20 +7,20 @@ from contextlib import suppress
 
 import grpc
 
-from pdserve.errors import echo
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.perfmodel.model import LearntCosts
+from pdserve.base.errors import echo
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.base.roles import Role
+from pdserve.net.rpc import AnyContext, abort
+from pdserve.perfmodel.wire import costs_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
-from pdserve.roles import Role
-from pdserve.router import learnt
-from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
-from pdserve.router.recent import Kind
-from pdserve.router.routing import difference
+from pdserve.protocol.admin import demand_to_proto
+from pdserve.protocol.link import ROLES
+from pdserve.router.placement.routing import difference
+from pdserve.router.placement.view import WorkerView
+from pdserve.router.requests.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
+from pdserve.router.requests.recent import Kind
 from pdserve.router.shell import Shell, WorkerStream
-from pdserve.router.view import WorkerView
-from pdserve.rpc import AnyContext, abort
-from pdserve.wire import ROLE_NUMBERS, ROLES, demand_to_proto, layout_to_proto
 
 MIN_INTERVAL_S = 0.1
 ASKED_TIMEOUT_S = 5.0  # a decode worker may have to wait for what it has granted
@@ -66,7 +66,7 @@ class AdminEndpoint(AdminServiceServicer):
         self, request: admin.ReportProcessGoneRequest, context: object
     ) -> admin.ReportProcessGoneResponse:
         gone = request.process
-        ended = ProcessEnded(WorkerId(gone.worker_id), Incarnation(gone.incarnation), request.from_outside)
+        ended = ProcessEnded(Peer(WorkerId(gone.worker_id), Incarnation(gone.incarnation)), request.from_outside)
         self._shell.post(ended)
         return admin.ReportProcessGoneResponse()
 
@@ -150,7 +150,7 @@ class AdminEndpoint(AdminServiceServicer):
             moves=core.placements.shadows.ended,
             num_replaced=core.placements.num_replaced,
             refused={refusal.value: count for refusal, count in self._shell.refused.items()},
-            costs=[_costs(kind, costs) for kind, costs in core.predictor.costs.kinds()],
+            costs=[costs_to_proto(*kind, costs) for kind, costs in core.predictor.costs.kinds()],
             refused_because={cause.value: count for cause, count in core.placements.refused_because.items()},
             demand=demand_to_proto(core.placements.demand.counted()),
             metrics_address=self.metrics_address,
@@ -193,29 +193,3 @@ def _unfit(source: WorkerView, target: WorkerView) -> str:
     if target.kind != source.kind:
         return f"{target.name} does not fit {source.name}: {difference(source, target)}"
     return ""
-
-
-def _costs(kind: learnt.Kind, costs: LearntCosts) -> admin.LearntCosts:
-    return admin.LearntCosts(
-        role=ROLE_NUMBERS[kind.role],
-        device=kind.device,
-        layout=layout_to_proto(kind.layout),
-        prefill_step_s=costs.prefill.step_s,
-        prefill_token_s=costs.prefill.each_s,
-        prefill_work_s=costs.prefill.context_s,
-        decode_step_s=costs.decode.step_s,
-        decode_sequence_s=costs.decode.each_s,
-        decode_kv_token_s=costs.decode.context_s,
-        num_prefill_steps=costs.prefill_fit.num_observed,
-        num_decode_steps=costs.decode_fits.num_observed,
-        decode_batches=[
-            admin.LearntBatches(
-                max_sequences=max_sequences,
-                step_s=fit.curve.step_s,
-                sequence_s=fit.curve.each_s,
-                kv_token_s=fit.curve.context_s,
-                num_steps=fit.num_observed,
-            )
-            for max_sequences, fit in costs.decode_fits.seen()
-        ],
-    )

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from pdserve.config import ServingConfig
+from pdserve.settings.config import ServingConfig
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", to_lower=True)]
 PolicyName = Literal["goodput", "least_loaded", "round_robin"]

@@ -7,19 +7,20 @@ from dataclasses import replace
 
 import msgspec
 
-from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import RequestId
+from pdserve.base.errors import InvariantError, ProtocolError
+from pdserve.base.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.events import ClientTooSlow, RequestArrived, Resumed, StopStringFound
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.token_ids import ALL_IDS, from_wire, pack
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.backend import Readiness
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.clients import TenantLimits
-from pdserve.router.hub import Hub
-from pdserve.router.request import ATTEMPTS_OF_A_ROUTER
-from pdserve.sampling import SamplingParams
-from pdserve.token_ids import ALL_IDS, from_wire, pack
+from pdserve.router.local_backend import LocalBackend
+from pdserve.router.requests.commands import Deliver, Finished
+from pdserve.router.requests.events import ClientTooSlow, RequestArrived, Resumed, StopStringFound
+from pdserve.router.requests.request import ATTEMPTS_OF_A_ROUTER
 
 MAX_UNANSWERED = 10  # pings
 MAX_OF_TENANT = 10**6  # requests under way, as `TenantLimits.max_concurrent` may allow
@@ -30,12 +31,12 @@ class FrontendLink:
     """Carries out what a frontend asks for. When the channel ends, so does everything that the frontend began."""
 
     def __init__(
-        self, hub: Hub, abort: Callable[[messages.Abort], None], greeted: Callable[[], None] = lambda: None
+        self, backend: LocalBackend, abort: Callable[[messages.Abort], None], greeted: Callable[[], None] = lambda: None
     ) -> None:
         """`abort` forwards a message to all frontends; `greeted` is called once the frontend has a name."""
         self.attached: messages.Attached | None = None  # its first message
         self.channel = Channel(messages.frontend_decoder, self._take)
-        self._hub = hub
+        self._backend = backend
         self._abort = abort
         self._greeted = greeted
         self._answers: dict[RequestId, _Forwarding] = {}  # until the frontend has reported what it sent
@@ -69,16 +70,16 @@ class FrontendLink:
             self._carry_out(message)
 
     def _carry_out(self, message: messages.OfFrontend) -> None:
-        hub = self._hub
+        backend = self._backend
         match message:
             case messages.Arrive(event, token_ids):
-                self._admit(event, token_ids)
+                self._take_arrival(event, token_ids)
             case messages.Leave() | messages.TooSlow() | messages.Stopped() | messages.Counted():
                 answer = self._answers.get(message.request_id)
                 if answer is not None:  # else the request has ended already
                     self._take_news(answer, message)
             case messages.Rejected(status):
-                hub.outcomes.reject(status)
+                backend.outcomes.reject(status)
             case messages.Ask():
                 task = asyncio.create_task(self._reply(message), name="reply to a frontend")
                 self._replies.add(task)
@@ -88,9 +89,9 @@ class FrontendLink:
             case messages.Pong():
                 self._num_unanswered = 0
                 before, self._counted = self._counted, message
-                hub.num_spans.update(Counter(message.num_spans) - Counter(before.num_spans))
-                hub.connections.num_opened += message.num_opened - before.num_opened
-                hub.connections.num_called += message.num_called - before.num_called
+                backend.num_spans.update(Counter(message.num_spans) - Counter(before.num_spans))
+                backend.connections.num_opened += message.num_opened - before.num_opened
+                backend.connections.num_called += message.num_called - before.num_called
             case _:
                 self._take_use(message)
 
@@ -103,9 +104,9 @@ class FrontendLink:
         self.attached = message
         self._greeted()
 
-    def _admit(self, event: RequestArrived, token_ids: bytes) -> None:
+    def _take_arrival(self, event: RequestArrived, token_ids: bytes) -> None:
         request_id = event.request_id
-        if request_id in self._answers or self._hub.shell.core.find(request_id) is not None:
+        if request_id in self._answers or self._backend.shell.core.find(request_id) is not None:
             raise ProtocolError(f"request {request_id.hex()} has come before")
         prompt = from_wire(token_ids, "token_ids")
         if not prompt:
@@ -113,26 +114,26 @@ class FrontendLink:
         event.params.validate(ALL_IDS)  # frontends know the model's vocabulary
         if event.resumed is not None:
             _check_resumed(event.resumed, event.params, len(prompt))
-        if not self._hub.readiness().is_live:
-            self.show(self._hub.readiness())  # first, so that it is not sent here again
+        if not self._backend.readiness().is_live:
+            self.show(self._backend.readiness())  # first, so that it is not sent here again
             self.channel.post(messages.Returned(request_id))
             return
-        event = at(event, self._hub.clock.now_s())
+        event = at(event, self._backend.clock.now_s())
         answer = self._answers[request_id] = _Forwarding(event, self.channel)
-        self._hub.admit(replace(event, token_ids=prompt), answer)
+        self._backend.submit(replace(event, token_ids=prompt), answer)
 
     def _take_news(
         self, answer: "_Forwarding", message: messages.Leave | messages.TooSlow | messages.Stopped | messages.Counted
     ) -> None:
         match message:
             case messages.Leave(request_id):
-                self._hub.leave(request_id)
+                self._backend.leave(request_id)
             case messages.TooSlow(request_id, limit_bytes):
-                self._hub.shell.post(ClientTooSlow(request_id, limit_bytes))
+                self._backend.shell.post(ClientTooSlow(request_id, limit_bytes))
             case messages.Stopped(request_id, index):
                 if index not in range(answer.event.params.n):
                     raise ProtocolError(f"index: {index} of a request whose n is {answer.event.params.n}")
-                self._hub.shell.post(StopStringFound(request_id, index))
+                self._backend.shell.post(StopStringFound(request_id, index))
             case messages.Counted(request_id, finish_reasons):
                 outcome = answer.outcome
                 if outcome is None:
@@ -141,15 +142,15 @@ class FrontendLink:
                     usage = replace(outcome.usage, completion_tokens=message.num_tokens)
                     outcome = message.refused or replace(outcome, usage=usage)
                 del self._answers[request_id]
-                self._hub.outcomes.end(answer.event, outcome, finish_reasons)
+                self._backend.outcomes.end(answer.event, outcome, finish_reasons)
 
     def _take_use(
         self, message: messages.Begin | messages.Using | messages.Spend | messages.Done | messages.Deny
     ) -> None:
-        tenants = self._hub.tenants
+        tenants = self._backend.tenants
         match message:
             case messages.Begin(number, tenant, limits):
-                refused = tenants.admit(tenant, TenantLimits.model_validate_json(limits))
+                refused = tenants.begin_now(tenant, TenantLimits.model_validate_json(limits))
                 if refused is None:
                     self._begun[tenant] += 1
                 self.channel.post(messages.Reply(number, msgspec.msgpack.encode(refused)))
@@ -180,16 +181,16 @@ class FrontendLink:
             raise
 
     async def _asked(self, asked: messages.Ask) -> bytes:
-        hub = self._hub
+        backend = self._backend
         match asked.what:
             case "live":
-                return await hub.packed_live()
+                return await backend.packed_live()
             case "request":
-                return msgspec.msgpack.encode(await hub.live_request(asked.data.decode()))
+                return msgspec.msgpack.encode(await backend.live_request(asked.data.decode()))
             case "metrics":
-                return await hub.metrics()
+                return await backend.metrics()
             case "engine":
-                return msgspec.msgpack.encode(await hub.engine())
+                return msgspec.msgpack.encode(await backend.engine())
 
     def end(self) -> None:
         """End what the frontend began, as if its clients had left: the channel has ended."""
@@ -197,13 +198,13 @@ class FrontendLink:
             task.cancel()
         answers, self._answers = self._answers, {}
         for request_id, answer in answers.items():
-            self._hub.leave(request_id)
+            self._backend.leave(request_id)
             if self._begun[answer.event.tenant]:  # requests that came with a key
-                self._hub.tenants.spend(answer.event.tenant, answer.num_tokens)
+                self._backend.tenants.spend(answer.event.tenant, answer.num_tokens)
             if answer.outcome is not None:
-                self._hub.outcomes.end(answer.event, answer.outcome, answer.finish_reasons)
+                self._backend.outcomes.end(answer.event, answer.outcome, answer.finish_reasons)
         for tenant in self._begun.elements():
-            self._hub.tenants.end(tenant)
+            self._backend.tenants.end(tenant)
 
 
 def at(event: RequestArrived, now_s: float) -> RequestArrived:
@@ -233,7 +234,7 @@ def _check_resumed(resumed: Resumed, params: SamplingParams, num_prompt_tokens: 
 
 
 class _Forwarding:
-    """Sends a request's tokens and its end to its frontend. The desk's `Answer`."""
+    """Sends a request's tokens and its end to its frontend. The dispatcher's `Answer`."""
 
     def __init__(self, event: RequestArrived, channel: Channel) -> None:
         self.event = event

@@ -10,11 +10,11 @@ from functools import partial
 
 import grpc
 
+from pdserve.net.rpc import AnyContext, abort
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.router.frontend.channel import METHOD, SAID_GOODBYE, SERVICE, Abort
 from pdserve.router.frontend_link import FrontendLink
-from pdserve.router.hub import Hub
-from pdserve.rpc import AnyContext, abort
+from pdserve.router.local_backend import LocalBackend
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ SHUTTING_DOWN = "this router is shutting down"
 class Frontends:
     """The frontends that are attached to a router."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, backend: LocalBackend) -> None:
+        self._backend = backend
         self._links: set[FrontendLink] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -37,7 +37,7 @@ class Frontends:
 
     def show(self) -> None:
         """Tell frontends whether the router serves."""
-        readiness = self._hub.readiness()
+        readiness = self._backend.readiness()
         for link in self._links:
             link.show(readiness)
 
@@ -57,8 +57,8 @@ class Frontends:
                         link.ping()
 
     async def _attach(self, requests: AsyncIterator[bytes], context: AnyContext) -> None:
-        link = FrontendLink(self._hub, self._abort, self._count)
-        link.show(self._hub.readiness())
+        link = FrontendLink(self._backend, self._abort, self._count)
+        link.show(self._backend.readiness())
         self._links.add(link)
         why = "its connection has ended"  # gRPC cancels this call then
         try:
@@ -69,7 +69,7 @@ class Frontends:
             link.end()
             name = link.attached.frontend_id if link.attached is not None else "without a name"
             if why not in (SAID_GOODBYE, SHUTTING_DOWN):
-                self._hub.num_frontends_lost += 1
+                self._backend.num_frontends_lost += 1
                 logger.warning("frontend %s is lost: %s", name, why)
         if why != SAID_GOODBYE:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
@@ -77,11 +77,11 @@ class Frontends:
     def _count(self) -> None:
         """Count those that have said who they are: their endpoints are open."""
         greeted = [link.attached for link in self._links if link.attached is not None]
-        self._hub.admin.frontends = [
+        self._backend.admin.frontends = [
             admin.FrontendStatus(frontend_id=each.frontend_id, metrics_address=each.metrics_address)
             for each in sorted(greeted, key=lambda each: each.frontend_id)
         ]
-        self._hub.shell.note_change()
+        self._backend.shell.note_change()
 
     def _abort(self, asked: Abort) -> None:
         for link in self._links:

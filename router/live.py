@@ -10,16 +10,16 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
-from pdserve.ids import RequestId
+from pdserve.base.ids import RequestId
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.reports import Stage
-from pdserve.router.commands import Refused
-from pdserve.router.core import RouterCore
+from pdserve.protocol.link import ROLES
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.reports import Stage
 from pdserve.router.frontend.backend import MAX_OF_STAGE, State
-from pdserve.router.recent import Ended, judge
-from pdserve.router.request import Request
-from pdserve.router.timeline import Ledger, Timeline
-from pdserve.wire import ROLES
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.recent import Ended, judge
+from pdserve.router.requests.request import Request
+from pdserve.router.requests.timeline import Ledger, Timeline
 
 MAX_REQUESTS = 256  # of all
 # With as many, and all that is kept of the past, a state is 0.2 MB, or 0.4 MB with happenings of 1,000 characters. It
@@ -128,7 +128,7 @@ class Live:
             "stage": stage,
             "prompt_tokens": request.num_tokens,
             "answer_tokens": request.num_delivered,
-            "waits_for": str(request.waits_for or ""),
+            "waits_for": request.waits_for.message if request.waits_for else "",
             "prefill_worker": request.ledger.prefill_worker,
             "decode_worker": "" if decode is None else decode.name,
             "received_ms": self._unix_ms(request.received_s),
@@ -144,7 +144,7 @@ class Live:
             "request_id": ended.request_id.hex(),
             "unix_time_ms": self._unix_ms(ended.at_s),
             "status": "OK" if refused is None else refused.status.value,
-            "because": "" if refused is None or refused.because is None else refused.because.cause.value,
+            "because": "" if refused is None else refused.cause.value,
             "message": "" if refused is None else refused.message,
             "prompt_tokens": ended.usage.prompt_tokens,
             "completion_tokens": ended.usage.completion_tokens,

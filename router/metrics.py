@@ -3,23 +3,23 @@
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from pdserve import metrics
-from pdserve.errors import PeerFault, Status
-from pdserve.metrics import Distribution, Metric, Sample, span_samples
-from pdserve.reports import FINISH_REASONS, Failure, Stage
-from pdserve.roles import Role
-from pdserve.router.because import Cause
-from pdserve.router.commands import Finished, Refused
-from pdserve.router.core import RouterCore
-from pdserve.router.events import RequestArrived
+from pdserve.base.errors import PeerFault
+from pdserve.base.roles import Role
+from pdserve.observe import metrics
+from pdserve.observe.metrics import Distribution, Metric, Sample, span_samples
+from pdserve.protocol.refusal import Cause, Refused, Status
+from pdserve.protocol.reports import FINISH_REASONS, Failure, Stage
 from pdserve.router.frontend.backend import Span
 from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import WORKER_STATES, state_of
-from pdserve.router.placements import DONE
-from pdserve.router.recent import judge
+from pdserve.router.placement.placements import DONE
+from pdserve.router.requests.commands import Finished
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.events import RequestArrived
+from pdserve.router.requests.recent import judge
+from pdserve.router.requests.timeline import Ledger
 from pdserve.router.shell import Shell
-from pdserve.router.timeline import Ledger
 
 _LATELY = 1000  # ended requests of a class that the attainment is taken of
 _OBJECTIVES = ("ttft", "tpot")

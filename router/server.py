@@ -2,7 +2,7 @@
 
 At SIGTERM, SIGINT or SIGHUP health becomes NOT_SERVING. Requests that arrive from then on are refused.
 Those that run or wait may finish for `drain_timeout_s`; what is left then is ended with UNAVAILABLE. Both servers stop
-LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdserve.signals` has the second signal.
+LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdserve.base.signals` has the second signal.
 """
 
 import asyncio
@@ -13,30 +13,32 @@ from dataclasses import dataclass
 
 import grpc
 
-from pdserve.certificates import Part
-from pdserve.clock import MonotonicClock, new_incarnation
-from pdserve.credentials import Connections, Credentials
-from pdserve.garbage import freeze_objects
-from pdserve.health import answering
-from pdserve.metrics_server import showing
+from pdserve.base.clock import MonotonicClock, new_incarnation
+from pdserve.base.collector import freeze_objects
+from pdserve.base.processes import DRAIN_TIMED_OUT_STATUS
+from pdserve.base.roles import Role
+from pdserve.base.signals import CLOSING_S, drain_on_signals
+from pdserve.net.certificates import Part
+from pdserve.net.credentials import Connections, Credentials
+from pdserve.net.health import answering
+from pdserve.net.rpc import LAST_WORDS_S
+from pdserve.observe.metrics_server import showing
 from pdserve.perfmodel.profile import read_profile
-from pdserve.prefix_hash import PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
-from pdserve.roles import Role
+from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
-from pdserve.router.core import RouterCore
-from pdserve.router.events import ShutdownAsked, ShutdownDue
-from pdserve.router.frontend.endpoints import LAST_WORDS_S, Endpoints, open_endpoints
+from pdserve.router.frontend.endpoints import Endpoints, open_endpoints
 from pdserve.router.frontend.served import ServedModel, load_model, served_name
 from pdserve.router.frontends import Frontends
-from pdserve.router.hub import Hub
-from pdserve.router.policies import POLICIES
-from pdserve.router.predict import Predictor
+from pdserve.router.local_backend import LocalBackend
+from pdserve.router.placement.policies import POLICIES
+from pdserve.router.placement.predict import Predictor
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.events import ShutdownAsked, ShutdownDue
 from pdserve.router.shell import Links, Shell
-from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -82,25 +84,25 @@ async def run(
     predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher)
     core = RouterCore(name, config, POLICIES[config.placement](predictor), predictor)
     shell = Shell(core, MonotonicClock())
-    hub = Hub(shell, config, name, stop.is_set)
-    hub.ports |= credentials.ports("internal")
-    async with showing(config, hub.samples, credentials.identity) as metrics, answering(config) as answers:
-        hub.admin.metrics_address = metrics
-        frontends = Frontends(hub)
-        server = _internal_server(config, credentials, shell, hub.admin)
+    backend = LocalBackend(shell, config, name, stop.is_set)
+    backend.ports |= credentials.ports("internal")
+    async with showing(config, backend.samples, credentials.identity) as metrics, answering(config) as answers:
+        backend.admin.metrics_address = metrics
+        frontends = Frontends(backend)
+        server = _internal_server(config, credentials, shell, backend.admin)
         frontends.add_to(server)
         ending = _Ending(server)
         async with (
             asyncio.TaskGroup() as tasks,
             _listening(config, credentials, server, ending) as internal,
-            _endpoints(config, model, hub, port_key) as endpoints,
+            _endpoints(config, model, backend, port_key) as endpoints,
         ):
             watching = tasks.create_task(_report_health(shell, endpoints.changed), name="health")
             showing_frontends = tasks.create_task(frontends.watch(), name="frontends")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
             await server.start()  # after the endpoints: launchers take a cluster for ready by what is said here
-            answers.start(lambda: hub.readiness().is_ready)
-            on_ready(Addresses(endpoints.public, internal, metrics, answers.address, endpoints.http, hub.ports))
+            answers.start(lambda: backend.readiness().is_ready)
+            on_ready(Addresses(endpoints.public, internal, metrics, answers.address, endpoints.http, backend.ports))
             logger.info("workers on %s", internal)
             await stop.wait()
             endpoints.changed()
@@ -116,11 +118,11 @@ async def run(
 
 
 def _endpoints(
-    config: RouterConfig, model: ServedModel | None, hub: Hub, port_key: str
+    config: RouterConfig, model: ServedModel | None, backend: LocalBackend, port_key: str
 ) -> AbstractAsyncContextManager[Endpoints]:
     """Serve clients in this process, unless frontends alone do so."""
     if model is not None:
-        return open_endpoints(config, model, hub, hub.clients, instance=config.router_id, port_key=port_key)
+        return open_endpoints(config, model, backend, backend.clients, instance=config.router_id, port_key=port_key)
     return nullcontext(Endpoints("", "", lambda: None))
 
 

@@ -1,4 +1,4 @@
-"""Where the desk and its core meet clock, clients and workers' streams. Everything here runs on one event loop."""
+"""Where the dispatcher and its core meet clock, clients and workers' streams. One event loop runs all of it."""
 
 import asyncio
 import logging
@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
-from pdserve.clock import Clock
-from pdserve.errors import PeerFault, ProtocolError
+from pdserve.base.clock import Clock
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.net.coalescing import next_message
+from pdserve.net.rpc import DISMISSED_STATUS, AnyContext, abort
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.router import wire
-from pdserve.router.commands import DropLink, Warn
-from pdserve.router.core import RouterCore
-from pdserve.router.desk import Answer, Command, Desk, Rang, Send, SetAlarm
-from pdserve.router.events import Event, LinkId, LinkLost, RequestArrived
-from pdserve.router.recent import Kind
-from pdserve.rpc import DISMISSED_STATUS, AnyContext, abort
-from pdserve.together import next_message
+from pdserve.router.dispatcher import Answer, Command, Dispatcher, Rang, Send, SetAlarm
+from pdserve.router.requests.commands import DropLink, Warn
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.events import Event, LinkId, LinkLost, RequestArrived
+from pdserve.router.requests.recent import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +60,19 @@ class Shell:
         self._awaited: dict[asyncio.Event, Callable[[], bool]] = {}  # set once it holds
         self.refused: Counter[PeerFault] = Counter()  # messages of workers, and workers, since start
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # our own error
-        self._desk: Desk[Answer] = Desk(core)
+        self._desk: Dispatcher[Answer] = Dispatcher(core)
         self._alarm: asyncio.TimerHandle | None = None
 
     def post(self, event: Event | Rang) -> None:
         """Handle an event now, or right after the one that is being handled."""
         self._carry_out(self._desk.handle(event, self.clock.now_s()))
 
-    def admit(self, event: RequestArrived, answer: Answer) -> None:
+    def post_arrival(self, event: RequestArrived, answer: Answer) -> None:
         """Hand a request to the core; `answer` receives its tokens and its end."""
-        self._carry_out(self._desk.admit(event, answer, self.clock.now_s()))
+        self._carry_out(self._desk.handle_arrival(event, answer, self.clock.now_s()))
 
     def open_stream(self, owner: asyncio.Task[object] | None) -> WorkerStream:
-        stream = WorkerStream(self._desk.open(), owner)
+        stream = WorkerStream(self._desk.open_link(), owner)
         self.streams[stream.link_id] = stream
         return stream
 

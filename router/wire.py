@@ -6,16 +6,21 @@ What a worker sends is checked here as far as a single message shows it; Protoco
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
 
-from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.perfmodel.curve import Step, TimedStep
-from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Failure, LoadPart, ReportedLoad, Stage
-from pdserve.router.commands import CancelAttempt, Fetch, Move, Place, SendProcessGone, SequenceSpec
-from pdserve.router.events import (
+from pdserve.protocol.adapters import DIGEST_BYTES, MAX_ADAPTERS, MAX_NAME_BYTES, Adapter
+from pdserve.protocol.inference import params_to_proto
+from pdserve.protocol.kvlayout import KvLayout, Tier
+from pdserve.protocol.link import FAILURES, ROLE_NUMBERS, ROLES, STAGES, TIERS, layout_from_proto
+from pdserve.protocol.prefix_hash import HASH_BYTES, short_hashes
+from pdserve.protocol.reports import LoadPart, ReportedLoad
+from pdserve.protocol.sampling import PromptLogprobs
+from pdserve.protocol.token_ids import to_wire
+from pdserve.router.requests.commands import CancelAttempt, Fetch, Move, Place, SendProcessGone, SequenceSpec
+from pdserve.router.requests.events import (
     AttemptFailed,
     DrainAsked,
     KvChanged,
@@ -29,10 +34,7 @@ from pdserve.router.events import (
     StepReported,
     WorkerEvent,
 )
-from pdserve.router.timeline import Ledger, Usage
-from pdserve.sampling import PromptLogprobs
-from pdserve.token_ids import to_wire
-from pdserve.wire import ROLE_NUMBERS, ROLES, layout_from_proto, params_to_proto
+from pdserve.router.requests.timeline import Ledger, Usage
 
 MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128
@@ -40,12 +42,10 @@ MAX_LAUNCH_ID_BYTES = 64
 MAX_TRIAL_STEPS = 64
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
-_STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
 # Values that are written and read field by field have the fields of their messages.
 _OTHERS, _USAGE, _LEDGER = (
     tuple(message.DESCRIPTOR.fields_by_name) for message in (link.OthersLoad, inference.Usage, inference.Ledger)
 )
-_FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 
 
 def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEvent]:
@@ -76,7 +76,10 @@ def _step(
 
 
 def _timed(cost: link.StepCost) -> TimedStep:
-    step = Step(cost.prefill_tokens, cost.prefill_work, cost.decode_sequences, cost.decode_kv_tokens)
+    guesses = min(cost.decode_guesses, max(0, cost.decode_sequences - 1))
+    kept = min(cost.decode_kept_guesses, guesses)
+    decoding = cost.decode_sequences, cost.decode_kv_tokens, guesses, kept
+    step = Step(cost.prefill_tokens, cost.prefill_work, *decoding)
     return TimedStep(step, cost.elapsed_us / 1e6)
 
 
@@ -112,7 +115,7 @@ def _load(beat: link.Heartbeat) -> ReportedLoad:
 
 
 def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:
-    stage = _STAGES.get(progress.stage)
+    stage = STAGES.get(progress.stage)
     if stage is None:
         raise ProtocolError(f"progress.stage: {progress.stage} is unknown")
     return StageReached(
@@ -142,7 +145,8 @@ def _kv_changed(link_id: LinkId, changes: link.KvEvents) -> KvChanged:
     for field, packed in (("stored", changes.stored), ("removed", changes.removed)):
         if len(packed) % HASH_BYTES:
             raise ProtocolError(f"kv_events.{field}: {len(packed)} bytes, a multiple of {HASH_BYTES} is needed")
-    return KvChanged(link_id, short_hashes(changes.stored), short_hashes(changes.removed))
+    tier = TIERS.get(changes.tier) if changes.tier else Tier.DEVICE
+    return KvChanged(link_id, short_hashes(changes.stored), short_hashes(changes.removed), tier)
 
 
 def _pair(link_id: LinkId, pair: link.PairMeasured) -> PairMeasured:
@@ -153,7 +157,7 @@ def _pair(link_id: LinkId, pair: link.PairMeasured) -> PairMeasured:
 
 
 def _failed(link_id: LinkId, failed: link.Failed) -> AttemptFailed:
-    failure = _FAILURES.get(failed.code)
+    failure = FAILURES.get(failed.code)
     if failure is None:
         raise ProtocolError(f"failed.code: {failed.code} is unknown")
     return AttemptFailed(link_id, RequestId(failed.request_id), Attempt(failed.attempt), failure, failed.detail)
@@ -193,7 +197,22 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         device=register.device,
         role_epoch=register.role_epoch,
         trial=tuple(map(_timed, register.trial_steps)),
+        adapters=_adapters(register),
     )
+
+
+def _adapters(register: link.Register) -> tuple[Adapter, ...]:
+    if len(register.adapters) > MAX_ADAPTERS:
+        raise ProtocolError(f"register.adapters: {len(register.adapters)}, {MAX_ADAPTERS} are allowed")
+    adapters = tuple([Adapter(each.name, each.digest) for each in register.adapters])
+    for each in adapters:
+        if not 0 < len(each.name.encode()) <= MAX_NAME_BYTES:
+            raise ProtocolError(f"register.adapters: names have to be of 1 to {MAX_NAME_BYTES} bytes")
+        if len(each.digest) != DIGEST_BYTES:
+            raise ProtocolError(f"register.adapters: {each.name} has a digest of {len(each.digest)} bytes")
+    if len({each.name for each in adapters}) < len(adapters):
+        raise ProtocolError("register.adapters: a name is there twice")
+    return adapters
 
 
 def messages(
@@ -212,8 +231,8 @@ def messages(
             return [(link_id, link.AttachResponse(drain=link.Drain(cancel=cancel)))]
         case RoleAsked(link_id, role, epoch):
             return [(link_id, link.AttachResponse(set_role=link.SetRole(role=ROLE_NUMBERS[role], epoch=epoch)))]
-        case SendProcessGone(link_id, worker_id, incarnation):
-            gone = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)
+        case SendProcessGone(link_id, process):
+            gone = link.ProcessGone(worker_id=process.worker_id, incarnation=process.incarnation)
             return [(link_id, link.AttachResponse(process_gone=gone))]
 
 
@@ -246,7 +265,8 @@ def _share(place: Place, prefill: Registration, fetch: Fetch, job: link.Place) -
         request_id=spec.request_id,
         attempt=spec.attempt,
         token_ids=to_wire(spec.token_ids[: fetch.num_tokens]),
-        cache_salt=spec.cache_salt,
+        cache_salt=spec.scope.salt,
+        adapter=spec.scope.adapter,
         target=_worker_ref(prefill),
         within_ms=within_ms,
     )
@@ -285,7 +305,8 @@ def _spec(spec: SequenceSpec) -> link.SequenceSpec:
         num_prompt_tokens=spec.num_prompt_tokens,
         sampling=params_to_proto(spec.params),
         indices=() if is_all else spec.indices,
-        cache_salt=spec.cache_salt,
+        cache_salt=spec.scope.salt,
+        adapter=spec.scope.adapter,
         deadline_ms=round(spec.remaining_s * 1e3),
         priority=spec.priority,
         traceparent=trace.traceparent if trace else "",

@@ -4,11 +4,14 @@ import importlib.util
 import os
 
 import pytest
+from hypothesis import settings
 
 import pdserve  # noqa: F401 - before gRPC, which reads from it how to take forks
 
 # Before torch is loaded: threads that spin for long would take the cores that a cluster's processes need.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+settings.register_profile("same", derandomize=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

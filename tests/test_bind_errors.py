@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.errors import CommandError, ConfigError
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.launch.folder import claimed_folder, claimed_port, free_port
-from pdserve.metrics_server import showing
+from pdserve.net.rpc import listen, why_not_bound
+from pdserve.observe.metrics_server import showing
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.openai import server
-from pdserve.rpc import listen, why_not_bound
 
 ELSEWHERE, UNKNOWN = "192.0.2.1", "no-such-host.invalid"  # reserved for documentation, and for no host
 CAUSES = {

@@ -12,10 +12,10 @@ from threading import Event, Thread
 import pytest
 from mounts import mounted
 
+from pdserve.base.errors import ConfigError
+from pdserve.base.files import read_private
+from pdserve.base.watched_files import Watched
 from pdserve.checkpoint.home import default_cache_dir
-from pdserve.errors import ConfigError
-from pdserve.files import read_private
-from pdserve.watched import Watched
 
 
 def test_a_file_that_was_refused_for_its_mode_is_read_once_the_mode_is_mended(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_file_that_another_replaces_while_it_is_read_is_judged_by_its_own_mode
 
 
 def test_a_full_disk_is_named_though_its_error_names_no_file(tmp_path: Path) -> None:
-    code = "import sys, pathlib, pdserve.files as f; f.write_atomically(pathlib.Path(sys.argv[1]), bytes(2**16))"
+    code = "import sys, pathlib, pdserve.base.files as f; f.write_atomically(pathlib.Path(sys.argv[1]), bytes(2**16))"
     path = tmp_path / "state"
     command = [*mounted("size=4k", tmp_path), sys.executable, "-P", "-c", code, str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

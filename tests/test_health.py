@@ -10,9 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from probing import health_flags, probe, served
 
-from pdserve.config import ProcessConfig
-from pdserve.errors import ConfigError
-from pdserve.health import Health, answering
+from pdserve.base.errors import ConfigError
+from pdserve.net.health import Health, answering
+from pdserve.settings.config import ProcessConfig
 
 
 @contextmanager

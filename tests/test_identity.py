@@ -10,9 +10,9 @@ import grpc
 import pytest
 from stream_ends import DECODE, SECRET, prefill_worker
 
-from pdserve.clock import VirtualClock
+from pdserve.base.clock import VirtualClock
 from pdserve.kvtransfer.doors import ReceiverLost
-from pdserve.rpc import (
+from pdserve.net.rpc import (
     CHALLENGE_METADATA_KEY,
     HELLO_METADATA_KEY,
     HELLO_METHOD,
@@ -21,7 +21,7 @@ from pdserve.rpc import (
     RequireSecret,
     identify,
 )
-from pdserve.secret_proof import CHALLENGE_S, Challenges
+from pdserve.net.secret_proof import CHALLENGE_S, Challenges
 
 SERVED, OTHER = "/test.Service/Served", "/test.Service/Other"
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]

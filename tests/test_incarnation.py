@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.clock import new_incarnation
+from pdserve.base.clock import new_incarnation
 
 
 def test_the_later_of_two_processes_has_the_greater_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:

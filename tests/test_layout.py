@@ -5,7 +5,10 @@ import re
 import subprocess
 import tomllib
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = {
@@ -20,7 +23,7 @@ LINKS = {
     "launch": "../deploy/launch",
 }
 DEVICE_CODE = ROOT / "kernels" / "device"  # a Triton kernel cannot be cut into functions at will
-SIMULATOR = ROOT / "tests" / "simulator" / "faultsim"  # a package, in no wheel
+IN_NO_WHEEL = {ROOT / "tests" / "simulator" / "faultsim", ROOT / "tests" / "laboratory" / "lab"}  # packages
 MAX_LINES = 350
 MAX_FUNCTION_LINES = 60
 
@@ -48,6 +51,26 @@ def test_no_test_is_skipped_for_want_of_a_package() -> None:
     assert [path.name for path in tracked("tests/*.py") if skipping in path.read_text(encoding="utf-8")] == []
 
 
+def test_no_imports_go_in_a_circle() -> None:
+    """Imports within functions count; those that only name types do not."""
+    graph = grimp.build_graph("pdserve", exclude_type_checking_imports=True, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imports) > 300
+    TopologicalSorter(imports).prepare()  # a CycleError names the modules of a circle
+
+
+def test_each_room_says_what_it_is_for_and_where_to_begin() -> None:
+    wrong: list[str] = []
+    for path in [path for path in tracked("*/__init__.py") if ROOT / "tests" not in path.parents]:
+        text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        named = re.findall(r"`([\w/]+\.py)`", text)
+        places = (path.parent, ROOT, ROOT / "pdserve")
+        wrong += [f"{path}: {name}" for name in named if not any((place / name).exists() for place in places)]
+        if path.parent.parent in (ROOT, ROOT / "pdserve", ROOT / "deploy") and "Begin at `" not in text:
+            wrong.append(f"{path}: it does not say where to begin")
+    assert wrong == []
+
+
 def test_no_file_is_too_long_to_read() -> None:
     own = [path for path in sources() if ROOT / "tests" not in path.parents]
     too_long = {str(path.relative_to(ROOT)): count_lines(path) for path in own if count_lines(path) > MAX_LINES}
@@ -71,7 +94,7 @@ def test_no_function_is_too_long_to_read() -> None:
 
 
 def test_modules_of_tests_have_names_of_their_own_and_no_packages() -> None:
-    tests = [path for path in tracked("tests/**/*.py", "tests/*.py") if SIMULATOR not in path.parents]
+    tests = [path for path in tracked("tests/**/*.py", "tests/*.py") if not IN_NO_WHEEL & set(path.parents)]
     assert [path for path in tests if path.name == "__init__.py"] == []
     repeated = [name for name, count in Counter(path.name for path in tests).items() if count > 1]
     assert [name for name in repeated if name != "conftest.py"] == []

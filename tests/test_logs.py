@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pdserve.telemetry import JsonFormatter, OneLineFormatter
+from pdserve.observe.logs import JsonFormatter, OneLineFormatter
 
 
 def record(

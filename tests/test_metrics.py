@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from shown_metrics import SHOWN
 from two_workers import Workers
 
-from pdserve import metrics
-from pdserve.certificates import IDENTITY_FILES, Part, public_files
-from pdserve.config import ProcessConfig
-from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.launch.authority import Authority, write_certificates
 from pdserve.launch.folder import write_secret
-from pdserve.metrics import Distribution, Kind, Metric, Sample, families, span_samples
-from pdserve.metrics_server import MAX_CONNECTIONS, showing
+from pdserve.net.certificates import IDENTITY_FILES, Part, public_files
+from pdserve.net.credentials import Credentials
+from pdserve.observe import metrics
+from pdserve.observe.metrics import Distribution, Kind, Metric, Sample, families, span_samples
+from pdserve.observe.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
 from pdserve.router.config import RouterConfig
+from pdserve.settings.config import ProcessConfig
 from pdserve.worker.reporting import Steps, handoff_samples, load_samples, refusal_samples
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
@@ -108,7 +108,7 @@ async def test_what_is_no_request_ends_the_connection() -> None:
 async def test_connections_that_ask_nothing_are_bounded_and_keep_nobody_out_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.metrics_server.REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pdserve.observe.metrics_server.REQUEST_TIMEOUT_S", 0.2)
     get = b"GET /metrics HTTP/1.1\r\n\r\n"
     async with showing(ProcessConfig(), one) as address:
         silent = [await asyncio.open_connection(*address.split(":")) for _ in range(MAX_CONNECTIONS)]

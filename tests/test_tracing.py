@@ -8,21 +8,20 @@ from contextlib import asynccontextmanager
 import pytest
 from otlp_sink import Sink, collector
 
-from pdserve import tracing
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, WorkerId
 from pdserve.engine.sequence import Job
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.launch.folder import free_port
-from pdserve.reports import Failure, Stage
-from pdserve.sampling import SamplingParams
-from pdserve.tracecontext import Span, TraceContext, read_trace
-from pdserve.tracing import SpanExport
+from pdserve.observe import tracing
+from pdserve.observe.trace_context import Span, TraceContext, read_trace
+from pdserve.observe.tracing import SpanExport
+from pdserve.protocol.reports import Failure, Stage
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.worker.messages import Failed, Placed, Progress, RouterRef
 from pdserve.worker.spans import TaskSpans
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACE = TraceContext(TRACE_ID, PARENT_ID, 1, "vendor=1")
-KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2))
+KEY = AttemptKey(RequestId(b"r" * 16), Attempt(2))
 JOB = Job(*KEY, (1, 2, 3), 3, SamplingParams(seed=1), (0,))
 OTHER = Peer(WorkerId("other"), Incarnation(9))
 

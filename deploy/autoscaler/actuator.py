@@ -18,12 +18,12 @@ from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.pools import bounds
 from pdserve.autoscaler.schema import load
-from pdserve.errors import ConfigError
-from pdserve.ids import WorkerId
-from pdserve.launch.admin import CALL_TIMEOUT_S, AdminClient, LauncherClient
+from pdserve.base.errors import ConfigError
+from pdserve.base.ids import WorkerId
+from pdserve.base.roles import POOLS, Role
+from pdserve.net.operator_client import CALL_TIMEOUT_S, AdminClient, LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
-from pdserve.roles import POOLS, Role
-from pdserve.wire import ROLES
+from pdserve.protocol.link import ROLES
 
 
 class Actuator(Protocol):

@@ -2,9 +2,9 @@
 
 from enum import StrEnum
 
-from pdserve.errors import CommandError
-from pdserve.roles import Role
-from pdserve.values import value
+from pdserve.base.errors import CommandError
+from pdserve.base.roles import Role
+from pdserve.base.values import value
 
 
 @value

@@ -15,7 +15,7 @@ from pdserve.autoscaler.schema import (
     RayActuator,
     RoleSwitch,
 )
-from pdserve.yaml_models import in_units, key_of
+from pdserve.base.yaml_models import in_units, key_of
 
 _SIGNALS = {
     "queue_tokens": "{:g} prompt tokens wait at a replica on average",
@@ -35,7 +35,8 @@ def sentences(policy: Policy) -> Iterator[str]:
     least = f", and at least {budget.min_devices}" if budget.min_devices else ""
     yield f"Both pools together hold at most {_count(budget.max_devices, 'device')}{least}."
     yield f"Every {in_units(interval.forecast_s)} each pool is sized for {_forecast(policy.forecaster)}."
-    yield f"Every {in_units(interval.react_s)} replicas are added if what waits is predicted to be late."
+    often = in_units(interval.react_s)
+    yield f"Every {often} replicas are added if more comes than was forecast, or requests are refused."
     for name, pool in (("prefill", policy.pools.prefill), ("decode", policy.pools.decode)):
         yield f"The {name} pool:"
         yield from (f"  {sentence}" for sentence in _pool(pool, interval.react_s))

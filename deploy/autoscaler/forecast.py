@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from pdserve.autoscaler.schema import ForecasterKind
-from pdserve.values import value
+from pdserve.base.values import value
 
 _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from pdserve.autoscaler.decisions import Decision
-from pdserve.errors import ConfigError
-from pdserve.files import write_atomically
-from pdserve.roles import Role
+from pdserve.base.errors import ConfigError
+from pdserve.base.files import write_atomically
+from pdserve.base.roles import Role
 
 MAX_ENTRIES = 256  # that are kept
 

@@ -19,14 +19,14 @@ from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.observation import Listed
 from pdserve.autoscaler.schema import KubernetesActuator as Settings
 from pdserve.autoscaler.workload import MARK, Workload
-from pdserve.clock import Clock
+from pdserve.base.clock import Clock
+from pdserve.base.roles import Role
 from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError
 from pdserve.kubernetes.election import Leadership
 from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Anything, Pod, Scale, ScaleSpec
 from pdserve.kubernetes.watcher import PodWatcher, Routers
-from pdserve.launch.admin import AdminClient
-from pdserve.roles import Role
-from pdserve.wire import ROLES
+from pdserve.net.operator_client import AdminClient
+from pdserve.protocol.link import ROLES
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from pdserve.autoscaler.observation import Listed, Observation, Observer
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy, load
 from pdserve.autoscaler.supply import Result
-from pdserve.clock import Clock
-from pdserve.errors import CommandError, ConfigError, ProtocolError
-from pdserve.launch.admin import AdminClient
+from pdserve.base.clock import Clock
+from pdserve.base.errors import CommandError, ConfigError, ProtocolError
+from pdserve.base.roles import Role
 from pdserve.launch.folder import read_state
 from pdserve.launch.plan import Wiring
-from pdserve.names import addresses_of
+from pdserve.net.dns import addresses_of
+from pdserve.net.operator_client import AdminClient
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.roles import Role
 
 logger = logging.getLogger(__name__)
 

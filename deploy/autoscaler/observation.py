@@ -5,13 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
 
+from pdserve.base.roles import POOLS, Role
+from pdserve.base.values import value
 from pdserve.perfmodel.curve import ENOUGH_STEPS, StepCosts
+from pdserve.perfmodel.wire import decode_pieces, most_seen, prefill_curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Demand
-from pdserve.roles import POOLS, Role
-from pdserve.values import value
-from pdserve.wire import ROLES, decode_pieces, demand_from_proto, most_seen, prefill_curve
+from pdserve.protocol.admin import demand_from_proto
+from pdserve.protocol.link import ROLES
+from pdserve.protocol.reports import Demand
 
 
 class State(Enum):

@@ -11,7 +11,7 @@ from collections import deque
 from math import ceil
 
 from pdserve.autoscaler.pools import MAX_REPLICAS, Behavior, ScalingRules
-from pdserve.values import value
+from pdserve.base.values import value
 
 _MOST_PATIENCE = 8  # times the window of scaleDown
 _MOST_CHANGES = 4096  # remembered

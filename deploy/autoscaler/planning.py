@@ -1,26 +1,26 @@
 """Finds what sizes demand asks of both pools: as it is forecast, and as it is now. Pure.
 
 The slow loop forecasts, for each pool, the tokens that come in a second: to compute, and to decode. The fast loop takes
-what certainly comes at this moment, where that is more, and what waits. Pools are sized for both together, so that a
-budget that is too small is split once.
+what certainly comes at this moment, and what would have served the requests that were refused, where that is more. Both
+pools are sized together, so that a budget that is too small is split once.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 
-from pdserve.autoscaler import urgent
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.forecast import new_forecaster
-from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.misses import Misses, for_losses, num_refused
+from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.pacing import Wanted
-from pdserve.autoscaler.pools import Bounds
+from pdserve.autoscaler.pools import Bounds, Signal
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import Sized, Sizer, devices_of
 from pdserve.autoscaler.traffic import DecayingCounts, Traffic, mean
-from pdserve.autoscaler.urgent import Misses
-from pdserve.reports import Demand
-from pdserve.roles import POOLS, Role
-from pdserve.values import value
+from pdserve.base.roles import POOLS, Role
+from pdserve.base.values import value
+from pdserve.protocol.reports import Demand
 
 _LEAST_MIXTURE_S = 60.0  # over which lengths are counted at least
 _LEAST_PRESENT_S = 15.0  # over which the present rate is counted; never less than a start-up takes
@@ -73,9 +73,8 @@ class Planner:
             counts.add(demand, seen.seconds)
         kept = self._present.kept(seen.seconds)
         for pool in POOLS:
-            self._refused[pool] = self._refused[pool] * kept + urgent.num_refused(seen, pool)
-            serving = len(urgent.ready(seen.replicas, pool)) * demand.num_requests
-            self._serving[pool] = self._serving[pool] * kept + serving
+            self._refused[pool] = self._refused[pool] * kept + num_refused(seen, pool)
+            self._serving[pool] = self._serving[pool] * kept + len(_ready(seen.replicas, pool)) * demand.num_requests
         self._misses.count(demand, seen)
         mixture = self._mixture.traffic()
         if self._interval.seconds < self._interval_s * 0.999 or (mixture is None and not self._is_idle(seen)):
@@ -123,7 +122,7 @@ class Planner:
         keeps_both = self._keeps_both(sizes, best.replicas, bounds)
         for pool in POOLS:
             size = best.replicas[pool]
-            pressing = 0 if is_split else self._pressing(pool, seen, expected, startup_s[pool], ups[pool])
+            pressing = 0 if is_split else max(self._lost(pool), self._signalled(pool, seen, ups[pool]))
             kept = max(upper.replicas[pool], size, pressing, self._signalled(pool, seen, downs[pool]))
             if pressing > size:
                 binds[pool] = Binds.WAITING
@@ -133,7 +132,7 @@ class Planner:
             wanted[pool] = Wanted(min(size, max(lower.replicas[pool], pressing)), size, min(kept, bounds[pool].most))
             if kept == 1 and may_be_empty[pool]:
                 wanted[pool], binds[pool] = Wanted(0, 0, 0), Binds.MIN
-        serving = {pool: len(urgent.ready(seen.replicas, pool)) for pool in POOLS}
+        serving = {pool: len(_ready(seen.replicas, pool)) for pool in POOLS}
         self._misses.expect({pool: expected.by_model(pool, serving[pool]) for pool in POOLS})
         attained = {pool: expected.attainment(pool, sizes[pool]) for pool in POOLS}
         return Plan(wanted, binds, attained, self._seen_text(seen), _predicted_text(expected, best))
@@ -173,28 +172,18 @@ class Planner:
         )
         return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities, self._misses.odds)
 
-    def _pressing(self, pool: Role, seen: Observation, sizer: Sizer, startup_s: float, margin: float) -> int:
-        """Return the size that is needed now: for what waits and runs, for what was lost of late, for signals."""
-        objectives = self.policy.objectives
-        replicas = urgent.ready(seen.replicas, pool)
-        waits = lost = 0
-        if pool is Role.PREFILL:
-            waiting = sum(replica.waiting_tokens for replica in replicas)
-            backlog_s = sizer.prefill.seconds(waiting, seen.num_held)
-            offered = sizer.prefill.seconds(0.0, self._present.sure_rates(sizer.traffic)[0])
-            waits = urgent.for_backlog(backlog_s, offered, startup_s, objectives.ttft_s)
-        if self._misses.are_too_many(pool, objectives.attainment):
-            num_requests = self._present.num_requests
-            serving = self._serving[pool] / max(1.0, num_requests)
-            lost = urgent.for_losses(self._refused[pool], num_requests, serving, objectives.attainment)
-            if pool is Role.DECODE:
-                coming = [each for each in seen.replicas if not each.role.is_in(pool)]
-                waits = urgent.for_batches(replicas, coming, sizer.decode.most, seen.capacities[pool])
-        return max(waits, lost, self._signalled(pool, seen, margin))
+    def _lost(self, pool: Role) -> int:
+        """Return the size that would have served what was refused of late for want of a pool."""
+        goal, num_requests = self.policy.objectives.attainment, self._present.num_requests
+        if not self._misses.are_too_many(pool, goal):
+            return 0
+        return for_losses(self._refused[pool], num_requests, self._serving[pool] / max(1.0, num_requests), goal)
 
     def _signalled(self, pool: Role, seen: Observation, margin: float) -> int:
-        signals = self.policy.pools.of(pool).signals
-        return urgent.for_signals(signals, urgent.ready(seen.replicas, pool), seen, pool, margin)
+        """Return how many replicas keep every signal at its target, by so much of a margin."""
+        signals, ready = self.policy.pools.of(pool).signals, _ready(seen.replicas, pool)
+        totals = ((_total(signal, ready, seen, pool), signal.target) for signal in signals)
+        return max((ceil(total * margin / target - 1e-9) for total, target in totals), default=0)
 
     def _seen_text(self, seen: Observation) -> str:
         present = self._present.traffic()
@@ -216,6 +205,25 @@ def settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mappin
         return best
     attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
     return Sized(dict(sizes), attainments, best.binds)
+
+
+def _ready(replicas: Sequence[Replica], pool: Role) -> list[Replica]:
+    """Return the replicas that serve a pool."""
+    return [replica for replica in replicas if replica.role.is_in(pool) and replica.state is State.READY]
+
+
+def _total(signal: Signal, replicas: Sequence[Replica], seen: Observation, pool: Role) -> float:
+    """Return a load of all replicas of a pool."""
+    match signal.metric:
+        case "queue_tokens":
+            return sum(replica.waiting_tokens for replica in replicas)
+        case "kv_usage":
+            capacity = seen.capacities.get(pool)
+            return sum(replica.kv_tokens for replica in replicas) / capacity.kv_tokens if capacity else 0.0
+        case "running_sequences":
+            return sum(replica.num_sequences for replica in replicas)
+        case "held_requests":
+            return seen.num_held
 
 
 def _is_known(pool: Role, seen: Observation) -> bool:

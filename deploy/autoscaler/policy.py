@@ -16,7 +16,7 @@ from pdserve.autoscaler.pacing import Pacing
 from pdserve.autoscaler.planning import Plan, Planner
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.supply import Orders, Outcome, ReplicaHistory, Result, Supply
-from pdserve.roles import POOLS, Role
+from pdserve.base.roles import POOLS, Role
 
 _LATE = 2.0  # times its start-up: when what was ordered counts as late
 _LEAST_LATE_S = 30.0

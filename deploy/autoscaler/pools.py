@@ -10,9 +10,9 @@ from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, field_validator, model_validator
 
-from pdserve.roles import Role
-from pdserve.values import value
-from pdserve.yaml_models import DURATION, FieldError, Section, did_you_mean
+from pdserve.base.roles import Role
+from pdserve.base.values import value
+from pdserve.base.yaml_models import DURATION, FieldError, Section, did_you_mean
 
 MAX_REPLICAS = 4096  # of a pool
 

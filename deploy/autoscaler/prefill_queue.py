@@ -12,8 +12,8 @@ Prompts that wait share a step and its fixed cost, up to `step_tokens`. How many
 from math import ceil, exp
 
 from pdserve.autoscaler.traffic import Traffic
+from pdserve.base.values import value
 from pdserve.perfmodel.curve import Curve
-from pdserve.values import value
 
 _MAX_EXPONENT = 50.0
 _LEAST_S = 1e-6  # of a prompt
@@ -42,7 +42,6 @@ class PrefillPool:
         self.alone_s = sum(p.share * p.alone_s for p in self._timely) / self.best if self._timely else 0.0  # a prompt
         self._ttft_s, self._step_s = ttft_s, curve.step_s
         self._rate = traffic.prompt_rate * self.best
-        self._tokens = step_tokens * sum(p.share * p.steps for p in self._timely) / self.best if self._timely else 0.0
         fill = sum(prompt.share * min(1.0, prompt.steps) for prompt in self._timely)
         self._most_sharing = max(1.0, self.best / fill) if fill else 1.0
 
@@ -61,12 +60,6 @@ class PrefillPool:
                 else:
                     low = middle
         return self._in_time(num_replicas, high)
-
-    def seconds(self, num_tokens: float, num_prompts: float) -> float:
-        """Return how long one replica takes for tokens and prompts of this mixture that wait."""
-        if not self._timely:
-            return 0.0
-        return self._service(self._most_sharing)[0] * (num_tokens / self._tokens + num_prompts)
 
     def _service(self, sharing: float) -> tuple[float, float]:
         """Return the mean of a prompt's time on a worker, and the square of its coefficient of variation."""

@@ -30,13 +30,13 @@ from pdserve.autoscaler.actuator import give_role, ordering
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.schema import RayActuator as Settings
-from pdserve.errors import ConfigError, first_of
-from pdserve.launch.admin import AdminClient
+from pdserve.base.errors import ConfigError, first_of
+from pdserve.base.roles import Role
 from pdserve.launch.folder import runtime_dir
 from pdserve.launch.owner import OWNER, Order, OwnedWorker, Owner, end_former, machine
 from pdserve.launch.plan import Wiring
 from pdserve.launch.service import WORKERS_END_S
-from pdserve.roles import Role
+from pdserve.net.operator_client import AdminClient
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 from pdserve.autoscaler.decisions import Decision
 from pdserve.autoscaler.definition import GROUP, KIND, PLURAL, VERSION
 from pdserve.autoscaler.loop import Loop
-from pdserve.errors import ConfigError
-from pdserve.files import write_atomically
+from pdserve.base.errors import ConfigError
+from pdserve.base.files import write_atomically
 from pdserve.kubernetes.client import ApiError, Client
 from pdserve.kubernetes.objects import Metadata, Object
 from pdserve.kubernetes.watcher import Troubles

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from pdserve.autoscaler.pools import Devices, Pool, Pools, bounds, changes_of, holds
-from pdserve.yaml_models import DURATION, FieldError, Section, key_of, read_model
+from pdserve.base.yaml_models import DURATION, FieldError, Section, key_of, read_model
 
 Milliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
 
@@ -59,7 +59,8 @@ class Interval(Section):
     )
     react_s: Annotated[float, Field(ge=0.1, le=3600, strict=True), DURATION] = Field(
         default=5.0,
-        description="Period of the fast loop, which observes, and adds replicas when what waits would be late.",
+        description="Period of the fast loop, which observes, and adds replicas where more comes than was forecast, or "
+        "requests are refused.",
     )
 
 

@@ -16,15 +16,15 @@ from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import Actuator as Settings
 from pdserve.autoscaler.schema import KubernetesActuator, Policy, ProcessActuator, RayActuator, load
 from pdserve.autoscaler.schema import PublishActuator as PublishSettings
-from pdserve.clock import MonotonicClock
-from pdserve.config import AutoscalerConfig
-from pdserve.errors import ConfigError, not_installed
-from pdserve.health import answering
-from pdserve.launch.admin import AdminClient, LauncherClient
-from pdserve.metrics import DECISIONS, DESIRED, LEADS, REPLICAS, Sample
-from pdserve.metrics_server import showing
-from pdserve.roles import Role
-from pdserve.signals import drain_on_signals
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import ConfigError, not_installed
+from pdserve.base.roles import Role
+from pdserve.base.signals import drain_on_signals
+from pdserve.net.health import answering
+from pdserve.net.operator_client import AdminClient, LauncherClient
+from pdserve.observe.metrics import DECISIONS, DESIRED, LEADS, REPLICAS, Sample
+from pdserve.observe.metrics_server import showing
+from pdserve.settings.config import AutoscalerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.kubernetes import InCluster

@@ -20,10 +20,10 @@ from pdserve.autoscaler.pools import Bounds
 from pdserve.autoscaler.prefill_queue import PrefillPool
 from pdserve.autoscaler.schema import Budget, Objectives
 from pdserve.autoscaler.traffic import Traffic, mean
+from pdserve.base.roles import POOLS, Role
+from pdserve.base.values import value
 from pdserve.perfmodel.curve import StepCosts
-from pdserve.roles import POOLS, Role
-from pdserve.router.predict import PAGES_BESIDE
-from pdserve.values import value
+from pdserve.router.placement.predict import PAGES_BESIDE
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 

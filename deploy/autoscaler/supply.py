@@ -15,8 +15,8 @@ from enum import StrEnum
 from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
 from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.pools import Pools, bounds
-from pdserve.roles import POOLS, Role
-from pdserve.values import value
+from pdserve.base.roles import POOLS, Role
+from pdserve.base.values import value
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 300.0
 _NEWER = 0.3  # weight of the latest start-up time

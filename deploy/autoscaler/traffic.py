@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import exp, sqrt
 
-from pdserve.reports import NUM_BANDS, Demand, middle_of
-from pdserve.values import value
+from pdserve.base.values import value
+from pdserve.protocol.reports import NUM_BANDS, Demand, middle_of
 
 Lengths = tuple[tuple[float, float], ...]  # tokens, and the share of requests that have so many; rising
 

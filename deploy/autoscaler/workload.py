@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.observation import Listed, State
+from pdserve.base.roles import Role
 from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
-from pdserve.roles import Role
 
 MARK = str(-(2**31))  # the least deletion cost
 STALE_S = 60.0  # in which lists older than an earlier one are refused; then the API counts as restored from a backup

@@ -21,7 +21,7 @@ from kubernetes.aio.config import ConfigException, load_incluster_config
 from kubernetes.aio.config.incluster_config import SERVICE_TOKEN_FILENAME
 from kubernetes.aio.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
-from pdserve.errors import CommandError, ConfigError
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.kubernetes.objects import Object, Pod, PodList, Status
 
 TIMEOUT_S = 10.0  # until a connection is there, and between two parts of an answer

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from pdserve.clock import Clock
+from pdserve.base.clock import Clock
 from pdserve.kubernetes.client import ApiError, Client, RefusedError
 from pdserve.kubernetes.objects import Lease, LeaseSpec
 

@@ -10,13 +10,13 @@ and neither does a pod that was removed while its node is silent.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from pdserve.base.processes import is_from_outside
+from pdserve.base.values import value
 from pdserve.kubernetes.objects import Pod, Terminated
-from pdserve.values import value
 
 MARGIN_S = 30.0  # beyond a pod's grace period: until a kubelet has seen that the pod is not wanted, and has killed it
 GAP_S = 40.0  # without a renewal, after which a node counts as silent; kubelets renew each 10 s
 MAX_GONE = 1024  # pods of which no end is proved
-FROM_OUTSIDE = frozenset((0, 75, 130, 137, 143))  # exit statuses of a drain, and of signals
 
 
 @value
@@ -141,7 +141,7 @@ def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
     for earlier in sorted(each for each in pod.running if each < number):
         yield Ended(pod.name, earlier, from_outside=True)
     pod.running = {each for each in pod.running if each > number}
-    yield Ended(pod.name, number, how.exit_code in FROM_OUTSIDE and how.reason != "OOMKilled")
+    yield Ended(pod.name, number, is_from_outside(how.exit_code) and how.reason != "OOMKilled")
 
 
 def _ends(pod: Pod) -> Iterator[tuple[int, Terminated]]:

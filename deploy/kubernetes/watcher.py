@@ -9,18 +9,18 @@ from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 import grpc
 import msgspec
 
-from pdserve.clock import Clock, MonotonicClock
-from pdserve.config import WatcherConfig
-from pdserve.health import answering
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.clock import Clock, MonotonicClock
+from pdserve.base.ids import Incarnation, WorkerId
+from pdserve.base.signals import drain_on_signals
 from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError, UnreachableError
 from pdserve.kubernetes.ends import Ended, Ends
 from pdserve.kubernetes.objects import NODE_LEASES, Lease, Node, Object, Pod, Status
-from pdserve.launch.admin import AdminClient
-from pdserve.metrics import REPORTED_ENDS, UNPROVED_ENDS, Sample
-from pdserve.metrics_server import showing
-from pdserve.names import addresses_of, check_names
-from pdserve.signals import drain_on_signals
+from pdserve.net.dns import addresses_of, check_names
+from pdserve.net.health import answering
+from pdserve.net.operator_client import AdminClient
+from pdserve.observe.metrics import REPORTED_ENDS, UNPROVED_ENDS, Sample
+from pdserve.observe.metrics_server import showing
+from pdserve.settings.config import WatcherConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdserve.certificates import IDENTITY_FILES, PUBLIC, Part
-from pdserve.errors import ConfigError
-from pdserve.files import read_file, read_private, write_atomically
+from pdserve.base.errors import ConfigError
+from pdserve.base.files import read_file, read_private, write_atomically
+from pdserve.net.certificates import IDENTITY_FILES, PUBLIC, Part
 
 AUTHORITY_DAYS = 3650
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

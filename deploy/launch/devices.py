@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from pdserve.config import WorkerConfig
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import Role
 from pdserve.launch.plan import WORKER_ROLES, ClusterSpec
-from pdserve.roles import Role
+from pdserve.settings.config import WorkerConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 COUNT_LIMIT_S = 60.0  # torch takes seconds to import

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from pdserve.errors import CommandError, ConfigError
-from pdserve.files import home_folder, why_unusable
-from pdserve.launch.admin import AdminClient
+from pdserve.base.errors import CommandError, ConfigError
+from pdserve.base.files import home_folder, why_unusable
 from pdserve.launch.plan import ProcessRole, Wiring
-from pdserve.rpc import bare_host, bind_error, join_address, read_secret, why_not_bound
+from pdserve.net.operator_client import AdminClient
+from pdserve.net.rpc import bare_host, bind_error, join_address, read_secret, why_not_bound
 
 CERTIFICATES = "certificates"
 RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately

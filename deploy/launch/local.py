@@ -16,13 +16,11 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.certificates import Part
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import CommandError, ConfigError, first_of
+from pdserve.base.files import write_atomically
 from pdserve.checkpoint.home import default_cache_dir
 from pdserve.checkpoint.open import check_model
-from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError, ConfigError, first_of
-from pdserve.files import write_atomically
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
 from pdserve.launch.devices import deal
 from pdserve.launch.folder import (
@@ -38,8 +36,10 @@ from pdserve.launch.folder import (
 from pdserve.launch.plan import PDSERVE, PUBLISHED, WORKER_ROLES, ClusterSpec, Wiring, threads_each
 from pdserve.launch.service import ROUTERS_END_S, WORKERS_END_S, LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor, report_end
+from pdserve.net.certificates import Part
+from pdserve.net.operator_client import AdminClient
+from pdserve.net.rpc import join_address
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.rpc import join_address
 
 PUBLIC_PORT = 50051
 HTTP_PORT = 8000

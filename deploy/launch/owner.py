@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError
-from pdserve.ids import Incarnation
-from pdserve.launch.admin import AdminClient
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import CommandError
+from pdserve.base.ids import Incarnation
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.supervisor import NEVER_STARTED, ChildExit, Supervisor, report_end
+from pdserve.net.operator_client import AdminClient
 
 OWNER = "PDSERVE_OWNER"  # variable of a worker's environment, by which a later owner finds its process
 

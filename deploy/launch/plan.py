@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdserve.certificates import Part, public_files
-from pdserve.config import WorkerConfig
-from pdserve.errors import ConfigError
-from pdserve.ids import Incarnation
-from pdserve.roles import Role
+from pdserve.base.errors import ConfigError
+from pdserve.base.ids import Incarnation
+from pdserve.base.roles import Role
+from pdserve.net.certificates import Part, public_files
+from pdserve.settings.config import WorkerConfig
 
 Flags = Mapping[str, object]
 ProcessRole = Role | Literal["router", "frontend", "autoscaler"]
@@ -20,6 +20,11 @@ WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")  # a log file is c
 MAX_CHILDREN = 1024  # workers with which a cluster begins on this machine; more are a typing error
 MAX_FRONTENDS = 64
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
+# Settings that the launcher decides for each process.
+PER_PROCESS = (
+    *("role", "model", "served_model_name", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
+    *("identity_dir", "launch_id", "termination_message_file", "name", "http_host", "serve_clients"),
+)
 # -P: the working folder is not searched for modules; ours has some with other packages' names.
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
 

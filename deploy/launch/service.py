@@ -7,18 +7,18 @@ from typing import TypeAlias
 
 import grpc
 
-from pdserve.certificates import Part
-from pdserve.credentials import Credentials
-from pdserve.errors import echo
+from pdserve.base.errors import echo
+from pdserve.base.roles import Role
+from pdserve.base.signals import CLOSING_S
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, Wiring
 from pdserve.launch.supervisor import Supervisor
+from pdserve.net.certificates import Part
+from pdserve.net.credentials import Credentials
+from pdserve.net.rpc import abort, running
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
-from pdserve.roles import Role
-from pdserve.rpc import abort, running
-from pdserve.signals import CLOSING_S
-from pdserve.wire import ROLE_NUMBERS, ROLES
+from pdserve.protocol.link import ROLE_NUMBERS, ROLES
 
 # A process is killed so many seconds after its drain_timeout_s; it should have ended before. Workers end last.
 ROUTERS_END_S = CLOSING_S + 1.0

@@ -18,20 +18,18 @@ from typing import IO
 
 import grpc
 
-from pdserve.clock import Clock, new_incarnation
-from pdserve.errors import CommandError, ConfigError
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.launch.admin import AdminClient
+from pdserve.base.clock import Clock, new_incarnation
+from pdserve.base.errors import CommandError, ConfigError
+from pdserve.base.ids import Incarnation, WorkerId
+from pdserve.base.processes import is_from_outside
 from pdserve.launch.devices import Devices
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole
-from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
+from pdserve.net.operator_client import AdminClient
 
 logger = logging.getLogger(__name__)
 
 NEVER_STARTED = Incarnation(0)
-# A drain or a signal ended it. When memory runs out, that is SIGKILL as well.
-FROM_OUTSIDE = {0, DRAIN_TIMED_OUT_STATUS, -signal.SIGKILL}.union(*((-n, exit_status(n)) for n in STOP_SIGNALS))
 REPORT_TIMEOUT_S = 60.0
 NO_ROUTER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
@@ -64,7 +62,7 @@ class ChildExit:
     @property
     def from_outside(self) -> bool:
         """Whether a signal from outside, or a drain, ended it: nothing that it did itself."""
-        return self.status in FROM_OUTSIDE
+        return is_from_outside(self.status)
 
 
 async def report_end(router: AdminClient, exit_: ChildExit) -> None:
@@ -236,7 +234,7 @@ class Supervisor:
                 process = await self._start(child)
                 on_change()
                 status = await _until_ended(child, process)
-                previous_s = None if status in FROM_OUTSIDE else delay_s  # a crash of its own may happen again
+                previous_s = None if is_from_outside(status) else delay_s  # a crash of its own may happen again
                 delay_s = self._backoff.next_delay_s(previous_s, self._clock.now_s() - started_s)
                 refused = status == CONFIG_EXIT_STATUS and child.num_restarts == 0 and not child.leaving.is_set()
                 again = not (refused or child.leaving.is_set())
@@ -273,7 +271,7 @@ class Supervisor:
         command = child.spec.command_for(child.incarnation)
         with self._opened_log(child.spec.name) as log:
             child.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "pdserve.signals", str(os.getpid())),
+                *(sys.executable, "-P", "-m", "pdserve.base.signals", str(os.getpid())),
                 *command,
                 stdin=DEVNULL,
                 stdout=log,

@@ -1,6 +1,7 @@
 """Compiled attention straight over pages. Plan a step once, then run each of its layers."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,7 @@ class _Step(ctypes.Structure):
         *((name, Size) for name in ("chunk_table_stride", "num_blocks", "window")),
         *((name, Size) for name in ("table_stride", "num_tokens", "num_rows", "num_items", "num_keys")),
         *((name, Size) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "page_size", "type")),
+        ("scale", ctypes.c_double),
     )
 
 
@@ -53,11 +55,25 @@ class Chunks:
     window: int | None = None  # the most positions that a token sees
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of q and of k."""
+
+    q: Tensor  # weights: [head_dim]
+    k: Tensor
+    eps: float
+    after_rope: bool = False
+
+
 class PagedAttention:
     """The library's attention over one pool of pages, for one model's heads."""
 
-    def __init__(self, pool: Tensor, num_heads: int) -> None:
-        """pool: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], float32 or bfloat16, contiguous."""
+    def __init__(self, pool: Tensor, num_heads: int, scale: float | None = None, num_ropes: int = 1) -> None:
+        """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
+
+        It is of float32 or bfloat16. scale: of scores; head_dim ** -0.5 unless given.
+        num_ropes: how many its layers have.
+        """
         require_tensor("pool", pool, (None, None, 2, None, None, None), tuple(DTYPES))
         require(pool.is_contiguous(), "pool must be contiguous")
         _, num_layers, _, num_kv_heads, page_size, head_dim = pool.shape
@@ -68,18 +84,22 @@ class PagedAttention:
         self._step = _Step(
             pool=pool.data_ptr(), num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, page_size=page_size, type=DTYPES[pool.dtype],
+            scale=head_dim**-0.5 if scale is None else scale,
         )  # fmt: skip
+        self._num_ropes = num_ropes
         self._arrays: tuple[object, ...] = ()  # what the step points to
 
-    def plan(self, cos_sin: Tensor, targets: Ints, rows: Rows, chunks: Chunks | None = None) -> None:
+    def plan(self, cos_sin: Sequence[Tensor], targets: Ints, rows: Rows, chunks: Chunks | None = None) -> None:
         """Prepare what the layers of a step share.
 
-        cos_sin: float32 [num_tokens, head_dim], cosines and then sines. targets: [num_tokens, 2], the page and the slot
-        that K and V of each token go to.
+        cos_sin: float32 [num_tokens, head_dim], cosines and then sines, of each rope. targets: [num_tokens, 2], the
+        page and the slot that K and V of each token go to.
         """
         step = self._step
-        num_tokens, num_rows = len(cos_sin), len(rows.ends)
-        require_tensor("cos_sin", cos_sin, (None, step.head_dim), (torch.float32,))
+        num_tokens, num_rows = len(targets), len(rows.ends)
+        require(len(cos_sin) == self._num_ropes, f"cos_sin must be of {self._num_ropes} ropes, got {len(cos_sin)}")
+        for each in cos_sin:
+            require_tensor("cos_sin", each, (num_tokens, step.head_dim), (torch.float32,))
         require(targets.shape == (num_tokens, 2), f"targets must be [{num_tokens}, 2], got {targets.shape}")
         require(num_rows <= num_tokens, f"there are {num_rows} rows of {num_tokens} tokens")
         if num_rows:
@@ -110,18 +130,17 @@ class PagedAttention:
         kept = {name: np.ascontiguousarray(array, dtype=np.int64) for name, array in arrays.items()}
         for name, array in kept.items():
             setattr(step, name, array.ctypes.data)
-        cos_sin = cos_sin.contiguous()
-        step.cos_sin, step.partials = cos_sin.data_ptr(), self._partials.data_ptr()
+        angles = torch.stack(tuple(cos_sin)) if len(cos_sin) > 1 else cos_sin[0].contiguous()
+        step.cos_sin, step.partials = angles.data_ptr(), self._partials.data_ptr()
         step.table_stride = rows.page_table.shape[1]
         step.num_tokens, step.num_rows, step.num_items, step.num_keys = num_tokens, num_rows, len(items), num_keys
-        self._arrays = (kept, cos_sin)
+        self._arrays = (kept, angles)
 
-    def run(self, calls: Calls, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
+    def run(self, calls: Calls, layer: int, qkv: Tensor, norms: HeadNorms | None = None, rope: int = 0) -> Tensor:
         """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows and chunks.
 
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. norms: the weights
-        [head_dim] of q's and of k's norm. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the
-        chunks if they are planned.
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. rope: which of the
+        planned ones. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are planned.
         """
         step, dtype = self._step, self._pool.dtype
         num_heads = step.num_heads + 2 * step.num_kv_heads
@@ -129,12 +148,15 @@ class PagedAttention:
         require(qkv.is_contiguous(), "qkv must be contiguous")
         require(len(qkv) >= step.num_tokens, f"qkv must be of {step.num_tokens} tokens, got {len(qkv)}")
         require(0 <= layer < step.num_layers, f"layer must be below {step.num_layers}, got {layer}")
-        for name, weight in zip(("q_norm", "k_norm"), norms or (), strict=False):
-            require_tensor(name, weight, (step.head_dim,), (dtype,))
-        q_norm, k_norm = (None, None) if norms is None else (weight.data_ptr() for weight in norms)
+        require(0 <= rope < self._num_ropes, f"rope must be below {self._num_ropes}, got {rope}")
         out = calls.empty(len(qkv), step.num_heads * step.head_dim, dtype)
         where = {"x": qkv.data_ptr(), "step": ctypes.addressof(step), "layer": layer, "out": out.data_ptr()}
-        placing = Call(kind=Kind.PLACING, q_norm=q_norm, k_norm=k_norm, eps=eps, **where)
+        placing = Call(kind=Kind.PLACING, rope=rope, **where)
+        if norms is not None:
+            for name, weight in (("q_norm", norms.q), ("k_norm", norms.k)):
+                require_tensor(name, weight, (step.head_dim,), (dtype,))
+                setattr(placing, name, weight.data_ptr())
+            placing.eps, placing.norms_after = norms.eps, norms.after_rope
         kinds = [Kind.RANGES, Kind.COMBINING] if step.num_rows else []
         kinds += [Kind.BLOCKS] if step.num_blocks else []
         calls.take(len(qkv), placing, *(Call(kind=kind, **where) for kind in kinds))

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from pdserve.errors import ConfigError
-from pdserve.files import home_folder, make_own_folder, why_unusable
+from pdserve.base.errors import ConfigError
+from pdserve.base.files import home_folder, make_own_folder, why_unusable
 
 SOURCES = Path(__file__).parent / "src"
 CPU_INFO = Path("/proc/cpuinfo")

@@ -41,8 +41,9 @@ class Call(ctypes.Structure):
         *((name, Pointer) for name in ("weights", "bias", "residual")),
         *((name, Size) for name in ("residual_stride", "after", "bits", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
-        ("layer", Size),
+        *((name, Size) for name in ("layer", "rope")),
         *((name, Pointer) for name in ("q_norm", "k_norm")),
+        ("norms_after", Size),
         ("eps", ctypes.c_double),
         *((name, ctypes.c_uint64) for name in ("taken", "done")),
     )

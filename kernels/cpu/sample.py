@@ -11,7 +11,7 @@ from torch import Tensor
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size, function
 from pdserve.kernels.rng import Words
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 LANES = 16
 

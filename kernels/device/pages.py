@@ -33,13 +33,25 @@ def silu_mul(x_ptr, out_ptr, x_stride, out_stride, WIDTH: tl.constexpr, BLOCK: t
 
 
 @triton.jit
+def _normed(a, b, weight_ptr, eps, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Normalize heads, of which a and b are the halves in float32."""
+    half: tl.constexpr = HEAD_DIM // 2
+    channel = tl.arange(0, BLOCK_HALF)
+    inverse = (1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps))[:, None]
+    a = a * inverse * tl.load(weight_ptr + channel, channel < half, other=0.0).to(tl.float32)[None, :]
+    b = b * inverse * tl.load(weight_ptr + half + channel, channel < half, other=0.0).to(tl.float32)[None, :]
+    return a, b
+
+
+@triton.jit
 def _turned(
     row_ptr, heads, valid, weight_ptr, eps, angles_ptr,
-    HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_NORM: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Load heads of one token, normalize, rotate: returns both halves of each head in float32, and where they are.
+    """Load heads of one token, normalize and rotate them, or the other way round.
 
-    Channel i is rotated with channel i + HEAD_DIM/2. heads: element offsets [HEADS].
+    Returns both halves of each head in float32, and where they are. Channel i is rotated with channel
+    i + HEAD_DIM/2. heads: element offsets [HEADS].
     """
     half: tl.constexpr = HEAD_DIM // 2
     channel = tl.arange(0, BLOCK_HALF)
@@ -47,13 +59,14 @@ def _turned(
     row = row_ptr + heads[:, None] + channel[None, :]
     a = tl.load(row, in_half, other=0.0).to(tl.float32)
     b = tl.load(row + half, in_half, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        inverse = (1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps))[:, None]
-        a = a * inverse * tl.load(weight_ptr + channel, channel < half, other=0.0).to(tl.float32)[None, :]
-        b = b * inverse * tl.load(weight_ptr + half + channel, channel < half, other=0.0).to(tl.float32)[None, :]
+    if HAS_NORM and not NORM_AFTER:
+        a, b = _normed(a, b, weight_ptr, eps, HEAD_DIM, BLOCK_HALF)
     cos = tl.load(angles_ptr + channel, channel < half, other=1.0)[None, :]
     sin = tl.load(angles_ptr + half + channel, channel < half, other=0.0)[None, :]
-    return a * cos - b * sin, b * cos + a * sin, channel, in_half
+    a, b = a * cos - b * sin, b * cos + a * sin
+    if NORM_AFTER:
+        a, b = _normed(a, b, weight_ptr, eps, HEAD_DIM, BLOCK_HALF)
+    return a, b, channel, in_half
 
 
 @triton.jit
@@ -64,7 +77,7 @@ def rope_write(
     out_token_stride, out_head_stride, k_page_stride, k_page_head_stride, k_slot_stride,
     v_page_stride, v_page_head_stride, v_slot_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Finish one token's q, k and v: q to `out`, k and v to the token's slot. Grid: (tokens, q then kv head blocks)."""
     half: tl.constexpr = HEAD_DIM // 2
@@ -76,7 +89,7 @@ def rope_write(
         head = block * HEADS + tl.arange(0, HEADS)
         a, b, channel, in_half = _turned(
             q_ptr + token * q_token_stride, head * q_head_stride, head < num_heads, q_weight_ptr, eps, angles,
-            HEAD_DIM, BLOCK_HALF, HAS_NORM)  # fmt: skip
+            HEAD_DIM, BLOCK_HALF, HAS_NORM, NORM_AFTER)  # fmt: skip
         out = out_ptr + token * out_token_stride + (head * out_head_stride)[:, None] + channel[None, :]
         tl.store(out, a.to(out_ptr.dtype.element_ty), in_half)
         tl.store(out + half, b.to(out_ptr.dtype.element_ty), in_half)
@@ -87,7 +100,7 @@ def rope_write(
         page, place = slot // PAGE_SIZE, slot % PAGE_SIZE
         a, b, channel, in_half = _turned(
             k_ptr + token * k_token_stride, head * k_head_stride, valid, k_weight_ptr, eps, angles,
-            HEAD_DIM, BLOCK_HALF, HAS_NORM)  # fmt: skip
+            HEAD_DIM, BLOCK_HALF, HAS_NORM, NORM_AFTER)  # fmt: skip
         whole = tl.arange(0, BLOCK_D)
         in_head = valid[:, None] & (whole < HEAD_DIM)[None, :]
         v = tl.load(v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + whole[None, :], in_head)

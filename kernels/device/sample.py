@@ -10,7 +10,7 @@ ask for is skipped by branches at run time.
 import triton
 import triton.language as tl
 
-from pdserve.sampling import GREEDY_BELOW as _GREEDY_BELOW
+from pdserve.protocol.sampling import GREEDY_BELOW as _GREEDY_BELOW
 
 GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
 LOWEST = tl.constexpr(-3.4e38)  # for a part that has no finite score: exp of what is not a number is none

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from pdserve.base.ids import Peer
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.session import Peer
 
 Indices = np.ndarray[tuple[int], np.dtype[np.int32]]
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from pdserve.base.ids import Peer
 from pdserve.kvtransfer.backends.backend import Connection, Indices, PostError, TransferLostError
 from pdserve.kvtransfer.backends.pairing import (
     READER,
@@ -42,7 +43,6 @@ from pdserve.kvtransfer.backends.pairing import (
 )
 from pdserve.kvtransfer.backends.staging import HostRows, Rows
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.session import Peer
 
 logger = logging.getLogger(__name__)
 

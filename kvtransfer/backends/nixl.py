@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdserve.errors import ConfigError, InvariantError
+from pdserve.base.errors import ConfigError, InvariantError
+from pdserve.base.ids import Peer
 from pdserve.kvtransfer.backends.backend import Connection, Indices, PostError, TransferLostError
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.session import Peer
 
 try:
     import nixl_cu13._bindings as nixl  # whose UCX wants the CUDA runtime of torch for CUDA 13

@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.session import Peer
-from pdserve.secret_proof import NONCE_BYTES, PROOF_BYTES, is_proof, new_nonce, proof_of
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.net.secret_proof import NONCE_BYTES, PROOF_BYTES, is_proof, new_nonce, proof_of
 
 REGION_BYTES = 16
 MAX_GREETING_BYTES = 1024

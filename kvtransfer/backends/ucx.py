@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from math import isfinite
 
+from pdserve.base.clock import VirtualClock
+from pdserve.base.collector import garbage_left
+from pdserve.base.ids import AttemptKey, Peer
+from pdserve.base.roles import Role
 from pdserve.capacity.leaping import END
 from pdserve.capacity.wires import (
     LEDGER_ONLY,
@@ -22,17 +26,17 @@ from pdserve.capacity.wires import (
     unreported,
 )
 from pdserve.capacity.worker import MAX_TASKS, MODEL, Builder, Shape, SimWorker, Steps
-from pdserve.clock import VirtualClock
-from pdserve.garbage import garbage_left
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.workload import Arrival, Workload, request_id_of
 from pdserve.perfmodel.profile import Profile
-from pdserve.reports import Failure
-from pdserve.roles import Role
-from pdserve.router import events as router_events
-from pdserve.router.commands import (
+from pdserve.protocol.reports import Failure
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.router.config import Limits
+from pdserve.router.placement.policies import POLICIES
+from pdserve.router.placement.predict import Predictor
+from pdserve.router.requests import events as router_events
+from pdserve.router.requests.commands import (
     CancelAttempt,
     Command,
     Deliver,
@@ -43,12 +47,8 @@ from pdserve.router.commands import (
     SendProcessGone,
     SequenceSpec,
 )
-from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
-from pdserve.router.events import DrainAsked, Event, LinkId, PairMeasured, RoleAsked, StepReported
-from pdserve.router.policies import POLICIES
-from pdserve.router.predict import Predictor
-from pdserve.sampling import SamplingParams
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.events import DrainAsked, Event, LinkId, PairMeasured, RoleAsked, StepReported
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S
@@ -209,8 +209,8 @@ class SimCluster:
                 self._wires.offer(link, messages.DrainAsked())
             case RoleAsked(link, role, epoch):
                 self._wires.offer(link, messages.RoleGiven(role, epoch))
-            case SendProcessGone(link, worker_id, incarnation):
-                self._wires.offer(link, PeerGone(Peer(worker_id, incarnation)))
+            case SendProcessGone(link, process):
+                self._wires.offer(link, PeerGone(process))
             case _:
                 pass
 
@@ -241,7 +241,7 @@ class SimCluster:
             failed = router_events.AttemptFailed(target.link, spec.request_id, spec.attempt, *refused)
             self.clock.soon(self._post, router, failed)
             return
-        present = HandoffKey(spec.request_id, move.attempt)
+        present = AttemptKey(spec.request_id, move.attempt)
         target.reported[spec.request_id, spec.attempt] = num_known = len(spec.token_ids) - spec.num_prompt_tokens
         deadline_s = self.clock.now_s() + spec.remaining_s
         job = job_of(spec)
@@ -253,8 +253,8 @@ class SimCluster:
     def _share(self, spec: SequenceSpec, fetch: Fetch, target: Peer) -> messages.Fetch:
         """Ask the holder of a prompt's leading pages to send them; return what the receiver learns of it."""
         holder, deadline_s = self._workers[fetch.holder.link], self.clock.now_s() + fetch.within_s
-        key, token_ids = HandoffKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
-        asked = (key, token_ids, spec.cache_salt, target, "simulated", deadline_s)
+        key, token_ids = AttemptKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
+        asked = (key, token_ids, spec.scope, target, "simulated", deadline_s)
         holder.offer(messages.ShareAsked(*asked))
         return messages.Fetch(holder.peer, fetch.num_tokens, deadline_s)
 

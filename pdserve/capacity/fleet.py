@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from pdserve.autoscaler.decisions import Action, ActuatorError, Add, Drain, Flip
 from pdserve.autoscaler.observation import Replica, State, sequences_of
+from pdserve.base.ids import WorkerId
+from pdserve.base.roles import POOLS, Role
+from pdserve.base.values import value
 from pdserve.capacity.cluster import SimCluster
 from pdserve.capacity.worker import Shape, SimWorker
-from pdserve.ids import WorkerId
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
-from pdserve.roles import POOLS, Role
-from pdserve.router import events as router_events
-from pdserve.router.core import RouterCore
-from pdserve.values import value
+from pdserve.router.requests import events as router_events
+from pdserve.router.requests.core import RouterCore
 from pdserve.worker.messages import Load
 
 
@@ -131,7 +131,7 @@ class Fleet(SimCluster):
         """Let a worker's process end; the router proves that to all others."""
         del self._workers[worker.link]
         self._tell(router_events.LinkLost(worker.link, "drained"))
-        self._tell(router_events.ProcessEnded(*worker.peer, from_outside=True))
+        self._tell(router_events.ProcessEnded(worker.peer, from_outside=True))
         self._forget(worker.peer.worker_id)
 
     def _tell(self, event: router_events.Event) -> None:

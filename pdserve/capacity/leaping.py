@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
+from pdserve.base.errors import InvariantError
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.running_step import RunningStep
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Outcome, RunningStep, Sequence
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
-from pdserve.errors import InvariantError
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.engine.sequence import Outcome, Sequence
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult, Tokens
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 OTHER, END = 0, 1  # tokens: one that goes on, and the end of a sequence
-_GOES_ON, _ENDS = (SampledToken(OTHER),), (SampledToken(END),)
+_GOES_ON, _ENDS = ((SampledToken(OTHER),),), ((SampledToken(END),),)
 # Nothing is sampled here: only their number counts.
 _SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, sequence=(0, 0)),)
 
@@ -31,7 +32,7 @@ class LeapingScheduler(Scheduler):
         tokens = tuple([self._token(s) if c.samples else () for s, c in zip(planned, plan.chunks, strict=True)])
         return StepResult(tokens, elapsed_s)
 
-    def _token(self, sequence: Sequence) -> tuple[SampledToken, ...]:
+    def _token(self, sequence: Sequence) -> tuple[Tokens, ...]:
         job = sequence.job
         is_last = len(sequence.tokens) - job.num_prompt_tokens + 1 >= self._output_length(job.request_id)
         tokens = _ENDS if is_last else _GOES_ON
@@ -41,10 +42,10 @@ class LeapingScheduler(Scheduler):
         """Take in what a step brought. Sequences that go on decoding are not reported, as in a leap."""
         step, kept = self.steps[0], list[Sequence]()
         chunks: list[Chunk] = []
-        sampled: list[tuple[SampledToken, ...]] = []
+        sampled: list[tuple[Tokens, ...]] = []
         for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
-            goes_on = tokens is _GOES_ON and sequence.has_run and not sequence.stop_after_prompt
-            if goes_on and _is_decoding(sequence) and sequence not in step.dropped:
+            is_decoding = chunk.phase is Phase.DECODE and sequence.has_run and sequence not in step.dropped
+            if is_decoding and tokens[0][0].token_id == OTHER:
                 sequence.computed += 1
                 sequence.tokens.append(OTHER)
             else:
@@ -57,7 +58,7 @@ class LeapingScheduler(Scheduler):
     def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
         start = sequence.computed
         samples = _SAMPLES if start + count == len(sequence.tokens) else ()
-        step.add(sequence, Chunk(range(count), start, (), samples))
+        step.add(sequence, Chunk(range(count), start, (), samples, sequence.phase))
 
     def leap_length(self) -> int:
         """Return how many steps can be done at once, the last of which may end sequences; 0 if none."""
@@ -68,7 +69,7 @@ class LeapingScheduler(Scheduler):
         for sequence in running:
             job, length = sequence.job, len(sequence.tokens)
             num_output = length - job.num_prompt_tokens
-            if num_output <= 0 or length - sequence.computed != 1 or len(sequence.indices) != 1 or sequence.is_held:
+            if sequence.phase is not Phase.DECODE or sequence.is_held:
                 return 0
             left.append(length_of(job.request_id) - num_output)
         self._left, shortest = left, min(left)
@@ -81,7 +82,7 @@ class LeapingScheduler(Scheduler):
         running, size, num_free = self.running, self.cache.page_size, self.cache.pool.num_free
         if len(running) * -(-num_steps // size) <= num_free:  # as many as they can need
             return True
-        return sum([-(-(s.computed + num_steps) // size) - len(s.pages) for s in running]) <= num_free
+        return sum([-(-(s.computed + num_steps) // size) - len(s.pages.runs[0]) for s in running]) <= num_free
 
     def batch(self) -> tuple[int, int]:
         """Return how many sequences the next decode step has, and how many KV tokens they read."""
@@ -95,7 +96,7 @@ class LeapingScheduler(Scheduler):
         """Take the pages that the first steps of the leap under way have written to, before others are given any."""
         size = self.cache.page_size
         for sequence in self._leaping():
-            if sequence.computed + num_steps > len(sequence.pages) * size:
+            if sequence.computed + num_steps > len(sequence.pages.runs[0]) * size:
                 self._add_pages(sequence, num_steps)
 
     def can_go_on(self, num_steps: int) -> bool:
@@ -115,7 +116,7 @@ class LeapingScheduler(Scheduler):
             if sequence in step.dropped:
                 continue
             last = sequence.computed + num_steps
-            if last > len(sequence.pages) * size:
+            if last > len(sequence.pages.runs[0]) * size:
                 self._add_pages(sequence, num_steps)
             if left > num_steps and sequence.has_run:
                 sequence.tokens += ahead
@@ -134,13 +135,7 @@ class LeapingScheduler(Scheduler):
     def _add_pages(self, sequence: Sequence, num_steps: int) -> None:
         """Take the pages that a sequence does not have yet for that many steps."""
         last = sequence.computed + num_steps
-        pages = self.cache.take(self.cache.num_pages(last) - len(sequence.pages))
+        pages = self.cache.take(self.cache.num_pages(last) - len(sequence.pages.runs[0]))
         if pages is None:
             raise InvariantError("a leap ran out of pages")
-        sequence.pages.extend(pages)
-
-
-def _is_decoding(sequence: Sequence) -> bool:
-    length = len(sequence.tokens)
-    is_after_prompt = length > sequence.job.num_prompt_tokens
-    return is_after_prompt and length - sequence.computed == 1 and len(sequence.indices) == 1
+        sequence.pages.runs[0].extend(pages)

@@ -13,15 +13,16 @@ from pdserve.autoscaler.decisions import Action, ActuatorError, Decision
 from pdserve.autoscaler.observation import Capacity, Observation, State
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
+from pdserve.base.roles import POOLS, Role
+from pdserve.base.values import value
 from pdserve.capacity.fleet import Fleet, Sizes
 from pdserve.capacity.worker import Shape
 from pdserve.measure.html_report import Line, Plot, plot, stepped
 from pdserve.measure.outcomes import Objective, Outcome, percentiles
+from pdserve.measure.read_workload import warm_up
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
-from pdserve.reports import Demand
-from pdserve.roles import POOLS, Role
-from pdserve.values import value
+from pdserve.protocol.reports import Demand
 
 Decide = Callable[[Observation], Sequence[Decision]]
 
@@ -192,6 +193,12 @@ class Scaling:
         )
         self._seen, self._refused, self._looked_s = counted, refused, now_s
         return observation
+
+
+def follow(scene: Scene, policy: Policy) -> Scaled:
+    """Return the run of the autoscaler's core under a policy."""
+    core = Autoscaler(policy, warm_up(policy))
+    return Scaling(scene, core.decide, policy.interval.react_s, core).run("policy")
 
 
 # ---- figures, plots over time, and the log of decisions

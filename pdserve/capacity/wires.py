@@ -2,20 +2,21 @@
 
 from collections.abc import Iterable, Mapping
 
+from pdserve.base.clock import VirtualClock
+from pdserve.base.ids import Peer
+from pdserve.base.values import value
 from pdserve.capacity.leaping import OTHER
 from pdserve.capacity.worker import Reported, SimWorker
-from pdserve.clock import VirtualClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.kvtransfer import doors
-from pdserve.kvtransfer.session import Peer
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.perfmodel.profile import LinkFields
-from pdserve.prefix_hash import short_hashes
-from pdserve.reports import ReportedLoad, Stage
-from pdserve.router.commands import Finished, Refused, SequenceSpec
-from pdserve.router.events import KvChanged, LinkId, LoadReported, StageReached
-from pdserve.values import value
+from pdserve.protocol.prefix_hash import short_hashes
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.reports import ReportedLoad, Stage
+from pdserve.router.requests.commands import Finished, SequenceSpec
+from pdserve.router.requests.events import KvChanged, LinkId, LoadReported, StageReached
 from pdserve.worker import messages
 from pdserve.worker.messages import Event
 
@@ -71,7 +72,7 @@ def job_of(spec: SequenceSpec) -> Job:
         spec.num_prompt_tokens,
         spec.params,
         spec.indices,
-        spec.cache_salt,
+        spec.scope,
         spec.priority,
     )
 
@@ -85,10 +86,10 @@ def load_report(link: LinkId, load: messages.Load, router: messages.RouterRef) -
 
 def kv_changed(link: LinkId, cache: KvCache) -> KvChanged | None:
     """Return what has changed in a prefix cache since the last time, as `worker.kv_feed` reports it; None: nothing."""
-    touched = dict.fromkeys(page for change in cache.take_changes() for page in change.hashes)
+    touched = dict.fromkeys(page for change in cache.take_changes() for page in change.hashes if not change.group)
     if not touched:
         return None
-    held = cache.pages
+    held = cache.spans
     stored = short_hashes(b"".join([page for page in touched if page in held]))
     return KvChanged(link, stored, short_hashes(b"".join([page for page in touched if page not in held])))
 

@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 
+from pdserve.base.clock import VirtualClock
+from pdserve.base.ids import PROTOCOL_VERSION, Attempt, Incarnation, Peer, RequestId, WorkerId
+from pdserve.base.roles import POOLS, Role
+from pdserve.base.values import value
 from pdserve.capacity.leaping import LeapingScheduler
-from pdserve.clock import VirtualClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.step import StepPlan
-from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.session import Peer
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.profile import Profile
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.roles import POOLS, Role
-from pdserve.router.events import LinkId, Registration
-from pdserve.token_ids import ALL_IDS
-from pdserve.values import value
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.token_ids import ALL_IDS
+from pdserve.router.requests.events import LinkId, Registration
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Due, Event
@@ -277,7 +277,7 @@ class Builder:
             max_model_len=min(self._longest, num_pages * self.page_size),
             eos_token_ids=frozenset(),
         )
-        cache = KvCache(num_pages, self.page_size, self._cache_hasher)
+        cache = KvCache(num_pages, Paging.of(self.page_size), self._cache_hasher)
         scheduler = LeapingScheduler(cache, limits, output_length)
         # Nobody is lost, or falls silent.
         rules = Rules(MAX_TASKS, False, 1.0, lease_s=3600.0, role=role, step_tokens=step_tokens)

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
-from pdserve.config import Device, Quantization
-from pdserve.errors import ConfigError, RequestError
-from pdserve.model.config import Fields, ModelConfig
-from pdserve.sampling import SamplingParams
+from pdserve.base.errors import ConfigError
+from pdserve.model.config import ModelConfig
+from pdserve.model.fields import Fields
+from pdserve.model.weights import GROUP, Part, Stored, Weights
+from pdserve.protocol.refusal import RefusedError
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.settings.config import Device, Quantization
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
-
     from pdserve.model.groups import Groups
 
 ChosenQuantization = Literal["none", "int8", "int4", "gguf"]  # floats, rounded while they are read, or the file's codes
@@ -62,9 +61,6 @@ def _part_digest(path: Path, start: int) -> bytes:
             hasher.update(buffer[:count])
             left -= count
     return hasher.digest()
-
-
-Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor | Groups"]]
 
 
 @contextmanager
@@ -124,8 +120,8 @@ class GenerationDefaults:
         fitting = self if self.top_k is None else replace(self, top_k=min(self.top_k, vocab_size))
         try:
             SamplingParams(**fitting.sampling()).validate(vocab_size)  # type: ignore[arg-type]
-        except RequestError as error:
-            problem = error.message.replace("max_tokens:", "max_new_tokens:", 1)  # as the file has it
+        except RefusedError as error:
+            problem = str(error).replace("max_tokens:", "max_new_tokens:", 1)  # as the file has it
             raise ConfigError(f"generation_config.json: {problem}") from error
         return fitting
 
@@ -148,7 +144,7 @@ class Checkpoint:
     special_tokens: Mapping[str, str]  # as chat templates name them: bos_token, eos_token, ...
     chat_template: str | None  # the source
     weight_files: tuple[Path, ...]
-    weights: Callable[[], Weights]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
+    weights: Callable[[], Weights]  # by Hugging Face names; opens the files; imports torch or numpy
     tokenizer: Callable[[], Tokenizer]
     check_weights: Callable[[], None]  # reads their headers; ConfigError names a file that is missing or cut short
     coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, if it quantizes some
@@ -230,18 +226,28 @@ def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization) ->
 
 
 def in_form(weights: Weights, quantization: ChosenQuantization) -> Weights:
-    """Round matrices of floats, if asked for. Those whose inputs do not make whole groups stay as they are."""
-    if quantization not in BITS:
-        yield from weights
-        return
+    """Round matrices of floats as they are read, if asked for. Those whose inputs do not make whole groups stay."""
+    return {name: _rounded(stored, bits_of(name, stored, quantization)) for name, stored in weights.items()}
+
+
+def bits_of(name: str, stored: Stored, quantization: ChosenQuantization) -> int | None:
+    """Return the bits to which a tensor of floats is rounded; None: it stays as it is."""
+    if quantization not in BITS or len(stored.shape) != 2 or stored.shape[1] % GROUP:
+        return None
+    return max(BITS[quantization], VOCABULARY_BITS) if name in VOCABULARY else BITS[quantization]
+
+
+def _rounded(stored: Stored, bits: int | None) -> Stored:
+    if bits is None:
+        return stored
     import numpy as np  # noqa: PLC0415 - routers open checkpoints without it
 
-    from pdserve.model.groups import GROUP, Groups, quantized  # noqa: PLC0415
+    from pdserve.model.groups import Groups, quantized  # noqa: PLC0415
 
-    bits = BITS[quantization]
-    for name, weight in weights:
-        if isinstance(weight, Groups) or weight.ndim != 2 or weight.shape[1] % GROUP:
-            yield name, weight
-        else:
-            values = weight if isinstance(weight, np.ndarray) else weight.float().numpy()
-            yield name, quantized(values, max(bits, VOCABULARY_BITS) if name in VOCABULARY else bits)
+    def read(part: Part) -> "Groups":
+        values = stored.read(part)
+        if isinstance(values, Groups):
+            return values
+        return quantized(values if isinstance(values, np.ndarray) else values.float().numpy(), bits)
+
+    return Stored(stored.shape, read, GROUP)

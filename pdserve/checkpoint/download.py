@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx2
 import msgspec
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.home import CHUNK_BYTES, Progress, file_sha256
-from pdserve.errors import ConfigError
 
 PYPI = "https://pypi.org/simple"
 JSON = "application/vnd.pypi.simple.v1+json"

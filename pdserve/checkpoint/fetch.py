@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.home import CHUNK_BYTES, Home, Progress, default_cache_dir, file_sha256, sync
 from pdserve.checkpoint.hub import fetch_snapshot, parse_hub_name
-from pdserve.errors import ConfigError
 
 DOWNLOADED = 0.9  # of the progress
 

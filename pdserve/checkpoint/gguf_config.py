@@ -2,39 +2,18 @@
 
 import math
 import struct
-from collections.abc import Mapping
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_file import GgufFile
-from pdserve.errors import ConfigError
-from pdserve.model.config import Fields
+from pdserve.model.fields import Fields
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
 
-# Keys with these prefixes change what the model computes: one that we do not know is an error.
+# Keys with these prefixes change what the model computes: one that nothing reads is an error, but for those below.
 STRICT_PREFIXES = ("attention.", "rope.", "expert_")
-KNOWN_KEYS = frozenset(
-    {
-        "attention.causal",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window",
-        "attention.value_length",
-        "expert_count",
-        "expert_used_count",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scaling.attn_factor",
-        "rope.scaling.factor",
-        "rope.scaling.finetuned",
-        "rope.scaling.original_context_length",
-        "rope.scaling.type",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-    }
-)
+_OF_SCALING = ("attn_factor", "factor", "finetuned", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
+UNREAD_KEYS = ("expert_used_count", *(f"rope.scaling.{name}" for name in _OF_SCALING))  # by some types of rope
 
 # Llama 3.1's rope: the file keeps only the factors that follow from these and from one `factor`.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL_LENGTH = 1.0, 4.0, 8192
@@ -56,14 +35,13 @@ def hf_config(file: GgufFile) -> dict[str, object]:
     architecture = architecture_of(file)
     prefix = f"{architecture}."
     fields = Fields({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, prefix)
-    _check_keys(file.metadata, prefix, fields)
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
     if len(shapes.get("token_embd.weight", ())) != 2:
         raise ConfigError("token_embd.weight: the file has no such matrix")
     window = fields.optional_int("attention.sliding_window")
     is_mistral = architecture == "llama" and window is not None
     tokens = Fields(file.metadata)
-    return {
+    config = {
         "architectures": ["MistralForCausalLM" if is_mistral else ARCHITECTURES[architecture]],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": fields.integer("embedding_length"),
@@ -83,18 +61,21 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         "bos_token_id": tokens.optional_int("tokenizer.ggml.bos_token_id"),
         "eos_token_id": tokens.optional_int("tokenizer.ggml.eos_token_id"),
     }
+    _check_keys(fields, is_llama=architecture == "llama")
+    return config
 
 
-def _check_keys(metadata: Mapping[str, object], prefix: str, fields: Fields) -> None:
-    for key in (key.removeprefix(prefix) for key in metadata if key.startswith(prefix)):
-        if key.startswith(STRICT_PREFIXES) and key not in KNOWN_KEYS:
-            raise fields.unsupported(key, "no such key")
+def _check_keys(fields: Fields, *, is_llama: bool) -> None:
+    """Raise ConfigError for what has no counterpart in a config.json, once all that has one is read."""
     if fields.integer("expert_count", 0):
         raise fields.unsupported("expert_count", "no mixture of experts")
-    if prefix != "llama." and fields.has("attention.sliding_window"):
+    if not is_llama and fields.has("attention.sliding_window"):
         raise fields.unsupported("attention.sliding_window", "only with the llama architecture")
     if not fields.flag("attention.causal", default=True):
         raise fields.unsupported("attention.causal", "true")
+    for key in fields.unread():
+        if key.startswith(STRICT_PREFIXES) and key not in UNREAD_KEYS:
+            raise fields.unsupported(key, "no such key")
 
 
 def _head_dim(fields: Fields) -> int:

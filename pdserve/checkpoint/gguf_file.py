@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

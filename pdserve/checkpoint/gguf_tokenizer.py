@@ -14,8 +14,8 @@ from enum import IntEnum
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
-from pdserve.errors import ConfigError
-from pdserve.model.config import Fields
+from pdserve.base.errors import ConfigError
+from pdserve.model.fields import Fields
 from pdserve.text.detokenize import WORD_START
 from pdserve.text.tokenizer import CONTRACTIONS, GPT2_WORDS, LETTERS, LLAMA3_WORDS, QWEN2_WORDS, SPACES
 

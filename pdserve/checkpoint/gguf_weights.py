@@ -4,18 +4,21 @@ Block layouts of codes: https://github.com/ggml-org/ggml/blob/master/src/ggml-co
 """
 
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
 from gguf.quants import Q4_K
 
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.checkpoint import naming
 from pdserve.checkpoint.gguf_config import ROPE_FACTORS, architecture_of
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
-from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
-from pdserve.model.groups import GROUP, SIGNED_ZERO, Bytes, Floats, Groups, Halves, packed_halves, quantized
+from pdserve.model.groups import SIGNED_ZERO, Bytes, Floats, Groups, Halves, packed_halves, quantized
+from pdserve.model.weights import GROUP, Part, Stored, Weights
 
 SUPER_GROUP = 256  # inputs of a block of Q4_K
 HALF_BYTES = 2  # of a float16
@@ -35,21 +38,24 @@ LAYER_NAMES = {
 }
 
 
-def read_weights(
-    file: GgufFile, config: ModelConfig, *, keep_coded: bool = False
-) -> Iterator[tuple[str, Floats | Groups]]:
-    """Yield each tensor under its Hugging Face name, reading one at a time: float32, or as it is coded if kept."""
+def read_weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = False) -> Weights:
+    """Return each tensor under its Hugging Face name, not read yet: float32, or as it is coded if kept."""
     raw = np.memmap(file.path, np.uint8, mode="r")
     interleaved_heads = {}
     if architecture_of(file) == "llama":
         interleaved_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    weights = dict[str, Stored]()
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
             continue
         name = hf_name(tensor.name)
-        values = _read(raw, tensor, keep_coded=keep_coded and tensor.is_quantized)
+        if name in weights:
+            raise ConfigError(f"{tensor.name}: given twice")
         num_heads = interleaved_heads.get(tensor.name.split(".")[-2])
-        yield name, values if num_heads is None else values[_halves_apart(tensor.shape[0], num_heads)]
+        keeps = keep_coded and tensor.is_quantized
+        reader = _Reader(file.path, raw, tensor, num_heads, keeps)
+        weights[name] = Stored(tensor.shape, reader.read, GROUP if keeps else 1)
+    return weights
 
 
 def check_sizes(file: GgufFile) -> None:
@@ -74,16 +80,35 @@ def hf_name(name: str) -> str:
             raise ConfigError(f"{name}: there is no place for such a tensor")
 
 
-def _read(raw: Bytes, tensor: GgufTensor, *, keep_coded: bool) -> Floats | Groups:
-    try:
-        kind = GGMLQuantizationType(tensor.kind)
-        coded = _coded(raw, tensor, quant_shape_to_byte_shape(tensor.shape, kind))
-        if keep_coded:
-            return read_groups(coded, kind)
-        values = dequantize(coded, kind)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"{tensor.name}: type {tensor.kind} cannot be decoded: {error}") from error
-    return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads one tensor of a mapped file, or those of its rows that are asked for."""
+
+    path: Path
+    raw: Bytes
+    tensor: GgufTensor
+    num_heads: int | None  # whose rows are not in Hugging Face's order
+    keeps_codes: bool
+
+    def read(self, part: Part) -> Floats | Groups:
+        tensor = self.tensor
+        with naming(self.path):
+            try:
+                kind = GGMLQuantizationType(tensor.kind)
+                coded = _coded(self.raw, tensor, quant_shape_to_byte_shape(tensor.shape, kind))
+                return self._decoded(coded.reshape(tensor.shape[0], -1), kind, part)
+            except (ValueError, NotImplementedError) as error:
+                raise ConfigError(f"{tensor.name}: type {tensor.kind} cannot be decoded: {error}") from error
+
+    def _decoded(self, rows: Bytes, kind: GGMLQuantizationType, part: Part) -> Floats | Groups:
+        """Decode a part. rows: [width, bytes of a row]. Rows are read whole; inputs are cut from them."""
+        shape, (wanted, *inputs) = self.tensor.shape, part or (slice(None),)
+        rows = rows[wanted if self.num_heads is None else _halves_apart(shape[0], self.num_heads)[wanted]]
+        if self.keeps_codes:
+            groups = read_groups(rows, kind)
+            return groups.of_inputs(*inputs) if inputs else groups
+        values = dequantize(rows, kind).reshape(-1, *shape[1:])[(slice(None), *inputs)]
+        return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 
 def _coded(raw: Bytes, tensor: GgufTensor, byte_shape: tuple[int, ...]) -> Bytes:

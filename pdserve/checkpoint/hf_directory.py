@@ -5,14 +5,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenizers
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import DEFAULT, TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
 from pdserve.checkpoint.hub import repository_of
-from pdserve.errors import ConfigError
-from pdserve.model.config import Fields, ModelConfig
+from pdserve.model.config import ModelConfig
+from pdserve.model.fields import Fields
+from pdserve.model.weights import Part, Stored, Weights
 from pdserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -106,12 +108,32 @@ def _has_index(path: Path) -> bool:
     return (path / INDEX).exists() or (path / INDEX).is_symlink()
 
 
-def read_weights(path: Path) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield every tensor of the directory, one at a time; ConfigError names a file that is missing or broken."""
+class _Slice(Protocol):
+    """A tensor of an open file."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, part: Part) -> "torch.Tensor":
+        """Return a view of the mapped file: other parts are not read."""
+        ...
+
+
+def read_weights(path: Path) -> Weights:
+    """Return the directory's tensors, not read yet; ConfigError names a file that is missing or broken."""
+    weights = dict[str, Stored]()
     for file in _named_files(path):
-        with _opened(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
-                yield name, tensors.get_tensor(name)
+        opened = _opened(file, "pt")
+        for name in opened.keys():  # noqa: SIM118  safe_open is no mapping
+            if name in weights:
+                raise ConfigError(f"{file}: {name}: given twice")
+            tensor: _Slice = opened.get_slice(name)
+            weights[name] = Stored(tuple(tensor.get_shape()), partial(_read_tensor, file, tensor))
+    return weights
+
+
+def _read_tensor(file: Path, tensor: _Slice, part: Part) -> "torch.Tensor":
+    with _reading(file):
+        return tensor[part]
 
 
 def check_weights(path: Path) -> None:
@@ -119,22 +141,28 @@ def check_weights(path: Path) -> None:
     with naming(path):
         files = _named_files(path)
     for file in files:
-        with _opened(file, "numpy"):
-            pass
+        _opened(file, "numpy")
 
 
-@contextmanager
-def _opened(file: Path, framework: str) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - routers open checkpoints without it
+def _opened(file: Path, framework: str) -> Any:  # noqa: ANN401 - `safe_open` is not typed
+    """Map a file and read its header. The file is closed once nothing refers to what is returned."""
+    from safetensors import safe_open  # noqa: PLC0415 - routers open checkpoints without it
 
     if not file.is_file():
         problem = (
             f"{file}: missing" if _has_index(file.parent) else f"{file.parent}: holds neither {SINGLE_FILE} nor {INDEX}"
         )
         raise ConfigError(problem)
+    with _reading(file):
+        return safe_open(file, framework=framework)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    from safetensors import SafetensorError  # noqa: PLC0415 - as above
+
     try:
-        with safe_open(file, framework=framework) as tensors:
-            yield tensors
+        yield
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pdserve.errors import ConfigError
-from pdserve.files import home_folder, why_unusable
+from pdserve.base.errors import ConfigError
+from pdserve.base.files import home_folder, why_unusable
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
+from pdserve.base.errors import ConfigError
+from pdserve.base.values import value
 from pdserve.checkpoint.home import Home, sync, writing
-from pdserve.errors import ConfigError
-from pdserve.values import value
 
 HUB_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

@@ -3,13 +3,15 @@
 from functools import partial
 from pathlib import Path
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint import hf_directory
-from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, Weights, made_by_library, naming
+from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
-from pdserve.errors import ConfigError
-from pdserve.model.config import Fields, ModelConfig
+from pdserve.model.config import ModelConfig
+from pdserve.model.fields import Fields
+from pdserve.model.weights import Weights
 from pdserve.text.tokenizer import Tokenizer
 
 NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -48,7 +50,7 @@ def _weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = False) -
     from pdserve.checkpoint.gguf_weights import read_weights  # noqa: PLC0415 - routers open checkpoints without numpy
 
     with naming(file.path):
-        yield from read_weights(file, config, keep_coded=keep_coded)
+        return read_weights(file, config, keep_coded=keep_coded)
 
 
 def _check_weights(file: GgufFile) -> None:

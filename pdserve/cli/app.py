@@ -14,19 +14,20 @@ import typer
 from typer.core import TyperGroup
 
 from pdserve import __version__
+from pdserve.base.errors import EXTRAS, CommandError, ConfigError, not_installed
 from pdserve.cli import (
     ask,
     autoscale,
     bench,
+    checking,
     cluster,
     doctor,
-    experiments,
     models,
     operating,
+    planning,
     processes,
 )
 from pdserve.cli.results import only_cause
-from pdserve.errors import EXTRAS, CommandError, ConfigError, not_installed
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,9 @@ app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
 app.command("run-batch")(ask.run_batch)
-app.command("profile")(bench.profile)
-app.command("sim")(bench.sim)
-app.command("plan")(bench.plan)
+app.command("profile")(planning.profile)
+app.command("sim")(planning.sim)
+app.command("plan")(planning.plan)
 app.command("router")(processes.router)
 app.command("frontend")(processes.frontend)
 app.command("worker")(processes.worker)
@@ -86,18 +87,12 @@ autoscale_app.command("status")(autoscale.status)
 autoscale_app.command("end", hidden=True)(autoscale.end)
 models_app.command("list")(models.list_models)
 models_app.command("fetch")(models.fetch_model)
+models_app.command("check")(checking.check_model)
 bench_app.command("load")(bench.load)
-bench_app.command("router")(bench.router)
 bench_app.command("frontend")(bench.frontend)
-bench_app.command("chaos")(experiments.chaos)
-bench_app.command("cancel")(experiments.cancel)
-bench_app.command("moves")(experiments.moves)
-bench_app.command("drain")(experiments.drain)
-bench_app.command("conversation")(experiments.conversation)
-bench_app.command("accuracy")(experiments.accuracy)
-bench_app.command("overload")(experiments.overload)
-bench_app.command("simulator")(experiments.simulator)
-bench_app.command("scale")(experiments.scale)
+bench_app.command("chaos")(bench.chaos)
+bench_app.command("accuracy")(bench.accuracy)
+bench_app.command("overload")(bench.overload)
 app.add_typer(autoscale_app, name="autoscale")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
@@ -120,13 +115,13 @@ def options(
     """Serve large language models with prefill and decode on separate worker pools."""
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Run the command that the arguments name; errors become one line and an exit status."""
     for stream in (sys.stdin, sys.stdout):  # a terminal may lack characters, and input may not be text
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        app(repeat_goodput(sys.argv[1:]))
+        commands(repeat_goodput(sys.argv[1:]))
     except (ConfigError, CommandError, OSError, ModuleNotFoundError, ExceptionGroup) as error:
         cause = only_cause(error)
         if isinstance(cause, ModuleNotFoundError) and cause.name in EXTRAS:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.cli import results
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
@@ -24,11 +25,10 @@ from pdserve.cli.options import (
     key_for,
     utf8,
 )
-from pdserve.errors import CommandError, ConfigError
-from pdserve.sampling import MAX_SEQUENCES
+from pdserve.protocol.sampling import MAX_SEQUENCES
 
 if TYPE_CHECKING:
-    from pdserve.batch import Tally
+    from pdserve.cli.batch import Tally
     from pdserve.cli.stream import Answer
     from pdserve.measure.client import Access
     from pdserve.proto.v1 import inference_pb2 as inference
@@ -171,7 +171,7 @@ def run_batch(
 
     Exit status: 0 if each request has its answer, 1 if some failed or a line was left out, 2 if the file is no batch.
     """
-    from pdserve.batch import check, check_output, client, run_batch
+    from pdserve.cli.batch import check, check_output, client, run_batch
     from pdserve.measure.tables import counted
 
     if server is not None and model is not None:

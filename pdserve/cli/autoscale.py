@@ -1,26 +1,28 @@
 """Commands about the autoscaler: its policy, for which no cluster is needed, and its process."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.base.errors import ConfigError
 from pdserve.cli.flags import config_flags, grouped_flags
-from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, WorkloadFlags, WorkloadText, one_of
+from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, WorkloadFlags, WorkloadText
 from pdserve.cli.processes import run_process, settings_of
-from pdserve.cli.results import HtmlFile, JsonFile, draw, report, show, writable
-from pdserve.config import AutoscalerConfig
-from pdserve.errors import ConfigError
+from pdserve.cli.results import HtmlFile, JsonFile, draw, show, writable
+from pdserve.settings.config import AutoscalerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
     from pdserve.autoscaler.loop import Target
-    from pdserve.capacity.scaling import Slowdown
+    from pdserve.autoscaler.schema import Policy
+    from pdserve.capacity.scaling import Scaled, Scene, Slowdown
 
 PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.")]
-_WHOLE_TRACE = WorkloadFlags(num_prompts=1_000_000)
 
 
 def validate(
@@ -69,40 +71,53 @@ def crd() -> None:
     typer.echo(yaml.safe_dump(definition(), sort_keys=False), nl=False)
 
 
+@dataclass(frozen=True, slots=True)
+class SceneFlags:
+    """What a policy is simulated on."""
+
+    profile: ProfileFile = None
+    startup: Annotated[
+        str | None,
+        typer.Option(help="Time from an order to a replica that serves, such as 30s; by default the policy's."),
+    ] = None
+    rate_scale: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="Factor for the number of requests in the same time.")
+    ] = 1.0
+    window: Annotated[str, typer.Option(metavar="A-B", help="Only the requests of these seconds of the trace.")] = (
+        "0-inf"
+    )
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="X@A-B", help="Steps take X times as long from second A to B; repeatable."),
+    ] = None
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill replicas at the start; by default the least.")] = (
+        None
+    )
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode replicas at the start; by default the least.")] = (
+        None
+    )
+
+    def scene(self, policy: "Policy", workload: str, sizes: WorkloadFlags) -> "Scene":
+        from pdserve.capacity.scaling import scene_of
+        from pdserve.perfmodel.profile import read_profile, shipped_profile
+
+        costs = read_profile(self.profile or shipped_profile())
+        requests = sizes.read(workload).between(*stretch("--window", self.window))
+        requests = requests.multiplied(self.rate_scale, sizes.seed)
+        startup_s = None if self.startup is None else _seconds("--startup", self.startup)
+        slowed = tuple(slow_stretch(each) for each in self.slow or ())
+        return scene_of(policy, requests, costs, (self.prefill, self.decode), startup_s, slowed)
+
+
+WHOLE_TRACE, SCENE = WorkloadFlags(num_prompts=1_000_000), SceneFlags()
+
+
 @grouped_flags
 def simulate(
     policy: PolicyFile,
     workload: WorkloadText,
-    sizes: WorkloadFlags = _WHOLE_TRACE,
-    profile: ProfileFile = None,
-    startup: Annotated[
-        str | None,
-        typer.Option(help="Time from an order to a replica that serves, such as 30s; by default the policy's."),
-    ] = None,
-    rate_scale: Annotated[
-        float, typer.Option(min=0.01, max=1000, help="Factor for the number of requests in the same time.")
-    ] = 1.0,
-    window: Annotated[
-        str, typer.Option(metavar="A-B", help="Only the requests of these seconds of the trace.")
-    ] = "0-inf",
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="X@A-B", help="Steps take X times as long from second A to B; repeatable."),
-    ] = None,
-    prefill: Annotated[
-        int | None, typer.Option(min=1, help="Prefill replicas at the start; by default the least.")
-    ] = None,
-    decode: Annotated[
-        int | None, typer.Option(min=1, help="Decode replicas at the start; by default the least.")
-    ] = None,
-    versus: Annotated[
-        list[str] | None,
-        typer.Option(
-            **one_of("static", "hpa", "planner"),
-            help="Also the smallest static pools that attain as much; HPA on queue length and KV usage; the published "
-            "rules of Dynamo's planner. Repeatable.",
-        ),
-    ] = None,
+    sizes: WorkloadFlags = WHOLE_TRACE,
+    on: SceneFlags = SCENE,
     json_file: JsonFile = None,
     html: HtmlFile = None,
     log_file: Annotated[
@@ -112,22 +127,27 @@ def simulate(
     """Simulate a policy under a trace: attainment, refusals, replicas and device-hours over time."""
     from pdserve.autoscaler.schema import load
     from pdserve.capacity import scaling
-    from pdserve.capacity.versus import simulate_all
-    from pdserve.perfmodel.profile import read_profile, shipped_profile
 
-    wanted, costs = load(policy), read_profile(profile or shipped_profile())
-    requests = sizes.read(workload).between(*stretch("--window", window)).multiplied(rate_scale, sizes.seed)
-    startup_s = None if startup is None else _seconds("--startup", startup)
-    slowed = tuple(slow_stretch(each) for each in slow or ())
-    scene = scaling.scene_of(wanted, requests, costs, (prefill, decode), startup_s, slowed)
-    runs = simulate_all(scene, wanted, versus or (), report)
+    wanted = load(policy)
+    scene = on.scene(wanted, workload, sizes)
+    scaled = scaling.follow(scene, wanted)
+    show_scaled([scaled], scene, wanted, json_file, html)
+    if log_file is not None:
+        log_file.write_text("".join(f"{line}\n" for line in scaling.log(scaled)), encoding="utf-8")
+
+
+def show_scaled(
+    runs: "Sequence[Scaled]", scene: "Scene", policy: "Policy", json_file: Path | None, html: Path | None
+) -> None:
+    """Print runs of one scene side by side, and write the files that are wanted."""
+    from pdserve.capacity import scaling
+
     starts = " and ".join(f"{each_s:g}" for each_s in scene.startup_s.values())
+    requests = scene.workload
     title = f"{requests.name}, {len(requests.arrivals)} requests; {scene.objective}; start-up {starts} s"
-    results = [scaling.result(each, wanted, scene.objective) for each in runs]
+    results = [scaling.result(each, policy, scene.objective) for each in runs]
     table = show(json_file, results, title, results={"title": title, "runs": results})
     draw(html, "A policy simulated", title, table, scaling.charts(runs, requests, scene.objective))
-    if log_file is not None:
-        log_file.write_text("".join(f"{line}\n" for line in scaling.log(runs[0])), encoding="utf-8")
 
 
 def slow_stretch(text: str) -> "Slowdown":
@@ -156,7 +176,7 @@ def stretch(flag: str, text: str) -> tuple[float, float]:
 
 
 def _seconds(flag: str, text: str) -> float:
-    from pdserve.yaml_models import seconds
+    from pdserve.base.yaml_models import seconds
 
     try:
         return float(seconds(text))
@@ -215,7 +235,7 @@ def _clock(unix_s: float) -> str:
 def _target(name: str, routers: tuple[str, ...], secret_file: Path | None, identity_dir: Path | None) -> "Target":
     from pdserve.autoscaler.loop import Target
     from pdserve.launch.folder import RECORD_FILE, read_state
-    from pdserve.names import check_names
+    from pdserve.net.dns import check_names
 
     if routers and secret_file is not None:
         check_names(routers, "routers")

@@ -1,35 +1,41 @@
-"""Measurements of a running cluster, of a part of one, and of a simulated one."""
+"""Measurements of a running cluster, of clusters that are started for them, and of a router's processes."""
 
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
     DEFAULT_MODEL,
     DOORS,
     THIS_MACHINES_ROUTER,
     WORKLOAD_HELP,
-    ClusterName,
     Goodput,
     HttpServer,
+    KnownRequestFlags,
+    LoadFlags,
     Model,
+    OwnClusterFlags,
     Placements,
-    ProfileFile,
     RouterFlags,
     WorkloadFlags,
-    WorkloadText,
     checked_rate,
 )
-from pdserve.cli.results import HtmlFile, JsonFile, draw, fail_unless_right, report, run, show, writable
-from pdserve.errors import CommandError, ConfigError
+from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show
 
 if TYPE_CHECKING:
-    from pdserve.capacity.long_run import Question
+    from pdserve.measure.frontend import Load as FrontendLoad
+    from pdserve.measure.outcomes import Objective
+    from pdserve.measure.overload import Findings
 
-_SIZES = WorkloadFlags()
+_SIZES, _SHORT_SIZES = WorkloadFlags(), WorkloadFlags(num_prompts=2000, scale=0.125, max_length=1024)
+_LOADS, _SHORT_LOADS = LoadFlags(), LoadFlags(seconds=40)
+_SERVING, _FOUR = OwnClusterFlags(dtype="auto"), OwnClusterFlags(prefill=2, decode=2)
+_CHAOS_REQUESTS = KnownRequestFlags(distinct=200, input_len=512, output_len=48)
 
 
 @grouped_flags
@@ -86,171 +92,137 @@ def load(
     fail_unless_right(summaries)
 
 
-def router(
-    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 64,
-    decode: Annotated[int, typer.Option(help="Decode workers.")] = 64,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests placed.")] = 2000,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
-    json_file: JsonFile = None,
-) -> None:
-    """Measure decisions per second of one core, for each policy, without network or engine."""
-    from pdserve.measure.router import measure_policies
+@dataclass(frozen=True, slots=True)
+class FrontendFlags:
+    """Loads of a router's processes: all combinations of what is given."""
 
-    found = measure_policies(prefill, decode, num_prompts, input_len)
-    title = f"{prefill} + {decode} workers, {num_prompts} requests of {input_len} tokens"
-    show(json_file, found, title)
-
-
-def frontend(
-    model: Model = DEFAULT_MODEL,
-    door: Annotated[list[str] | None, typer.Option(**DOORS, help="Repeatable; by default both.")] = None,
-    step_ms: Annotated[list[float] | None, typer.Option(help="Milliseconds of a decode step; repeatable.")] = None,
-    streams: Annotated[list[int] | None, typer.Option(help="Streams at once; repeatable.")] = None,
-    output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream, after one that is not counted.")] = 4,
+    door: Annotated[list[str] | None, typer.Option(**DOORS, help="Repeatable; by default both.")] = None
+    step_ms: Annotated[list[float] | None, typer.Option(help="Milliseconds of a decode step; repeatable.")] = None
+    streams: Annotated[list[int] | None, typer.Option(help="Streams at once; repeatable.")] = None
+    output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None
+    rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream, after one that is not counted.")] = 4
     num_frontends: Annotated[
         list[int] | None, typer.Option(help="Frontends in processes of their own; 0, the default: none. Repeatable.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")] = 1,
-    cpu_share: Annotated[
-        float | None, typer.Option(min=0.01, help="Cores that the router gets for each of its frontends.")
-    ] = None,
+    ] = None
+
+    def loads(self) -> "list[FrontendLoad]":
+        from pdserve.measure.client import Door
+        from pdserve.measure.frontend import Load
+
+        doors, counts = map(Door, self.door or ("grpc", "http")), self.num_frontends or (0,)
+        kinds = product(
+            self.step_ms or (20.0, 2.0), doors, self.streams or (64, 256), self.output_len or (64, 8), counts
+        )
+        return [Load(door, ms / 1e3, num, tokens, self.rounds, count) for ms, door, num, tokens, count in kinds]
+
+
+Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each, in turn; medians are shown.")]
+FRONTENDS = FrontendFlags()
+
+
+@grouped_flags
+def frontend(
+    model: Model = DEFAULT_MODEL,
+    loads: FrontendFlags = FRONTENDS,
+    repeats: Repeats = 1,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
-    from pdserve.measure.client import Door
-    from pdserve.measure.frontend import PROMPT_WORDS, Load, gains, measure_frontend
-    from pdserve.measure.router import measure_steps
+    from pdserve.measure.frontend import PROMPT_WORDS, gains, measure_frontend
 
-    doors = map(Door, door or ("grpc", "http"))
-    kinds = product(step_ms or (20.0, 2.0), doors, streams or (64, 256), output_len or (64, 8))
-    loads = [
-        Load(each, ms / 1e3, num, tokens, rounds, count)
-        for ms, each, num, tokens in kinds
-        for count in num_frontends or (0,)
-    ]
-    found = run(measure_frontend(model, loads, repeats, report, cpu_share))
-    core = measure_steps(num_sequences=256, num_steps=64)
-    title = f"Prompts of {PROMPT_WORDS} words"
-    times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"
-    notes = f"a step of 256 sequences: {times}", *gains(found)
-    show(json_file, found, title, *notes, results={"runs": found, "core": core})
-
-
-def profile(
-    output: Annotated[Path, typer.Argument(help="File to write, YAML.", callback=writable("OUTPUT"))],
-    name: ClusterName = "default",
-    bursts: Annotated[int, typer.Option(min=20, help="Bursts of requests to send.")] = 120,
-    max_length: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt and its answer.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Seed of the bursts.")] = 0,
-) -> None:
-    """Sweep the workers of a running cluster with requests of many shapes; write what their steps cost."""
-    from pdserve.launch.folder import read_state
-    from pdserve.measure import profile as profiles
-    from pdserve.perfmodel.profile import write_profile
-
-    source = f"pdserve profile --bursts {bursts} --seed {seed}"
-    sent = profiles.bursts(bursts, max_length, seed)
-    write_profile(output, run(profiles.measure_profile(read_state(name), sent, source, report)))
-
-
-Poisson = Annotated[
-    bool, typer.Option(help="Random arrivals instead of the trace's, and another order when it is repeated.")
-]
-Attainment = Annotated[
-    float, typer.Option(min=0.01, max=1.0, help="Share of all requests that has to meet both objectives.")
-]
-_OBJECTIVES = ["ttft:250", "tpot:100"]
-_MANY, _SOME = WorkloadFlags(num_prompts=10_000), WorkloadFlags(num_prompts=5_000)
+    found = run(measure_frontend(model, loads.loads(), repeats, report))
+    show(json_file, found, f"Prompts of {PROMPT_WORDS} words", *gains(found))
 
 
 @grouped_flags
-def sim(
-    workload: WorkloadText = "512x128",
-    goodput: Goodput = _OBJECTIVES,
-    sizes: WorkloadFlags = _MANY,
-    profile: ProfileFile = None,
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 2,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
-    prefill_tp: Annotated[int, typer.Option(min=1, help="Devices of a prefill worker.")] = 1,
-    decode_tp: Annotated[int, typer.Option(min=1, help="Devices of a decode worker.")] = 1,
-    prefill_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill worker's step.")] = 2048,
-    decode_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step that mixes prompts and decoding.")] = 512,
-    placement: Placements = None,
-    request_rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests a second on average, repeatable; by default the highest is searched."),
+def accuracy(
+    own: OwnClusterFlags = _SERVING,
+    loads: LoadFlags = _LOADS,
+    sizes: WorkloadFlags = _SHORT_SIZES,
+    profile: Annotated[
+        Path | None, typer.Option(help="Step costs to start from; by default those of OPT-13B on A100.")
     ] = None,
-    attainment: Attainment = 0.9,
-    poisson: Poisson = False,
     json_file: JsonFile = None,
-    html: HtmlFile = None,
 ) -> None:
-    """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
-    from pdserve.capacity import planner
-    from pdserve.capacity.long_run import measure
-    from pdserve.capacity.worker import Shape
-    from pdserve.measure.tables import counted
+    """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
+    from pdserve.measure.outcomes import ANY
+    from pdserve.measure.overload import measure_loads
+    from pdserve.perfmodel.profile import shipped_profile
 
-    rates, names = [checked_rate(each) for each in request_rate or ()], placement or ["goodput"]
-    question = _question(workload, goodput, profile, sizes, poisson=poisson)
-    shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
-    title = f"{question.profile.model}, {question.workload.name}, {question.objective}"
-    found, points = [], []
-    with counted("simulating", len(names) * max(1, len(rates))) as advance:
-        for name in names:
-            if not rates:
-                found.append(planner.highest_rate(question, shape, name, attainment))
-                advance()
-            for rate in rates:
-                points.append(measure(question, shape, name, rate / shape.num_gpus))
-                advance()
-    points += [each.point for each in found if each.point is not None]
-    notes = [f"{name}: {planner.rate_note(each)}" for name, each in zip(names, found, strict=False)]
-    if not points:
-        raise CommandError(f"no rate is known to keep {attainment:.0%} within {question.objective}: {'; '.join(notes)}")
-    results = planner.results(points, title, found)
-    table = show(json_file, map(planner.figures, points), title, *notes, results=results)
-    draw(html, "Attainment", title, table, [planner.chart(points, attainment)])
+    trial = loads.trial(sizes, (0.3, 0.6, 0.9), ANY)
+    spec = own.spec("accuracy", {"placement": "goodput", "profile": profile or shipped_profile()})
+    show_findings(json_file, run(measure_loads({"goodput": spec}, trial, report)))
 
 
 @grouped_flags
-def plan(
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs there are.")],
-    goodput: Goodput = _OBJECTIVES,
-    workload: WorkloadText = "512x128",
-    sizes: WorkloadFlags = _SOME,
-    profile: ProfileFile = None,
-    attainment: Attainment = 0.9,
-    poisson: Poisson = False,
+def overload(
+    own: OwnClusterFlags = _SERVING,
+    loads: LoadFlags = _SHORT_LOADS,
+    sizes: WorkloadFlags = _SHORT_SIZES,
+    placement: Placements = None,
+    goodput: Goodput = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Search the split into prefill and decode workers that serves most within the objectives."""
-    from pdserve.capacity import planner
-    from pdserve.measure.tables import counted
+    """Load clusters up to twice their capacity: goodput, what admitted requests attain, how fast others are refused.
 
-    question = _question(workload, goodput, profile, sizes, poisson=poisson)
-    total = sum(1 for _ in planner.tries(question.profile, gpus))
-    with counted("trying clusters", total) as advance:
-        found = planner.plan(question, gpus, attainment, lambda *_: advance())
-    if found is None:
-        raise CommandError(
-            f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {question.objective} at any rate, "
-            f"by {sizes.num_prompts} requests at each (--num-prompts)"
-        )
-    points, title, notes = planner.plan_report(found, gpus)
-    results = planner.results(points, title, [found.known])
-    show(json_file, map(planner.figures, points), title, *notes, results=results)
+    Without --goodput, the objectives are multiples of what is seen at light load.
+    """
+    from pdserve.measure.overload import measure_loads
+
+    trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), objective_of(goodput))
+    policies = placement or ["goodput", "round_robin"]
+    specs = {policy: own.spec("overload", {"placement": policy}) for policy in policies}
+    show_findings(json_file, run(measure_loads(specs, trial, report)))
 
 
-def _question(
-    workload: str, goodput: Goodput, profile: Path | None, sizes: WorkloadFlags, *, poisson: bool
-) -> "Question":
-    from pdserve.capacity.long_run import Question
+def objective_of(goodput: Goodput) -> "Objective | None":
     from pdserve.measure.outcomes import parse_objective
-    from pdserve.perfmodel.profile import read_profile, shipped_profile
 
-    requests = sizes.read(workload)
-    requests = requests.poisson(sizes.seed) if poisson else requests
-    costs, goal = read_profile(profile or shipped_profile()), parse_objective(*goodput or ())
-    return Question(costs, requests, goal, sizes.num_prompts)
+    return parse_objective(*goodput) if goodput and any(goodput) else None
+
+
+def show_findings(json_file: Path | None, found: "Findings") -> None:
+    show(json_file, found.runs, found.title, results=found)
+    fail_unless_right(found.runs)
+
+
+@grouped_flags
+def chaos(
+    own: OwnClusterFlags = _FOUR,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
+    known: KnownRequestFlags = _CHAOS_REQUESTS,
+    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills; 0: none.")] = 5.0,
+    victims: Annotated[
+        Literal["workers", "router"], typer.Option(help="What is killed; the router with --num-frontends alone.")
+    ] = "workers",
+    num_frontends: Annotated[int, typer.Option(min=0, help="Frontends in processes of their own.")] = 0,
+    freeze_for: Annotated[float | None, typer.Option(help="Freeze for so many seconds instead of killing.")] = None,
+    test_fail_copies: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
+    ] = 0.0,
+    baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
+    mover: Annotated[str | None, typer.Option(help="The workers' --mover.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill workers or the router of a local cluster while requests run; check each answer against one engine alone.
+
+    Fails unless every request was answered with the right tokens and every page was free in the end.
+    """
+    from pdserve.measure.chaos import ChaosTrial, FaultPlan, run_chaos
+
+    if victims == "router" and not num_frontends:
+        raise ConfigError("--victims: without --num-frontends a router's death ends its clients' streams")
+    spec = replace(own.spec("chaos", mover=mover), num_frontends=num_frontends)
+    faulty = own.spec("chaos", mover=mover, test_fail_copies=test_fail_copies or None)
+    faulty = replace(faulty, num_frontends=num_frontends)
+    faults = FaultPlan(kill_every, freeze_for, known.seed, victims) if kill_every else None
+    trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
+    if baseline:
+        trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
+    requests = known.requests(spec.model, own.dtype)
+    verdicts = [run(run_chaos(trial, requests, report)) for trial in trials]
+    results = [verdict.result for verdict in verdicts]
+    show(json_file, results, "", *(problem for verdict in verdicts for problem in verdict.tally.problems))
+    if not all(verdict.is_clean for verdict in verdicts):
+        raise CommandError("not every request was answered as it had to be, or pages were not given back")

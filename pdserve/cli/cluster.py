@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, OperatorFlags, RouterFlags
-from pdserve.config import WorkerConfig
-from pdserve.errors import CommandError, ConfigError
-from pdserve.launch.plan import MAX_FRONTENDS
+from pdserve.launch.plan import MAX_FRONTENDS, PER_PROCESS
 from pdserve.router.config import EndpointConfig, RouterConfig
+from pdserve.settings.config import WorkerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.actuator import PoolSizes
@@ -63,7 +63,7 @@ def policy_on_ray(
 def _fixed_policy(
     name: str, num_prefill: int, num_decode: int, address: str | None, flags: Mapping[str, object]
 ) -> Path:
-    from pdserve.files import write_atomically
+    from pdserve.base.files import write_atomically
     from pdserve.launch.folder import runtime_dir
 
     device = {"GPU": 1} if flags.get("device") == "cuda" else {"CPU": flags.get("num_threads") or 1}
@@ -84,11 +84,6 @@ def _fixed_policy(
     return path
 
 
-# What the launcher decides for each process.
-PER_PROCESS = (
-    *("role", "model", "served_model_name", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
-    *("identity_dir", "launch_id", "termination_message_file", "name", "http_host", "serve_clients"),
-)
 ADDRESSES = (
     *("handoff_host", "handoff_port", "handoff_advertise"),
     *("host", "port", "http_port", "internal_host", "internal_port", "metrics_port", "health_port"),

@@ -6,11 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from pdserve.cli.cluster import PER_PROCESS
-from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
-from pdserve.launch.plan import MAX_FRONTENDS
+from pdserve.base.yaml_models import read_model
+from pdserve.launch.plan import MAX_FRONTENDS, PER_PROCESS
 from pdserve.router.config import RouterConfig
-from pdserve.yaml_models import read_model
+from pdserve.settings.config import AutoscalerConfig, ProcessConfig, WorkerConfig
 
 # Settings of the router that are the cluster's own, by their names there.
 OF_CLUSTER = {

@@ -29,9 +29,9 @@ def doctor(
     Looks at this machine, at the files that --config (of any process) and --model name, and at the cluster
     that runs here or that --admin names.
     """
+    from pdserve.base.yaml_models import read_model
     from pdserve.doctor.machine import Level
     from pdserve.doctor.settings import Settings
-    from pdserve.yaml_models import read_model
 
     settings = read_model(Settings, config, {} if model is None else {"model": model})
     findings = list(_findings(settings, cluster))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, g
 import typer
 from pydantic.fields import FieldInfo
 
-from pdserve.config import ProcessConfig
+from pdserve.settings.config import ProcessConfig
 
 # Other spellings of the same flags, as vLLM has them.
 SPELLINGS = {"page_size": "--block-size", "num_pages": "--num-gpu-blocks-override"}

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from pdserve.base.errors import ConfigError, echo
+from pdserve.base.ids import WorkerId
+from pdserve.base.roles import Role
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import THIS_MACHINES, OperatorFlags
-from pdserve.errors import ConfigError, echo
-from pdserve.ids import WorkerId
-from pdserve.roles import Role
 
 if TYPE_CHECKING:
-    from pdserve.launch.admin import AdminClient
+    from pdserve.net.operator_client import AdminClient
     from pdserve.proto.v1 import admin_pb2 as admin
 
 Result = TypeVar("Result")

@@ -10,19 +10,19 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pdserve.errors import ConfigError, echo
+from pdserve.base.errors import ConfigError, echo
 from pdserve.router.config import PolicyName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.capacity.loads import Trial
-    from pdserve.launch.admin import AdminClient
     from pdserve.launch.plan import ClusterSpec, Flags
     from pdserve.measure.client import Access, Door
     from pdserve.measure.known_answers import KnownRequest
     from pdserve.measure.outcomes import Objective
+    from pdserve.measure.overload import Trial
     from pdserve.measure.workload import Workload
+    from pdserve.net.operator_client import AdminClient
     from pdserve.proto.v1 import inference_pb2 as inference
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -156,8 +156,8 @@ class OperatorFlags:
 
         ConfigError where address or secret is given alone, or no such cluster runs.
         """
-        from pdserve.launch.admin import AdminClient
         from pdserve.launch.folder import read_state
+        from pdserve.net.operator_client import AdminClient
 
         if self.admin is not None and self.secret_file is not None:
             return AdminClient(self.admin, self.secret_file, self.identity_dir)
@@ -268,7 +268,7 @@ class LoadFlags:
     ] = 60
 
     def trial(self, sizes: WorkloadFlags, loads: tuple[float, ...], goal: "Objective | None") -> "Trial":
-        from pdserve.capacity.loads import Trial
+        from pdserve.measure.overload import Trial
 
         return Trial(
             sizes.read(self.workload), tuple(self.load or loads), self.seconds, self.calibration, goal, sizes.seed
@@ -277,7 +277,7 @@ class LoadFlags:
 
 def key_for(url: str) -> str:
     """Return the key that a router is shown; ConfigError where it would leave this machine in clear."""
-    from pdserve.rpc import is_loopback
+    from pdserve.net.rpc import is_loopback
 
     key = os.environ.get(API_KEY, "")
     try:

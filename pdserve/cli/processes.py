@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 
+from pdserve.base.collector import collect_rarely
+from pdserve.base.errors import ConfigError, first_of
+from pdserve.base.signals import end_on_signals, end_served
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
-from pdserve.config import AutoscalerConfig, ProcessConfig, WatcherConfig, WorkerConfig, load_config
-from pdserve.errors import ConfigError, first_of
-from pdserve.garbage import collect_rarely
+from pdserve.executor.threads import thread_defaults
+from pdserve.observe.logs import configure_logging
 from pdserve.router.config import FrontendConfig, RouterConfig
-from pdserve.signals import end_on_signals, end_served
-from pdserve.telemetry import configure_logging
-from pdserve.worker.threads import thread_defaults
+from pdserve.settings.config import AutoscalerConfig, ProcessConfig, WatcherConfig, WorkerConfig, load_config
 
 MAX_OPEN_FILES = 65_536
 
@@ -73,7 +73,7 @@ def _serving(settings: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]
         from pdserve.worker import server
 
         return server.serve
-    from pdserve import direct
+    from pdserve.cli import direct
 
     return direct.serve
 

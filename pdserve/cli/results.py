@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from pdserve.errors import CommandError, ConfigError, Status
+from pdserve.base.errors import CommandError, ConfigError
+from pdserve.protocol.refusal import Status
 
 if TYPE_CHECKING:
     from pdserve.measure.html_report import Plot

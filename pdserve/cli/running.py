@@ -10,16 +10,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from pdserve.base.errors import CommandError
+from pdserve.base.processes import exit_status
+from pdserve.base.signals import Request, StopRequests, end_after, end_on_signals, heeded_signals
 from pdserve.cli.stream import add_message, ask, ledger_line
-from pdserve.errors import CommandError
 from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.launch.service import WORKERS_END_S
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.signals import Request, StopRequests, end_after, end_on_signals, exit_status, heeded_signals
-from pdserve.wire import ROLES
+from pdserve.protocol.link import ROLES
 
 DEMO_TOKENS = 64
 STOP_LIMIT_S = WORKERS_END_S + 0.5  # after drain_timeout_s: when this process ends, and its children with it

@@ -7,14 +7,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
 from pdserve.cli.stream import naming, plain
-from pdserve.launch.admin import AdminClient
 from pdserve.measure.client import Access, connect
 from pdserve.measure.tables import Column, Sheet, output
+from pdserve.net.operator_client import AdminClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.wire import ROLES
+from pdserve.protocol.link import ROLES
 
 SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CALL_TIMEOUT_S = 10.0

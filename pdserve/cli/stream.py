@@ -8,11 +8,11 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from pdserve.errors import CommandError
+from pdserve.base.errors import CommandError
 from pdserve.measure.client import Access, connect
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.reports import FINISH_REASONS
+from pdserve.protocol.reports import FINISH_REASONS
 
 
 @dataclass(slots=True)

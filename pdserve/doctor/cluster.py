@@ -9,17 +9,17 @@ from urllib.parse import urlsplit
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import Role
 from pdserve.doctor.gathering import gather_listeners, gather_taken
 from pdserve.doctor.machine import Finding, cluster_port_findings, failed, free_port_findings, ok, warning
 from pdserve.doctor.settings import fingerprint_of
-from pdserve.errors import ConfigError
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ClusterState, read_state, state_file
 from pdserve.launch.plan import WORKER_ROLES
+from pdserve.net.operator_client import AdminClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
-from pdserve.wire import ROLES
+from pdserve.protocol.link import ROLES
 
 MANY_WITHOUT_HANDOFF = 100  # placements in a row
 QUARANTINED_SHARE = 0.1  # of a worker's pages

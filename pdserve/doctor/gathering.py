@@ -16,11 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from pdserve.base.errors import EXTRAS
 from pdserve.doctor.machine import PORTS, Machine, RdmaPort, shown_address
-from pdserve.errors import EXTRAS
 from pdserve.kernels.cpu.build import Missing, built
 from pdserve.kvtransfer.backends.ucx import RDMA_DEVICES
-from pdserve.processor import allocator_problem, read_cpu_info
+from pdserve.settings.processor import allocator_problem, read_cpu_info
 
 PACKAGES = ("pdserve", "grpcio", "protobuf", *EXTRAS)
 CHILD_LIMIT_S = 60.0  # torch takes seconds to import
@@ -42,7 +42,7 @@ print(json.dumps([gpus, problem]))
 """
 _UCX = """
 import sys
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.kvtransfer.backends.nixl import start_agent
 from pdserve.kvtransfer.backends.ucx import Network
 try:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.errors import EXTRAS
-from pdserve.processor import choose_dtype, cpu_features, cpu_name
-from pdserve.rpc import join_address, split_address
+from pdserve.base.errors import EXTRAS
+from pdserve.net.rpc import join_address, split_address
+from pdserve.settings.processor import choose_dtype, cpu_features, cpu_name
 
 
 class Level(StrEnum):
@@ -61,7 +61,7 @@ class Machine:
     """Facts. Limits that are not set are None."""
 
     versions: Mapping[str, str]  # of packages that are installed, by the name that is imported
-    cpu_info: str  # as `pdserve.processor` reads it
+    cpu_info: str  # as `pdserve.settings.processor` reads it
     num_cores: int  # that this process may use
     cpu_limit: float | None  # cores of its control group
     memory_bytes: int  # of the machine, or of its control group where that is less

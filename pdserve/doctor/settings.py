@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict
 
 from pdserve.autoscaler.schema import KubernetesActuator, load
 from pdserve.autoscaler.server import opened_resource
-from pdserve.certificates import read_identity, read_pair
+from pdserve.base.errors import CommandError, ConfigError
+from pdserve.base.yaml_models import did_you_mean
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import check_model, open_checkpoint
 from pdserve.doctor.machine import Finding, failed, ok, warning
-from pdserve.errors import CommandError, ConfigError
 from pdserve.kubernetes.objects import ACTUATOR, RESOURCE, WATCHER, Object, Right
-from pdserve.rpc import read_secret
-from pdserve.yaml_models import did_you_mean
+from pdserve.net.certificates import read_identity, read_pair
+from pdserve.net.rpc import read_secret
 
 if TYPE_CHECKING:
     from pdserve.kubernetes.client import Client

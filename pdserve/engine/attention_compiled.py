@@ -4,6 +4,7 @@ Tokens are rotated, put into pages, and attend straight over their pages. Chunks
 attention where the compiled kernels do not serve them.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from pdserve.engine.attention_torch import GroupedAttention
 from pdserve.engine.batch import Batch
-from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows
+from pdserve.kernels.cpu.attention import Chunks, HeadNorms, PagedAttention, Rows
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
-from pdserve.model.rope import Rope
+from pdserve.model.rope import Rope, distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +26,33 @@ class Planned:
 
     paged: PagedAttention
     calls: Calls
-    eps: float
+    ropes: Seq[int]  # of each layer, which of the planned ones
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
-        norms = None if qk_norm is None else (qk_norm.q, qk_norm.k)
-        return self.paged.run(self.calls, layer, qkv, norms, self.eps)
+        norms = None
+        if qk_norm is not None:
+            norms = HeadNorms(qk_norm.q, qk_norm.k, qk_norm.eps, qk_norm.after_rope)
+        return self.paged.run(self.calls, layer, qkv, norms, self.ropes[layer])
 
 
 class CompiledAttention:
     """Plans a step once, then serves each layer of it."""
 
-    def __init__(self, calls: Calls, config: ModelConfig, kv: Tensor, rope: Rope, *, with_chunks: bool) -> None:
+    def __init__(self, calls: Calls, config: ModelConfig, kv: Tensor, ropes: Seq[Rope], *, with_chunks: bool) -> None:
         """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
 
-        with_chunks: whether the kernels serve chunks of several tokens.
+        ropes: of each layer. with_chunks: whether the kernels serve chunks of several tokens.
         """
         self._config = config
-        self._rope = rope
-        self._paged = PagedAttention(kv, config.num_heads)
+        self._ropes, self._rope_of_layer = distinct(ropes)
+        self._paged = PagedAttention(kv, config.num_heads, config.attention_scale, len(self._ropes))
         self._planned = self.planned(calls)
         self._grouped = None if with_chunks else GroupedAttention(config, kv)
         self._num_rows = 0
 
     def planned(self, calls: Calls) -> Planned:
         """Return this attention through other calls, for steps of single tokens."""
-        return Planned(self._paged, calls, self._config.rms_norm_eps)
+        return Planned(self._paged, calls, self._rope_of_layer)
 
     def plan(self, batch: Batch) -> None:
         """Prepare what all layers share of the step."""
@@ -57,8 +60,9 @@ class CompiledAttention:
         ends = batch.kv_lens[:num_rows]
         window = self._config.sliding_window
         begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        positions = torch.from_numpy(batch.positions)
         self._paged.plan(
-            self._rope.cos_sin(torch.from_numpy(batch.positions)),
+            [rope.cos_sin(positions) for rope in self._ropes],
             np.stack((batch.pages, batch.slots), axis=1),
             Rows(batch.page_table[:num_rows], begins, ends),
             self._chunks(batch, num_rows) if self._grouped is None and num_rows < len(batch.kv_lens) else None,

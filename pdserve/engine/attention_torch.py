@@ -9,6 +9,7 @@ another sequence's overflow is NaN.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.engine.batch import Batch, Ints
 from pdserve.model.config import ModelConfig
-from pdserve.model.ops import QkNorm, TorchOps
-from pdserve.model.rope import Angles, Rope, rotate_
+from pdserve.model.ops import QkNorm, RmsNorm, TorchOps
+from pdserve.model.rope import Angles, Rope, distinct, rotate_
 
 ALIKE_BELOW = 128  # contexts up to this many tokens share a group whatever their ratio
 ALIKE_RATIO = 2  # longer ones may be this many times as long as the group's shortest
@@ -49,18 +50,18 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    angles: Angles
+    angles: Seq[Angles]  # of each distinct rope
     targets: Tensor  # [num_tokens, 2 * kv heads] into layer 0 of the pool's slots
 
 
 class TorchAttention:
     """Plans a step once, then serves each layer of it."""
 
-    def __init__(self, config: ModelConfig, kv: Tensor, rope: Rope) -> None:
-        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
+    def __init__(self, config: ModelConfig, kv: Tensor, ropes: Seq[Rope]) -> None:
+        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]. ropes: of each layer."""
         self._config = config
-        self._ops = TorchOps(config.rms_norm_eps)
-        self._rope = rope
+        self._ops = TorchOps()
+        self._ropes, self._rope_of_layer = distinct(ropes)
         self._grouped = GroupedAttention(config, kv)
         self._page_size = kv.shape[4]
         self._dtype = kv.dtype
@@ -70,8 +71,9 @@ class TorchAttention:
     def plan(self, batch: Batch) -> None:
         """Prepare what all layers share of the step."""
         runs = self._grouped.run_ids(batch.pages)
+        positions = torch.from_numpy(batch.positions)
         self._step = _Step(
-            angles=self._rope.angles(torch.from_numpy(batch.positions), self._dtype),
+            angles=[rope.angles(positions, self._dtype) for rope in self._ropes],
             targets=torch.from_numpy(runs * self._page_size + batch.slots[:, None]),
         )
         self._grouped.plan(batch, 0)
@@ -82,15 +84,20 @@ class TorchAttention:
         if step is None:
             raise RuntimeError("run before plan")
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        if qk_norm is not None:
-            norm, k = self._ops.rms_norm, slice(num_heads, -num_kv_heads)
-            qkv[:, :num_heads] = norm(qkv[:, :num_heads], qk_norm.q)
-            qkv[:, k] = norm(qkv[:, k], qk_norm.k)
-        rotate_(qkv[:, :-num_kv_heads], step.angles)
+        if qk_norm is not None and not qk_norm.after_rope:
+            self._norm_(qkv, qk_norm)
+        rotate_(qkv[:, :-num_kv_heads], step.angles[self._rope_of_layer[layer]])
+        if qk_norm is not None and qk_norm.after_rope:
+            self._norm_(qkv, qk_norm)
         slots_before = layer * 2 * num_kv_heads * self._page_size
         self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
         attended = self._grouped.run(layer, qkv)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _norm_(self, qkv: Tensor, qk_norm: QkNorm) -> None:
+        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        self._ops.norm_(qkv[:, :num_heads], RmsNorm(qk_norm.q, qk_norm.eps))
+        self._ops.norm_(qkv[:, num_heads:-num_kv_heads], RmsNorm(qk_norm.k, qk_norm.eps))
 
 
 class GroupedAttention:
@@ -120,7 +127,7 @@ class GroupedAttention:
         return pages[:, None] * self._runs_per_page + np.arange(self._runs_per_layer)
 
     def _attend(self, layer: int, qkv: Tensor, group: _Group) -> Tensor:
-        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        num_heads, num_kv_heads, scale = self._config.num_heads, self._config.num_kv_heads, self._config.attention_scale
         heads = qkv.view(group.num_chunks, group.query_len, -1, self._config.head_dim).transpose(1, 2)
         if group.gather is None:
             k, v = heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
@@ -131,9 +138,11 @@ class GroupedAttention:
         if group.query_len == 1:
             # All heads that share K and V as one block of queries: each K is then read once, not once for each head.
             q = q.reshape(group.num_chunks, num_kv_heads, -1, self._config.head_dim)
-            return scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(len(qkv), -1)
+            return scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale).reshape(len(qkv), -1)
         causal, grouped = group.gather is None, num_heads != num_kv_heads
-        out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=causal, enable_gqa=grouped)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=group.mask, is_causal=causal, enable_gqa=grouped, scale=scale
+        )
         return out.transpose(1, 2).reshape(len(qkv), -1)
 
     def _gathered(self, layer: int, gather: _Gather) -> Tensor:

@@ -18,7 +18,7 @@ from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, r
 from pdserve.kernels.pageio import Rotation, Target, rope_write
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
-from pdserve.model.rope import Rope
+from pdserve.model.rope import Rope, distinct
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def attention_spec(config: ModelConfig, page_size: int, num_pages: int, dtype: t
         head_dim=config.head_dim,
         page_size=page_size,
         num_pages=num_pages,
-        scale=config.head_dim**-0.5,
+        scale=config.attention_scale,
         dtype=dtype,
         window=config.sliding_window,
     )
@@ -71,21 +71,23 @@ class TritonAttention:
         self,
         config: ModelConfig,
         kv: Tensor,
-        rope: Rope,
+        ropes: Seq[Rope],
         max_kv_len: int,
         sizes: Seq[int],
         prompts: PromptAttention | None = None,
     ) -> None:
         """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
 
-        max_kv_len: the longest context. sizes: how many sequences a decode step may have room for, rising. prompts:
-        what attends to chunks in place of the kernels. ValueError names what of a model or pool the kernels do not
-        serve.
+        ropes: of each layer. max_kv_len: the longest context. sizes: how many sequences a decode step may have room
+        for, rising. prompts: what attends to chunks in place of the kernels. ValueError names what of a model or pool
+        the kernels do not serve.
         """
         self._config = config
         self._spec = attention_spec(config, kv.shape[4], kv.shape[0], kv.dtype)
         self._pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(config.num_layers)]
-        self._cos_sin = rope.table(max_kv_len)
+        found, places = distinct(ropes)
+        tables = [rope.table(max_kv_len) for rope in found]
+        self._cos_sin = [tables[place] for place in places]
         self._device = kv.device
         self._max_kv_len = max_kv_len
         self._sizes = tuple(sizes)
@@ -119,16 +121,17 @@ class TritonAttention:
         q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         k_pages, v_pages = self._pages[layer]
         target = Target(k_pages, v_pages, step.slots)
-        q = rope_write((q, k, v), step.positions, self._rotation(qk_norm), target, out=q)
+        q = rope_write((q, k, v), step.positions, self._rotation(layer, qk_norm), target, out=q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for kernel, tokens in step.parts:
             kernel.run(q[tokens], k_pages, v_pages, out=out[tokens])
         return out.view(len(out), -1)
 
-    def _rotation(self, qk_norm: QkNorm | None) -> Rotation:
+    def _rotation(self, layer: int, qk_norm: QkNorm | None) -> Rotation:
+        cos_sin = self._cos_sin[layer]
         if qk_norm is None:
-            return Rotation(self._cos_sin)
-        return Rotation(self._cos_sin, q_norm=qk_norm.q, k_norm=qk_norm.k, eps=self._config.rms_norm_eps)
+            return Rotation(cos_sin)
+        return Rotation(cos_sin, qk_norm.q, qk_norm.k, qk_norm.eps, qk_norm.after_rope)
 
     def _decode(self, size: int) -> PagedAttention:
         if size not in self._decodes:

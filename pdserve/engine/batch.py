@@ -12,8 +12,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
-from pdserve.errors import InvariantError
+from pdserve.base.errors import InvariantError
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
 
 Ints = npt.NDArray[np.int64]
 
@@ -154,8 +154,14 @@ def _check(chunks: Seq[Chunk], kv_lens: Ints, token_ids: Ints, page_table: Ints,
             raise InvariantError(f"a chunk of {len(chunk.token_ids)} tokens at position {chunk.start}")
         if len(chunk.pages) * shape.page_size < kv_len:
             raise InvariantError(f"{len(chunk.pages)} pages of {shape.page_size} tokens for a context of {kv_len}")
-        if chunk.previous is not None and len(chunk.token_ids) != 1:
-            raise InvariantError(f"{len(chunk.token_ids)} tokens after chunk {chunk.previous} of the previous step")
+        if chunk.other_pages:
+            raise InvariantError(f"{1 + len(chunk.other_pages)} groups of layers: this runner reads one")
+        if chunk.adapter:
+            raise InvariantError("an adapter: this runner has none")
+        if chunk.num_drafts:
+            raise InvariantError(f"{chunk.num_drafts} guesses: this runner verifies none")
+        if chunk.previous is not None and chunk.phase is not Phase.DECODE:
+            raise InvariantError(f"tokens of a prompt after chunk {chunk.previous} of the previous step")
     _check_range("page", page_table, shape.num_pages)
     _check_range("token id", token_ids, shape.vocab_size)
 

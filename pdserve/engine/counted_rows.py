@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdserve.base.errors import InvariantError
 from pdserve.engine.step import SampleSpec, SequenceKey
-from pdserve.errors import InvariantError
 from pdserve.kernels.sample import NO_COUNTS, Ragged, count
 from pdserve.kernels.staging import Staging
 

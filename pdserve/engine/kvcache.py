@@ -2,38 +2,55 @@
 
 Invariant: an indexed page still holds the KV that its hash says; it leaves the index the moment it is given out.
 
-Full pages are found by content. A sequence's pages are hashed only as far as somebody looks for them, so a long prompt
-that is not cached does not hold up a worker's loop.
+Full pages are found by content, span by span: a span is as many tokens as the largest page holds. In each group, the
+hash of a span names the pages that it fills. A sequence's spans are hashed only as far as somebody looks for them, so a
+long prompt that is not cached does not hold up a worker's loop.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from pdserve.engine.pages import PagePool, Pages
-from pdserve.errors import ConfigError, InvariantError
-from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.prefix_hash import PrefixHash, PrefixHasher
-from pdserve.values import value
+from pdserve.base.errors import ConfigError, InvariantError
+from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.base.values import value
+from pdserve.engine.pages import PagePool
+from pdserve.protocol.kvlayout import Tier
+from pdserve.protocol.page_tables import Pages, PageTables
+from pdserve.protocol.paging import PageOrder, Paging
+from pdserve.protocol.prefix_hash import CacheScope, PrefixHash, PrefixHasher
 
-_HASHED_AT_ONCE = 32  # pages
+_HASHED_AT_ONCE = 32  # spans
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Tokens from position 0 on, under a salt, and the hashes of their full pages as far as they are known."""
+    """Tokens from position 0 on, within a scope, and the hashes of their full spans as far as they are known."""
 
     token_ids: Sequence[int]  # may grow
-    salt: str
+    scope: CacheScope
     hashes: list[PrefixHash] = field(default_factory=list)
 
 
 @value
+class Hit:
+    """A cached prefix of so many spans: the pages that later queries need, each held once more."""
+
+    num_spans: int
+    pages: PageTables
+
+
+NO_HIT = Hit(0, PageTables())
+
+
+@value
 class PagesStored:
-    """The sequence's pages with numbers in `run` can be reused from now on. Its earlier pages were stored before."""
+    """The pages of the spans in `run` can be reused from now on. The sequence's earlier ones were stored before."""
 
     prefix: Prefix
     run: range
+    group: int = 0
+    tier: Tier = Tier.DEVICE
 
     @property
     def hashes(self) -> Sequence[PrefixHash]:
@@ -42,9 +59,11 @@ class PagesStored:
 
 @value
 class PagesRemoved:
-    """These pages are about to be overwritten."""
+    """Pages of these spans are about to be overwritten."""
 
     hashes: Sequence[PrefixHash]
+    group: int = 0
+    tier: Tier = Tier.DEVICE
 
 
 CacheChange = PagesStored | PagesRemoved
@@ -53,43 +72,62 @@ CacheChange = PagesStored | PagesRemoved
 class KvCache:
     """One worker's pages. This class alone gives out pages: nobody else calls the pool's `take` and `grant`."""
 
-    def __init__(self, num_pages: int, page_size: int, hasher: PrefixHasher | None) -> None:
-        """Without `hasher`, nothing is reused. ConfigError if blocks of tokens do not fill pages."""
-        if hasher is not None and page_size % hasher.block_tokens:
-            raise ConfigError(f"page_size: {page_size} is no multiple of {hasher.block_tokens}")
-        self.page_size = page_size
+    def __init__(self, num_pages: int, paging: Paging, hasher: PrefixHasher | None) -> None:
+        """Without `hasher`, nothing is reused. ConfigError if blocks of tokens do not fill spans."""
+        if hasher is not None and paging.span % hasher.block_tokens:
+            raise ConfigError(f"page_size: {paging.span} is no multiple of {hasher.block_tokens}")
+        self.paging = paging
+        self.page_size = paging.span  # of the largest pages
         self.pool = PagePool(num_pages)
         self._hasher = hasher
-        self._page_of: dict[PrefixHash, PageId] = {}
-        self._hash_of: dict[PageId, PrefixHash] = {}
+        self._index: tuple[dict[PrefixHash, Pages], ...] = tuple([{} for _ in paging.shapes])
+        self._span_of: dict[PageId, tuple[int, PrefixHash]] = {}  # of each indexed page its group, and its span's hash
         self._changes: list[CacheChange] | None = None
 
     @property
     def num_cached(self) -> int:
         """Return how many free pages hold a prefix that can be reused."""
-        return sum(map(self.pool.is_free, self._hash_of))
+        return sum(map(self.pool.is_free, self._span_of))
 
     @property
-    def pages(self) -> Mapping[PrefixHash, PageId]:
-        """The pages that can be found, by hash."""
-        return MappingProxyType(self._page_of)
+    def spans(self) -> Mapping[PrefixHash, Pages]:
+        """The spans whose pages of the first group can be found, by hash. Of those, the other groups may lack some."""
+        return MappingProxyType(self._index[0])
+
+    @property
+    def indexed(self) -> Iterator[tuple[int, PrefixHash, Pages]]:
+        """Yield group, hash and pages of each span that can be found."""
+        return ((group, *item) for group, index in enumerate(self._index) for item in index.items())
 
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""
-        return -(-num_tokens // self.page_size)
+        return self.paging.num_pages(num_tokens)
 
-    def reuse(self, prefix: Prefix, max_pages: int) -> Pages:
+    def reuse(self, prefix: Prefix, max_spans: int) -> Hit:
         """Hold the pages of the longest cached prefix, for one more sequence."""
-        pages = list[PageId]()
-        while len(pages) < max_pages:
-            if len(pages) == len(prefix.hashes):
-                self._hash(prefix, min(max_pages, len(pages) + _HASHED_AT_ONCE))
-            page = self._page_of.get(prefix.hashes[len(pages)]) if len(pages) < len(prefix.hashes) else None
-            if page is None:
+        num_spans, index = 0, self._index[0]
+        while num_spans < max_spans:
+            if num_spans == len(prefix.hashes):
+                self._hash(prefix, min(max_spans, num_spans + _HASHED_AT_ONCE))
+            if num_spans == len(prefix.hashes) or prefix.hashes[num_spans] not in index:
                 break
-            pages.append(page)
-        self.pool.share(pages)
-        return tuple(pages)
+            num_spans += 1
+        if not self.paging.is_single:
+            num_spans = self._common_length(prefix, num_spans)
+        hit = Hit(num_spans, self._cached(prefix, num_spans))
+        self.pool.share(hit.pages.held)
+        return hit
+
+    def hold(self, prefix: Prefix, max_spans: int) -> Hit | None:
+        """Hold pages for all tokens of a prefix, cached ones as far as they go; or None (and change nothing)."""
+        num_tokens, hit = len(prefix.token_ids), self.reuse(prefix, max_spans)
+        num_cached = hit.num_spans * self.page_size
+        fresh = self.take(self.num_pages(num_tokens) - self.num_pages(num_cached))
+        if fresh is None:
+            self.pool.release(hit.pages.held)
+            return None
+        hit.pages.add(PageOrder(self.paging, 0), fresh, num_cached, num_tokens)
+        return hit
 
     def take(self, count: int) -> Pages | None:
         """Hold `count` pages with nothing in them, or None (and change nothing)."""
@@ -99,22 +137,31 @@ class KvCache:
         """Set `count` pages aside for a hand-off, or None (and change nothing)."""
         return self._fresh(self.pool.grant(count))
 
-    def publish(self, prefix: Prefix, pages: Sequence[PageId], run: range) -> None:
-        """Index the sequence's pages with numbers in `run`: their KV is complete.
+    def publish(self, prefix: Prefix, pages: PageTables, run: range) -> None:
+        """Index the sequence's pages of the spans in `run`: their KV is complete.
 
-        A page that is indexed already keeps its hash, and a hash that is indexed already keeps its page.
+        A page that is indexed already keeps its hash, and a hash that is indexed already keeps its pages. Of a span
+        that has left a group's window, nothing is indexed in that group.
         """
         self._hash(prefix, run.stop)
-        start, stop = run.start, min(run.stop, len(prefix.hashes))
-        for number in range(start, stop):
-            hash_, page = prefix.hashes[number], pages[number]
-            if hash_ in self._page_of or page in self._hash_of:
-                self._note_stored(prefix, range(start, number))
+        run = range(run.start, min(run.stop, len(prefix.hashes)))
+        for group in range(len(pages.runs)):
+            self._publish(group, prefix, pages, run)
+
+    def _publish(self, group: int, prefix: Prefix, pages: PageTables, run: range) -> None:
+        per_span, row, first = self.page_size // self.paging.sizes[group], pages.runs[group], pages.firsts[group]
+        index, span_of, start = self._index[group], self._span_of, run.start
+        for number in run:
+            place = number * per_span - first
+            span, hash_ = tuple(row[place : place + per_span]) if place >= 0 else (), prefix.hashes[number]
+            if len(span) < per_span or hash_ in index or not span_of.keys().isdisjoint(span):
+                self._note_stored(prefix, range(start, number), group)
                 start = number + 1
             else:
-                self._page_of[hash_] = page
-                self._hash_of[page] = hash_
-        self._note_stored(prefix, range(start, stop))
+                index[hash_] = span
+                for page in span:
+                    span_of[page] = group, hash_
+        self._note_stored(prefix, range(start, run.stop), group)
 
     def take_changes(self) -> list[CacheChange]:
         """Return what has changed since the last call, in order. The first call returns nothing and begins the record.
@@ -127,35 +174,73 @@ class KvCache:
     def check(self) -> None:
         """Raise InvariantError unless the pool adds up and no page under a writer is indexed."""
         self.pool.check()
-        wrong = self.pool.set_aside(self._hash_of)
+        wrong = self.pool.set_aside(self._span_of)
         if wrong:
             raise InvariantError(f"pages {sorted(wrong)} are indexed, but granted or quarantined")
 
-    def _hash(self, prefix: Prefix, num_pages: int) -> None:
-        """Hash a sequence's full pages, up to `num_pages` of them."""
+    def _common_length(self, prefix: Prefix, num_spans: int) -> int:
+        """Return for how many of its first spans a prefix has all pages that later queries need, in every group."""
+        while num_spans and (lack := self._last_lack(prefix, num_spans)) is not None:
+            num_spans = lack
+        return num_spans
+
+    def _last_lack(self, prefix: Prefix, num_spans: int) -> int | None:
+        """Return the last span of so many that a group needs and lacks, or None."""
+        lacks = [
+            number
+            for group, index in enumerate(self._index)
+            for number in self._needed(group, num_spans)
+            if prefix.hashes[number] not in index
+        ]
+        return max(lacks, default=None)
+
+    def _needed(self, group: int, num_spans: int) -> range:
+        """Return the spans of a prefix that later queries see in a group."""
+        first = self.paging.first_needed(group, num_spans * self.page_size)
+        return range(first * self.paging.sizes[group] // self.page_size, num_spans)
+
+    def _cached(self, prefix: Prefix, num_spans: int) -> PageTables:
+        """Return the pages of a cached prefix that later queries need."""
+        hashes = prefix.hashes
+        if self.paging.is_single:
+            index = self._index[0]
+            return PageTables(([index[hash_][0] for hash_ in hashes[:num_spans]],))
+        needed = [self._needed(group, num_spans) for group in range(len(self._index))]
+        runs = tuple(
+            [page for number in spans for page in index[hashes[number]]]
+            for spans, index in zip(needed, self._index, strict=True)
+        )
+        sizes = self.paging.sizes
+        found = PageTables(runs, [s.start * self.page_size // size for s, size in zip(needed, sizes, strict=True)])
+        found.take_unneeded(self.paging, num_spans * self.page_size)  # a span's first pages; nothing is held yet
+        return found
+
+    def _hash(self, prefix: Prefix, num_spans: int) -> None:
+        """Hash a sequence's full spans, up to `num_spans` of them."""
         hashes, size = prefix.hashes, self.page_size
-        stop = min(num_pages, len(prefix.token_ids) // size)
+        stop = min(num_spans, len(prefix.token_ids) // size)
         if self._hasher is None or stop <= len(hashes):
             return
-        parent = hashes[-1] if hashes else self._hasher.root(prefix.salt)
+        parent = hashes[-1] if hashes else self._hasher.root(prefix.scope)
         blocks = self._hasher.extend(parent, prefix.token_ids[len(hashes) * size : stop * size])
-        blocks_a_page = size // self._hasher.block_tokens
-        hashes += blocks[blocks_a_page - 1 :: blocks_a_page]
+        blocks_a_span = size // self._hasher.block_tokens
+        hashes += blocks[blocks_a_span - 1 :: blocks_a_span]
 
-    def _note_stored(self, prefix: Prefix, run: range) -> None:
+    def _note_stored(self, prefix: Prefix, run: range, group: int) -> None:
         if self._changes is not None and run:
-            self._changes.append(PagesStored(prefix, run))
+            self._changes.append(PagesStored(prefix, run, group))
 
     def _fresh(self, pages: Pages | None) -> Pages | None:
         """Take pages out of the index whose content is about to change."""
-        removed = []
+        removed: dict[int, list[PrefixHash]] = {}
         for page in pages or ():
-            hash_ = self._hash_of.pop(page, None)
-            if hash_ is not None:
-                del self._page_of[hash_]
-                removed.append(hash_)
-        if self._changes is not None and removed:
-            self._changes.append(PagesRemoved(removed))
+            if (span := self._span_of.get(page)) is not None:
+                group, hash_ = span
+                for each in self._index[group].pop(hash_):
+                    del self._span_of[each]
+                removed.setdefault(group, []).append(hash_)
+        if self._changes is not None:
+            self._changes += [PagesRemoved(hashes, group) for group, hashes in removed.items()]
         return pages
 
 

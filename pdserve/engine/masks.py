@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.base.errors import GrammarError
 from pdserve.engine.step import Bits, SampleSpec
-from pdserve.errors import GrammarError
 
 WORD_BITS = 32
 

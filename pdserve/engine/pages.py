@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import cast
 
-from pdserve.errors import InvariantError
-from pdserve.ids import Generation, PageId
-
-Pages = tuple[PageId, ...]
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import Generation, PageId
+from pdserve.protocol.page_tables import Pages
 
 
 class PagePool:

@@ -17,22 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, Ints, PoolShape
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.sampler import Sampler, score
-from pdserve.engine.step import SampleSpec, StepPlan, StepResult
-from pdserve.errors import InvariantError
-from pdserve.ids import PageId
+from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.cpu.attention import serves, serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.model.family import Model
-from pdserve.model.ops_cpu import CompiledOps
-from pdserve.sampling import PromptLogprobs, SampledToken
+from pdserve.model.ops_cpu import CompiledOps, NotCompiledError
+from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
 
 class EngineRunner(Protocol):
@@ -90,9 +90,17 @@ class DecodePrograms:
         recorded.program.run(num_rows)
         return recorded.logits[:num_rows]
 
+    def can_record(self) -> bool:
+        """Say whether the library has all operations of the model."""
+        try:
+            self._record(1)
+        except NotCompiledError:
+            return False
+        return True
+
     def _record(self, num_rows: int) -> _Recorded:
         program = Program(self._loaded)
-        model = self._model.with_ops(CompiledOps(self._model.config.rms_norm_eps, program))
+        model = self._model.with_ops(CompiledOps(program))
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
         logits = model.forward(token_ids, self._attention.planned(program), None)
         return _Recorded(program, token_ids, logits)
@@ -122,7 +130,7 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
-        tokens: tuple[tuple[SampledToken, ...], ...] = ()
+        tokens: tuple[tuple[Tokens, ...], ...] = ()
         prompts: dict[int, PromptLogprobs] = {}
         stuck: Mapping[int, str] = {}
         if plan.chunks:
@@ -175,11 +183,14 @@ def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAtten
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded = library()
     if isinstance(loaded, Missing) or not serves(model.config.head_dim, kv.dtype):
-        return TorchAttention(model.config, kv, model.rope), None
+        return TorchAttention(model.config, kv, model.ropes), None
     group = model.config.num_heads // model.config.num_kv_heads
     with_chunks = serves_chunks(model.config.head_dim, group, kv.dtype)
-    attention = CompiledAttention(Immediate(loaded), model.config, kv, model.rope, with_chunks=with_chunks)
-    return attention, DecodePrograms(model, attention, loaded) if is_compiled(model) else None
+    attention = CompiledAttention(Immediate(loaded), model.config, kv, model.ropes, with_chunks=with_chunks)
+    if not is_compiled(model):
+        return attention, None
+    programs = DecodePrograms(model, attention, loaded)
+    return attention, programs if programs.can_record() else None
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:
@@ -194,7 +205,7 @@ def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On the CPU memory comes when it is first written to, or is asked for (`worker/memory.py`).
+    """Return zeros. On the CPU memory comes when it is first written to, or is asked for (`executor/memory.py`).
 
     NumPy asks for large pages, torch does not.
     """
@@ -203,11 +214,11 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def by_chunk(batch: Batch, sampled: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
+def by_chunk(batch: Batch, sampled: Seq[SampledToken]) -> tuple[tuple[Tokens, ...], ...]:
     """Give the samples, which are in batch order, back in the plan's order of chunks."""
-    tokens: list[tuple[SampledToken, ...]] = [()] * len(batch.order)
+    tokens: list[tuple[Tokens, ...]] = [()] * len(batch.order)
     first = 0
     for place, count in zip(batch.order.tolist(), batch.sample_counts.tolist(), strict=True):
-        tokens[place] = tuple(sampled[first : first + count])
+        tokens[place] = tuple([(token,) for token in sampled[first : first + count]])
         first += count
     return tuple(tokens)

@@ -23,6 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import PromptAttention, TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.masks import token_masks
@@ -31,14 +33,12 @@ from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import SCORING_BYTES, Scores, reported_rows, sampled_tokens, score, score_samples
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
-from pdserve.errors import InvariantError
-from pdserve.ids import PageId
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.kernels.staging import Staging, aligned, padded
-from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.model.rope import distinct
+from pdserve.protocol.sampling import SamplingParams
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]
@@ -106,7 +106,7 @@ class CudaRunner:
         self._max_model_len = limits.max_model_len
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._sizes = graph_sizes(limits.max_num_seqs)
-        self._attention = TritonAttention(config, self.kv, model.rope, limits.max_model_len, self._sizes, prompts)
+        self._attention = TritonAttention(config, self.kv, model.ropes, limits.max_model_len, self._sizes, prompts)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
         self._inputs = Staging(device, _NUM_INPUTS * aligned(self._max_tokens))
         self._staging = Staging(device)
@@ -140,7 +140,7 @@ class CudaRunner:
         step = self._in_flight.popleft()
         if step.done is not None:
             step.done.synchronize()
-        tokens: tuple[tuple[SampledToken, ...], ...] = ()
+        tokens: tuple[tuple[Tokens, ...], ...] = ()
         stuck: Mapping[int, str] = {}
         if step.batch is not None:
             token_ids = step.token_ids.tolist()
@@ -289,18 +289,15 @@ def step_inputs(batch: Batch, pool: PoolShape, size: int) -> tuple[Ints32, Ints3
     )
 
 
-def step_bytes(
-    config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, element_bytes: int
-) -> int:
+def step_bytes(model: Model, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int:
     """Return what the largest step and all captured ones take at most, beside weights and pages.
 
     An upper estimate from shapes: no step is run to measure it.
     """
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_token = (4 * config.hidden_size + heads + 3 * config.intermediate_size) * element_bytes
+    config, per_token, element_bytes = model.config, model.activation_bytes(), model.dtype.itemsize
     logits = config.vocab_size * (element_bytes + SAMPLING_BYTES)
     captured = GRAPH_SHARE * max_num_seqs * (per_token + config.vocab_size * element_bytes)
-    angles = max_model_len * config.head_dim * 4
+    angles = len(distinct(model.ropes)[0]) * max_model_len * config.head_dim * 4
     fixed = SCORING_BYTES + PARTIALS_BYTES + LIBRARY_BYTES + angles
     return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + fixed
 

@@ -23,7 +23,7 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kernels.cpu.sample import RowSampler
 from pdserve.model.family import Model
-from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
+from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 
 SLICE_BYTES = 32 << 20  # of one slice's logits, in float32
 SCORING_BYTES = 4 * SLICE_BYTES  # for a slice at most, in the model's dtype and with all that is computed from it

@@ -5,33 +5,28 @@ held, stopped and removed while a step runs. What it computes for a sequence tha
 that sequence are released after the step.
 
 Scheduling may be asynchronous: the next step is planned while one runs. A token that is not sampled yet is named by the
-chunk that it is sampled for. For a sequence that turns out to have ended, one token too many is computed.
+chunk that it is sampled for. For a sequence that turns out to have ended, one token too many is computed. A sequence
+with guesses waits for its result: until then nobody knows how many tokens it gains.
 
-Each step serves running sequences first (one token each), then prompts in chunks, under one token budget
-(Sarathi-Serve, Agrawal et al. 2024). A prompt gets all its pages before its first chunk; when a running sequence
-finds no page, the least urgent one gives up its pages and is computed anew later, with the same tokens.
+Each step serves sequences that decode first (one token each, and guesses as far as the budget goes), then prompts in
+chunks, under one token budget (Sarathi-Serve, Agrawal et al. 2024). A prompt gets all its pages before its first chunk;
+when a running sequence finds no page, the least urgent one gives up its pages and is computed anew later, with the same
+tokens.
 """
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
 
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import PageId
+from pdserve.engine.decode_room import DecodeRoom
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.sequence import (
-    Broken,
-    Computed,
-    Outcome,
-    RunningStep,
-    Sampled,
-    Sequence,
-    Split,
-    Started,
-    split,
-)
-from pdserve.engine.step import Chunk, StepPlan, StepResult
-from pdserve.errors import InvariantError
-from pdserve.ids import PageId
-from pdserve.sampling import SampledToken
+from pdserve.engine.running_step import RunningStep
+from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started, split
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Tokens
+from pdserve.protocol.page_tables import Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +35,12 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    num_speculative_tokens: int = 0  # most guesses that a step computes for a sequence
+
+    @property
+    def most_rows(self) -> int:
+        """Return how many tokens of a decoding sequence a step computes at most, and adds to it at most."""
+        return 1 + self.num_speculative_tokens
 
 
 _PUBLISHED_AT_ONCE = 32_768  # tokens of one sequence; hashing and indexing them takes 1.5 ms
@@ -62,6 +63,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
+        self._decode_room = DecodeRoom(cache, self.running, self._preempt)
 
     @property
     def num_running(self) -> int:
@@ -71,8 +73,7 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Return how many prompt tokens wait to be computed."""
-        missing = (s.num_missing for s in (*self.waiting, *self.running))
-        return sum(count for count in missing if count > 1)
+        return sum([s.num_missing for s in (*self.waiting, *self.running) if s.phase is Phase.PROMPT])
 
     @property
     def pages_wanted(self) -> int:
@@ -115,11 +116,15 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Give up a sequence's hold on its pages; they stay reusable until given out again."""
-        if self.steps:
-            self.steps[-1].leaving.append(tuple(sequence.pages))
-        else:
-            self.cache.pool.release(tuple(sequence.pages))
+        self._release(sequence.pages.held)
         sequence.forget_pages()
+
+    def _release(self, pages: Pages) -> None:
+        """Give up a hold on pages that running steps may read or write."""
+        if self.steps:
+            self.steps[-1].leaving.append(pages)
+        else:
+            self.cache.pool.release(pages)
 
     def hold(self, sequence: Sequence) -> bool:
         """Plan a running sequence no more until it is resumed; it keeps its pages. Running steps still add to it.
@@ -134,8 +139,8 @@ class Scheduler:
         sequence.is_held = False
 
     def num_written(self, sequence: Sequence) -> int:
-        """Return how many tokens' KV a decoding sequence will have once the running steps are over."""
-        return sequence.computed + sum(sequence in step.sequences for step in self.steps)
+        """Return how many tokens' KV a decoding sequence may have once the running steps are over."""
+        return sequence.computed + sum(step.num_rows(sequence) for step in self.steps)
 
     def plan(self, *, is_brief: bool = False) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.
@@ -149,13 +154,10 @@ class Scheduler:
             return None
         step = RunningStep(self.steps[0].progress() if self.steps else {})
         decoding, prompts = self._plannable(step)
-        if self.steps and self._lacks_pages(step, decoding):
+        if self.steps and self._decode_room.lacks(step, decoding):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
-        for sequence in decoding:
-            if budget > 0 and sequence.pages and self._make_room(step, sequence):
-                budget -= 1
-                self.schedule(step, sequence, 1)
+        budget -= self._schedule_decoding(step, decoding, budget)
         budget = min(budget, self.cache.page_size) if is_brief else budget
         for sequence, missing in prompts:
             count = min(budget, missing)
@@ -184,8 +186,8 @@ class Scheduler:
                 self.stop(sequence)
                 outcomes.append(Broken(sequence, reason, is_stuck=place in result.stuck))
                 continue
-            was_prompt = sequence.ends_with_prompt or len(sequence.tokens) - sequence.computed > 1
-            sequence.computed += len(chunk.token_ids)
+            was_prompt = sequence.phase is Phase.PROMPT
+            sequence.computed += len(chunk.token_ids) if was_prompt else len(tokens[0])
             if not sequence.has_run:
                 sequence.has_run = True
                 outcomes.append(Started(sequence))
@@ -200,7 +202,7 @@ class Scheduler:
             if sequence.ends_with_prompt:
                 outcomes += self._end_prompt(sequence, tokens)
             else:
-                outcomes.append(self._append(sequence, tokens[0]))
+                outcomes.append(self._append(sequence, tokens[0], result.drafts.get(place, ())))
         return tuple(outcomes)
 
     def _begin(self, step: RunningStep) -> StepPlan | None:
@@ -219,35 +221,61 @@ class Scheduler:
     def _plannable(self, step: RunningStep) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """Return the running sequences that can be planned, the most urgent first.
 
-        First those that decode; then those with more than one token to compute, with how many.
+        First those that decode; then prompts, with how many tokens they lack.
         """
         decoding: list[Sequence] = []
         prompts: list[tuple[Sequence, int]] = []
         for sequence in sorted(self.running, key=_urgency):
             if sequence.is_held or not sequence.is_ready:
                 continue
-            missing = len(sequence.tokens) - sequence.computed
             before = step.before.get(sequence)
-            if before is not None:
-                if not before.allows_next(sequence, self.limits.max_model_len):
-                    continue
-                missing += before.num_sampled - before.num_tokens
-            if missing == 1:
+            if before is not None and before.num_sampled:
+                if self._is_foreseeable(sequence):
+                    decoding.append(sequence)
+            elif sequence.phase is Phase.DECODE:
                 decoding.append(sequence)
-            elif missing > 1:
-                prompts.append((sequence, missing))
+            else:
+                prompts.append((sequence, sequence.num_missing - (0 if before is None else before.num_tokens)))
         return decoding, prompts
 
+    def _is_foreseeable(self, sequence: Sequence) -> bool:
+        """Return whether what a running step will add to a sequence can be planned with: one token, not its last."""
+        limits = self.limits
+        is_one = not (sequence.ends_with_prompt or limits.num_speculative_tokens)
+        return is_one and sequence.num_left(limits.max_model_len) > 1
+
+    def _schedule_decoding(self, step: RunningStep, decoding: list[Sequence], budget: int) -> int:
+        """Add decoding sequences to a step, within a budget of tokens; return how many tokens that is."""
+        num_tokens, num_spare = 0, budget - len(decoding)  # guesses get what each sequence's next token leaves
+        for num_before, sequence in enumerate(decoding, 1):
+            if num_tokens >= budget or not sequence.pages:
+                continue
+            num_wanted = 1 + min(len(sequence.drafts), num_spare) if sequence.drafts and num_spare > 0 else 1
+            count = self._decode_room.make(step, sequence, num_wanted, len(decoding) - num_before)
+            if count:
+                num_tokens, num_spare = num_tokens + count, num_spare - (count - 1)
+                self.schedule(step, sequence, count)
+        return num_tokens
+
     def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
-        """Add the next `count` tokens of a sequence to a step that is being planned."""
+        """Add the next `count` tokens of a sequence, guesses among them, to a step that is being planned."""
         before, num_known = step.progress_before(sequence), len(sequence.tokens)
         start = sequence.computed + before.num_tokens
         stop, is_known = start + count, start < num_known
-        token_ids = sequence.tokens[start:stop] if is_known else _UNKNOWN
-        pages = sequence.pages[: -(-stop // self.cache.page_size)]
-        samples = sequence.samples(before.num_sampled) if stop == num_known + before.num_sampled else ()
+        num_drafts = stop - num_known if is_known and stop > num_known else 0
+        token_ids: Seq[int] = sequence.tokens[start:stop] if is_known else _UNKNOWN
+        if num_drafts:
+            token_ids = [*token_ids, *sequence.drafts[:num_drafts]]
+        samples = sequence.samples(before.num_sampled) if stop >= num_known + before.num_sampled else ()
+        phase = Phase.DECODE if before.num_sampled else sequence.phase
         targets = sequence.targets(start, stop) if sequence.prompt_logprobs is not None else None
-        step.add(sequence, Chunk(token_ids, start, pages, samples, None if is_known else before.place, targets))
+        previous = None if is_known else before.place
+        paging, runs = self.cache.paging, sequence.pages.runs
+        pages = runs[0][: -(-stop // paging.sizes[0])]
+        others = () if len(runs) == 1 else sequence.pages.rows(paging, stop)[1:]
+        adapter = sequence.job.scope.adapter
+        chunk = Chunk(token_ids, start, pages, samples, phase, previous, targets, num_drafts, others, adapter)
+        step.add(sequence, chunk)
 
     def _next_waiting(self) -> Sequence | None:
         """Return the first waiting sequence that can be planned."""
@@ -258,54 +286,16 @@ class Scheduler:
         cache = self.cache
         # At least one token is computed, to sample from; and all of them if the prompt is to be scored.
         usable = 0 if sequence.is_to_score else (len(sequence.tokens) - 1) // cache.page_size
-        reused = cache.reuse(sequence.prefix, usable)
-        fresh = cache.take(cache.num_pages(len(sequence.tokens)) - len(reused))
-        if fresh is None:
-            cache.pool.release(reused)
+        hit = cache.hold(sequence.prefix, usable)
+        if hit is None:
             return False
-        sequence.pages = [*reused, *fresh]
-        sequence.computed = len(reused) * cache.page_size
-        sequence.num_published = len(reused)
+        sequence.pages = hit.pages
+        sequence.computed = hit.num_spans * cache.page_size
+        sequence.num_published = hit.num_spans
         if not sequence.has_run:
             sequence.num_cached_tokens = sequence.computed
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        return True
-
-    def _next_page(self, step: RunningStep, sequence: Sequence) -> int:
-        """Return which of its pages a decoding sequence writes to next, as an index."""
-        return (sequence.computed + step.progress_before(sequence).num_tokens) // self.cache.page_size
-
-    def _lacks_pages(self, step: RunningStep, decoding: list[Sequence]) -> bool:
-        """Return whether some decoding sequence would get a page to write into only by preempting others."""
-        pool, num_wanted = self.cache.pool, 0
-        if len(decoding) <= pool.num_free:
-            return False
-        for sequence in decoding:
-            slot, pages = self._next_page(step, sequence), sequence.pages
-            num_wanted += slot >= len(pages) or pool.holders(pages[slot]) > 1
-        return num_wanted > pool.num_free
-
-    def _make_room(self, step: RunningStep, sequence: Sequence) -> bool:
-        """Give a decoding sequence a page of its own to write into, preempting others; False if it was preempted."""
-        slot, pool = self._next_page(step, sequence), self.cache.pool
-        shared = slot < len(sequence.pages)
-        if shared and pool.holders(sequence.pages[slot]) <= 1:
-            return True
-        while (pages := self.cache.take(1)) is None:
-            candidates = (s for s in self.running if s.pages and not s.is_held and s not in step.sequences)
-            victim = max(candidates, key=_urgency)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-            if shared and pool.holders(sequence.pages[slot]) == 1:
-                return True  # the other holder was the victim
-        if not shared:
-            sequence.pages.append(pages[0])
-            return True
-        step.copies.append((sequence.pages[slot], pages[0]))
-        pool.release((sequence.pages[slot],))
-        sequence.pages[slot] = pages[0]
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -315,35 +305,41 @@ class Scheduler:
         self.add(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Index the pages of a sequence that have become full, a bounded number at a time."""
+        """Index the pages of a sequence that have become full, a bounded number at a time.
+
+        Indexed pages that no later query sees are given up.
+        """
         size, start = self.cache.page_size, sequence.num_published
         stop = min(sequence.computed, start * size + _PUBLISHED_AT_ONCE) // size
         self.cache.publish(sequence.prefix, sequence.pages, range(start, stop))
         sequence.num_published = stop
+        if self.cache.paging.has_windows:
+            left = sequence.pages.take_unneeded(self.cache.paging, min(sequence.computed, stop * size))
+            self._release(left)
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> Sampled:
-        """Give a sequence its next token."""
-        position, limits = len(sequence.tokens) - sequence.job.num_prompt_tokens, self.limits
-        finish = sequence.finish_with(token.token_id, limits.eos_token_ids, limits.max_model_len)
+    def _append(self, sequence: Sequence, tokens: Tokens, drafts: tuple[int, ...]) -> Sampled:
+        """Give a sequence its next tokens, and guesses of those that follow."""
+        position, limits = sequence.num_output_tokens, self.limits
+        kept, finish = sequence.gain(tokens, limits.eos_token_ids, limits.max_model_len)
         if finish is None:
-            sequence.append(token)
+            sequence.phase = Phase.DECODE
+            most = min(limits.num_speculative_tokens, sequence.num_left(limits.max_model_len) - 1) if drafts else 0
+            sequence.drafts = drafts[:most]
         else:
             self.remove(sequence)
-        return Sampled(sequence, sequence.indices[0], position, token, finish)
+        return Sampled(sequence, sequence.indices[0], position, kept, finish)
 
-    def _end_prompt(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:
+    def _end_prompt(self, sequence: Sequence, tokens: tuple[Tokens, ...]) -> list[Outcome]:
         """Split a computed prompt into its continuations with their first tokens, or leave it to a hand-off."""
         position, eos, limit = sequence.num_output_tokens, self.limits.eos_token_ids, self.limits.max_model_len
         sampled = [
-            Sampled(sequence, index, position, token, sequence.finish_with(token.token_id, eos, limit))
-            for index, token in zip(sequence.indices, tokens, strict=True)
+            Sampled(sequence, index, position, first, sequence.finish_with(first[0].token_id, eos, limit))
+            for index, first in zip(sequence.indices, tokens, strict=True)
         ]
         self.running.remove(sequence)
         if sequence.stop_after_prompt:
             return [*sampled]  # its pages are held until the hand-off is over
-        children = split(
-            self.cache.pool, sequence, [(one.index, (one.token,)) for one in sampled if one.finish is None]
-        )
+        children = split(self.cache.pool, sequence, [(one.index, one.tokens) for one in sampled if one.finish is None])
         if not children:
             self.release(sequence)
         self.running += children

@@ -1,17 +1,19 @@
-"""Sequences on one worker, the steps that compute them, and what a committed step brought them. Pure."""
+"""Sequences on one worker, and what a committed step brought them. Pure."""
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pdserve.base.ids import Attempt, RequestId
+from pdserve.base.values import value
 from pdserve.engine.kvcache import Prefix
-from pdserve.engine.pages import PagePool, Pages
-from pdserve.engine.step import Chunk, Matcher, SampleSpec, Targets
-from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
-from pdserve.values import value
+from pdserve.engine.pages import PagePool
+from pdserve.engine.step import Matcher, Phase, SampleSpec, Targets, Tokens
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.prefix_hash import EVERYONE, CacheScope
+from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 
 SEED_STRIDE = 0xD1342543DE82EF95  # odd, so that the sequences of a request get different seeds
 SEED_MASK = 2**64 - 1
@@ -32,7 +34,7 @@ class Job:
     num_prompt_tokens: int
     params: SamplingParams
     indices: tuple[int, ...]  # continuations to compute
-    cache_salt: str = ""
+    scope: CacheScope = EVERYONE
     priority: int = 0
     new_matcher: Callable[[], Matcher] | None = None  # where the text has to match a grammar
 
@@ -46,7 +48,8 @@ class Sequence:
     """Tokens, the pages that hold their KV, and how far that has come.
 
     With several `indices` the sequence is still one prompt; it splits when their first tokens are sampled. KV of
-    tokens[:computed] is in `pages`.
+    tokens[:computed] is in `pages`, and is final: no step writes there again. In phase DECODE that is all but the last
+    token, and there is at least one token of the answer.
     """
 
     job: Job
@@ -54,9 +57,11 @@ class Sequence:
     tokens: list[int]
     order: int  # of arrival at this worker
     stop_after_prompt: bool = False  # a hand-off takes over after the first token
+    phase: Phase = Phase.PROMPT
     computed: int = 0
-    pages: list[PageId] = field(default_factory=list)
-    num_published: int = 0
+    pages: PageTables = field(default_factory=PageTables)
+    drafts: tuple[int, ...] = ()  # guesses of the tokens to come, which its next step computes as well
+    num_published: int = 0  # spans
     num_cached_tokens: int = 0
     has_run: bool = False
     is_held: bool = False  # it is not planned
@@ -67,16 +72,18 @@ class Sequence:
     output_ids: "array[int]" = field(init=False)  # the same, as far as samples have needed them
     prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # after its first tokens it splits, or is handed off
+    length_limit: int = field(init=False)  # tokens of prompt and answer that the request allows
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
     seeds: tuple[int, ...] = field(init=False)  # parallel to indices
     matcher: Matcher | None = field(init=False)
     reads_output: bool = field(init=False)  # how a token is sampled depends on the tokens in front of it
 
     def __post_init__(self) -> None:
-        self.prefix = Prefix(self.tokens, self.job.cache_salt)
+        self.prefix = Prefix(self.tokens, self.job.scope)
         self.ends_with_prompt = self.stop_after_prompt or len(self.indices) > 1
         self.urgency = -self.job.priority, self.order
         params = self.job.params
+        self.length_limit = self.job.num_prompt_tokens + params.max_tokens
         self.seeds = tuple([(params.seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices])
         self.matcher = self.job.new_matcher() if self.job.new_matcher is not None else None
         self.prompt_ids = array("q", self.tokens[: self.job.num_prompt_tokens] if params.has_penalties else ())
@@ -95,7 +102,7 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Return how many tokens wait to be computed; 1 while decoding."""
+        """Return how many known tokens wait to be computed."""
         return len(self.tokens) - self.computed
 
     @property
@@ -129,14 +136,14 @@ class Sequence:
 
     def forget_pages(self) -> None:
         """Forget the pages, and so the KV; the caller holds or releases them."""
-        self.pages.clear()
+        self.pages = PageTables()
+        self.phase = Phase.PROMPT
         self.computed = 0
         self.num_published = 0
 
-    def is_next_last(self, max_model_len: int) -> bool:
-        """Return whether the next token is the last that the request or the model allows."""
-        job, length = self.job, len(self.tokens) + 1
-        return length >= max_model_len or length - job.num_prompt_tokens >= job.params.max_tokens
+    def num_left(self, max_model_len: int) -> int:
+        """Return how many more tokens the request and the model allow."""
+        return min(max_model_len, self.length_limit) - len(self.tokens)
 
     def finish_with(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> Finish | None:
         """Return why the sequence ends if `token_id` is its next token; None if it goes on."""
@@ -145,7 +152,19 @@ class Sequence:
             return Finish.STOP
         if token_id in eos_token_ids and not params.ignore_eos:
             return Finish.STOP
-        return Finish.LENGTH if self.is_next_last(max_model_len) else None
+        return Finish.LENGTH if self.num_left(max_model_len) <= 1 else None
+
+    def gain(self, tokens: Tokens, eos_token_ids: frozenset[int], max_model_len: int) -> tuple[Tokens, Finish | None]:
+        """Append what a step sampled; return as much of it as belongs to the answer, and why that ends there, if so.
+
+        The token that ends a sequence is not appended.
+        """
+        for count, token in enumerate(tokens, 1):
+            finish = self.finish_with(token.token_id, eos_token_ids, max_model_len)
+            if finish is not None:
+                return tokens[:count], finish
+            self.append(token)
+        return tokens, None
 
     def samples(self, num_unknown: int = 0) -> tuple[SampleSpec, ...]:
         """Return what to sample after the last token and `num_unknown` unknown ones, once for each index."""
@@ -172,14 +191,15 @@ def split(pool: PagePool, sequence: Sequence, tails: Iterable[tuple[int, Seq[Sam
     children: list[Sequence] = []
     for index, tokens in tails:
         if children:
-            pool.share(sequence.pages)
+            pool.share(sequence.pages.held)
         child = Sequence(
             job=sequence.job,
             indices=(index,),
             tokens=list(sequence.tokens),
             order=sequence.order,
+            phase=Phase.DECODE,
             computed=sequence.computed,
-            pages=list(sequence.pages),
+            pages=sequence.pages.copy(),
             num_published=sequence.num_published,
             num_cached_tokens=sequence.num_cached_tokens,
             has_run=sequence.has_run,
@@ -194,60 +214,14 @@ def split(pool: PagePool, sequence: Sequence, tails: Iterable[tuple[int, Seq[Sam
     return children
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a running step adds to one of its sequences."""
-
-    place: int  # of the sequence's chunk in the step
-    num_tokens: int  # computed
-    num_sampled: int  # 0 or 1
-
-    def allows_next(self, sequence: Sequence, max_model_len: int) -> bool:
-        """Return whether the sequence's next step can be planned before this step's tokens are known."""
-        if not self.num_sampled:
-            return True
-        return not (sequence.ends_with_prompt or sequence.is_next_last(max_model_len))
-
-
-_NONE = Progress(0, 0, 0)
-
-
-@dataclass(slots=True, eq=False)
-class RunningStep:
-    """A step from its planning until it is committed. Its sequences are parallel to its chunks."""
-
-    before: Mapping[Sequence, Progress]  # what the step adds that ran when this one was planned
-    sequences: list[Sequence] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[PageId, PageId]] = field(default_factory=list)  # (from, to)
-    dropped: set[Sequence] = field(default_factory=set)  # stopped since: their results are dropped
-    leaving: list[Pages] = field(default_factory=list)  # pages to release when it is over
-
-    def add(self, sequence: Sequence, chunk: Chunk) -> None:
-        self.sequences.append(sequence)
-        self.chunks.append(chunk)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum([len(chunk.token_ids) for chunk in self.chunks if len(chunk.token_ids) > 1])
-
-    def progress_before(self, sequence: Sequence) -> Progress:
-        return self.before.get(sequence, _NONE)
-
-    def progress(self) -> dict[Sequence, Progress]:
-        """Return what the step will have added to each of its sequences."""
-        pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
-        return {s: Progress(place, len(chunk.token_ids), 1 if chunk.samples else 0) for place, (s, chunk) in pairs}
-
-
 @value
 class Sampled:
-    """A sequence gained a token. `position` counts the tokens generated before it, from the request's start."""
+    """A sequence gained tokens. `position` counts those generated before the first, from the request's start."""
 
     sequence: Sequence
     index: int
     position: int
-    token: SampledToken
+    tokens: Tokens  # at least one
     finish: Finish | None
 
 

@@ -4,17 +4,27 @@ from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import field, replace
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.ids import PageId
-from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams
-from pdserve.values import value
+from pdserve.base.ids import PageId
+from pdserve.base.values import value
+from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
+from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams
 
+Tokens = tuple[SampledToken, ...]  # that one continuation gains in one step
 SequenceKey = tuple[int, int]  # of all that one worker computes: a request's arrival, and a continuation's index
 Bits = npt.NDArray[np.int32]  # [ceil(vocab_size / 32)]; token i is bit i % 32 of word i // 32
+
+
+class Phase(Enum):
+    """What steps do for a sequence. It is set where it changes, never guessed from a count of tokens."""
+
+    PROMPT = auto()  # they compute tokens that are known: its prompt, or all of it after a preemption
+    DECODE = auto()  # they compute its last token and guesses behind it, and sample what follows
 
 
 class Matcher(Protocol):
@@ -32,7 +42,7 @@ class Matcher(Protocol):
 
 @value
 class SampleSpec:
-    """Sample one token after a chunk's last token.
+    """Sample one token after a chunk's last known token, and one after each guess behind it.
 
     The token depends on `seed` and `index` only (and on the logits), never on which worker or batch it is sampled in.
     """
@@ -80,18 +90,26 @@ class Targets:
 class Chunk:
     """One sequence's share of a step: compute KV of `token_ids` at positions start, start+1, …
 
-    `pages` covers positions 0 … start+len(token_ids)-1, in order; K and V of the chunk are written there.
+    `pages` covers positions 0 … start+len(token_ids)-1, in order; K and V of the chunk are written there. `other_pages`
+    does the same for each group of layers after the first; in front of a group's window any page may stand. The tokens
+    are computed with `adapter`.
     `samples` is empty while a prompt is unfinished; a prompt with n > 1 is sampled several times from the same logits.
-    With `previous`, the one token is the one sampled for that chunk of the previous step, which may still run;
-    `token_ids` holds a zero in its place.
+    The last `num_drafts` tokens of a DECODE chunk are guesses. A token is sampled where the chunk would end without
+    them and after each guess, as long as what was sampled before it equals the guesses: KV behind that means nothing.
+    With `previous`, which a DECODE chunk without guesses may have, the one token is the one sampled for that chunk of
+    the previous step, which may still run; `token_ids` holds a zero in its place.
     """
 
     token_ids: Seq[int]
     start: int
     pages: Seq[PageId]
     samples: tuple[SampleSpec, ...]
+    phase: Phase = Phase.PROMPT
     previous: int | None = None
     targets: Targets | None = None
+    num_drafts: int = 0
+    other_pages: tuple[Seq[PageId], ...] = ()
+    adapter: AdapterDigest = NO_ADAPTER
 
     def after(self, token_id: int) -> "Chunk":
         """Return the chunk once the token is known that the previous step samples for it."""
@@ -113,15 +131,16 @@ class StepPlan:
 
 @value
 class StepResult:
-    """Tokens sampled, parallel to `StepPlan.chunks` and each chunk's `samples`.
+    """Tokens sampled, parallel to `StepPlan.chunks` and each chunk's `samples`: the kept guesses and one more.
 
     Each of the others goes by the place in `StepPlan.chunks`. `failed`: why the chunk could not be computed; its tokens
     are empty. `prompts`: the scores of a chunk with targets. `stuck`: why the grammar lets no token follow; the tokens
-    mean nothing.
+    mean nothing. `drafts`: guesses of what follows the tokens of a chunk.
     """
 
-    tokens: tuple[tuple[SampledToken, ...], ...]
+    tokens: tuple[tuple[Tokens, ...], ...]
     elapsed_s: float
     failed: Mapping[int, str] = field(default_factory=dict)
     prompts: Mapping[int, PromptLogprobs] = field(default_factory=dict)
     stuck: Mapping[int, str] = field(default_factory=dict)
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

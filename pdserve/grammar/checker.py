@@ -19,9 +19,10 @@ from itertools import count
 from math import inf
 from typing import Self
 
-from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.base.errors import echo
 from pdserve.grammar.compiler import Outcome
-from pdserve.sampling import StructuredOutput
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
+from pdserve.protocol.sampling import StructuredOutput
 
 START_S = 20.0  # on a busy machine
 LATE_S = 5.0  # a process that has not answered so long after a limit is ended
@@ -42,7 +43,7 @@ class CompilerProcess:
 
     @classmethod
     async def start(cls, opening: bytes) -> Self:
-        """Start a process with its first line; RequestError if it does not start or cannot serve the model."""
+        """Start a process with its first line; RefusedError if it does not start or cannot serve the model."""
         process = await asyncio.create_subprocess_exec(*COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         started = cls(process)
         problem: str | None = "the process that compiles does not start"
@@ -57,7 +58,7 @@ class CompilerProcess:
             if problem is not None:
                 await started.close()
         if problem is not None:
-            raise RequestError(Status.INTERNAL, f"structured_output: {problem} (status {process.returncode})")
+            raise RefusedError(Refused(Cause.INTERNAL, f"structured_output: {problem} (status {process.returncode})"))
         started._reading = asyncio.create_task(started._read(), name="grammar answers")
         return started
 
@@ -157,7 +158,7 @@ class Checker:
         self._starting: asyncio.Task[CompilerProcess] | None = None
 
     async def check(self, structured: StructuredOutput, tenant: str) -> None:
-        """Return if a text can match; RequestError says what is wrong, or that too many others are checked."""
+        """Return if a text can match; RefusedError says what is wrong, or that too many others are checked."""
         key = tenant, structured
         check = self._checks.get(key)
         if check is None or check.forget_at_s <= asyncio.get_running_loop().time():
@@ -215,7 +216,7 @@ class Checker:
             del self._checks[key]
 
     async def _look(self, structured: StructuredOutput, check: _Check, own_places: Semaphore) -> str | None:
-        """Return what is wrong with a specification, or None; RequestError if that cannot be found out."""
+        """Return what is wrong with a specification, or None; RefusedError if that cannot be found out."""
         await self._process()  # first, because its start may take longer than PLACE_S
         async with AsyncExitStack() as places:
             try:
@@ -232,7 +233,7 @@ class Checker:
                 return None
             case Outcome.ENDED:
                 logger.error("structured output: %s", text)
-                raise RequestError(Status.UNAVAILABLE, f"{structured.field}: {text}")
+                raise RefusedError(Refused(Cause.COMPILER, f"{structured.field}: {text}"))
             case Outcome.REFUSED:
                 return text
             case Outcome.OVER_LIMIT:
@@ -240,7 +241,7 @@ class Checker:
                 return text
 
     async def _process(self) -> CompilerProcess:
-        """Return the process that compiles; RequestError if it cannot serve this model."""
+        """Return the process that compiles; RefusedError if it cannot serve this model."""
         if self._starting is not None and self._starting.done():
             failed = self._starting.cancelled() or self._starting.exception() is not None
             if failed or self._starting.result().has_ended:
@@ -257,5 +258,5 @@ class Checker:
         return json.dumps(first).encode() + b"\n"  # many megabytes
 
 
-def _too_many(checks: str) -> RequestError:
-    return RequestError(Status.RESOURCE_EXHAUSTED, f"structured_output: {checks} are being compiled already")
+def _too_many(checks: str) -> RefusedError:
+    return RefusedError(Refused(Cause.PREPARING, f"structured_output: {checks} are being compiled already"))

@@ -15,9 +15,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Never
 
-from pdserve.errors import GrammarError
+from pdserve.base.errors import GrammarError
 from pdserve.grammar.compiler import Compiler, Outcome
-from pdserve.sampling import StructuredOutput
+from pdserve.protocol.sampling import StructuredOutput
 
 STACK_BYTES = 1 << 20
 MEMORY_BYTES = 256 << 20  # of addresses, beside those of the process itself

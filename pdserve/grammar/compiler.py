@@ -12,10 +12,10 @@ from random import Random
 
 import llguidance
 
-from pdserve.errors import GrammarError
+from pdserve.base.errors import GrammarError
 from pdserve.grammar.finite import flaw_of
 from pdserve.grammar.parts import Schema, schemas_in
-from pdserve.sampling import StructuredOutput
+from pdserve.protocol.sampling import StructuredOutput
 
 
 class Outcome(StrEnum):

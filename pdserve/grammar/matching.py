@@ -11,9 +11,9 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.errors import GrammarError
+from pdserve.base.errors import GrammarError
 from pdserve.grammar.compiler import Compiler, reason
-from pdserve.sampling import StructuredOutput
+from pdserve.protocol.sampling import StructuredOutput
 
 MAX_KEPT = 64  # compiled specifications; sequences keep those in use
 

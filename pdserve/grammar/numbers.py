@@ -6,7 +6,7 @@ Invariant: every number within the bounds returned is within those given, and ev
 import math
 from typing import Any
 
-from pdserve.errors import GrammarError
+from pdserve.base.errors import GrammarError
 
 EXACT = 2**53  # up to here each whole number is a float64; beside it, its successor is not
 LARGEST = 2**63 - 1024  # the largest float64 that llguidance takes as a bound of whole numbers

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.errors import GrammarError, echo
+from pdserve.base.errors import GrammarError, echo
 from pdserve.grammar.disjoint import Prover
 from pdserve.grammar.numbers import with_any_of, with_bounds, with_constants
 from pdserve.grammar.parts import BY_NAME, LIST, WITHIN, Schema, schemas_in
-from pdserve.sampling import StructuredOutput
+from pdserve.protocol.sampling import StructuredOutput
 
 FORMATS = frozenset(  # that llguidance knows
     {

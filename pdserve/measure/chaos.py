@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from pdserve.clock import Clock, MonotonicClock
+from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
 from pdserve.launch.plan import WORKER_ROLES, ClusterSpec
 from pdserve.measure.client import Client

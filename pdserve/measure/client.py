@@ -12,11 +12,11 @@ from pathlib import Path
 
 import grpc
 
-from pdserve import rpc
-from pdserve.clock import Clock
-from pdserve.files import read_file
+from pdserve.base.clock import Clock
+from pdserve.base.files import read_file
 from pdserve.measure.outcomes import OK, Moved, Objective, Outcome
 from pdserve.measure.workload import Arrival
+from pdserve.net import rpc
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 

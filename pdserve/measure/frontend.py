@@ -9,9 +9,10 @@ import json
 import multiprocessing
 import random
 import secrets
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,18 +22,17 @@ from typing import Protocol
 import grpc
 import psutil
 
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import CommandError
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
 from pdserve.measure.client import Door
-from pdserve.measure.cpu_share import cpu_s, held
 from pdserve.measure.live import Report, serving_process
 from pdserve.measure.outcomes import Percentiles, percentiles
 from pdserve.measure.replayed import replay
+from pdserve.net.rpc import split_address
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.rpc import split_address
 
 _HOST = "127.0.0.1"
 _MODEL = "replayed"
@@ -48,6 +48,10 @@ _POST = (
     b"content-length: %d\r\n\r\n%b"
 )
 _GENERATE = "/pdserve.v1.InferenceService/Generate"
+
+
+_CPUCLOCK_SCHED = 2
+Limit = Callable[[Sequence[int], int], AbstractContextManager[None]]  # of a router's processes, with so many frontends
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,15 @@ class HttpStream(asyncio.Protocol):
             self._transport.close()
 
 
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process so far, with that of threads which have ended, to the nanosecond.
+
+    /proc/PID/stat, which psutil reads, has hundredths of a second. The clock's number is what clock_getcpuclockid(3)
+    returns, which Python lacks.
+    """
+    return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
+
+
 @dataclass(frozen=True, slots=True)
 class _Router:
     """A running router and its doors' addresses."""
@@ -203,12 +216,11 @@ async def measure_frontend(
     loads: Sequence[Load],
     repeats: int,
     report: Report,
-    cpu_share: float | None = None,
+    limited: Limit | None = None,
 ) -> list[FrontendCost]:
     """Measure loads in turn, so many times each; return the medians. `model` is read for its tokenizer.
 
-    Each length of a step and number of frontends has a router of its own. `cpu_share`: cores that each frontend brings
-    to the router's processes, which have no more together; None: they take what they get.
+    Each length of a step and number of frontends has a router of its own; `limited` holds its processes meanwhile.
     """
     found: dict[Load, list[Run]] = {load: [] for load in loads}
     for step_s in sorted({load.step_s for load in loads}, reverse=True):
@@ -218,9 +230,8 @@ async def measure_frontend(
             for count in sorted({load.num_frontends for load in own}):
                 serving = _serving(model, step_s, count)
                 router = routers[count] = await stack.enter_async_context(serving)
-                if cpu_share is not None:
-                    share = max(1, count) * cpu_share
-                    stack.enter_context(held([each.pid for each in router.processes], share))
+                if limited is not None:
+                    stack.enter_context(limited([each.pid for each in router.processes], count))
             for load in own * repeats:
                 text = f"{load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms"
                 report(f"{load.door}, frontends: {load.num_frontends}: {text}")

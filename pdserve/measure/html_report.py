@@ -18,8 +18,8 @@ import jinja2
 from pdserve import __version__
 from pdserve.measure.outcomes import Objective, Outcome, Summary
 from pdserve.measure.tables import Comparison, compared
-from pdserve.reports import Stage
-from pdserve.router.timeline import parts
+from pdserve.protocol.reports import Stage
+from pdserve.router.requests.timeline import parts
 
 if TYPE_CHECKING:
     from pdserve.measure.load import Run

@@ -9,16 +9,16 @@ import httpx2
 import msgspec
 from google.protobuf.json_format import ParseDict
 
-from pdserve.clock import Clock, MonotonicClock
-from pdserve.errors import CommandError, Status
+from pdserve.base.clock import Clock, MonotonicClock
+from pdserve.base.errors import CommandError
 from pdserve.measure.client import Access, OpenLoop, take_ledger
 from pdserve.measure.outcomes import Outcome
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.openai.errors import STATUS
+from pdserve.protocol.refusal import ERROR_RESPONSES, Status
 
 TIMEOUT_S = 600.0  # of silence, which comments break every 15 s
 CONNECT_TIMEOUT_S = 10.0
-_NAMES = {code: status.value for status, code in STATUS.items()} | {401: "UNAUTHENTICATED"}
+_NAMES = {response.http: response.status.value for response in ERROR_RESPONSES.values()}
 _EVENT = b"data: "
 
 

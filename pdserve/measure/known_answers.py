@@ -13,12 +13,12 @@ import torch
 
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.alone import LoneEngine
+from pdserve.engine.offline import LoneEngine
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.sampling import SamplingParams
-from pdserve.wire import params_to_proto
+from pdserve.protocol.inference import params_to_proto
+from pdserve.protocol.sampling import SamplingParams
 
 Answer = Mapping[int, Sequence[int]]  # tokens by continuation
 

@@ -5,13 +5,13 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve.clock import Clock, MonotonicClock
-from pdserve.errors import CommandError
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import CommandError
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import PDSERVE, WORKER_ROLES, ClusterSpec, Flags, flag_arguments
@@ -190,23 +190,6 @@ async def recovered(state: Callable[[], ClusterState], board: StatusBoard) -> tu
     return free_after_s, left_over
 
 
-async def drained(cluster: LocalCluster, name: str, clock: Clock, ask: Awaitable[None]) -> float:
-    """Drain a worker as `ask` does; return the seconds until its process has ended."""
-    pid = cluster.state.pid_of(name)
-    if pid is None:
-        raise CommandError(f"{name} does not run")
-    process = os.pidfd_open(pid)
-    try:
-        began_s, ended = clock.now_s(), asyncio.Event()
-        asyncio.get_running_loop().add_reader(process, ended.set)
-        await ask
-        await ended.wait()
-        return clock.now_s() - began_s
-    finally:
-        asyncio.get_running_loop().remove_reader(process)
-        os.close(process)
-
-
 Report = Callable[[str], None]  # prints progress for a person who waits
 
 
@@ -263,7 +246,7 @@ async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
 @asynccontextmanager
 async def serving_process(kind: Literal["router", "frontend"], flags: Flags) -> AsyncIterator[Process]:
     """Run a router or a frontend, which ends with this process, for the length of the block."""
-    wrapper = (sys.executable, "-P", "-m", "pdserve.signals", str(os.getpid()))
+    wrapper = (sys.executable, "-P", "-m", "pdserve.base.signals", str(os.getpid()))
     command = (*wrapper, *PDSERVE, kind, *flag_arguments(flags))
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL)
     try:

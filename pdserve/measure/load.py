@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
 from pdserve.measure import http_client
 from pdserve.measure.client import GREEDY, Access, Client, Door, OpenLoop, Sampling, Timed, connect, requests_of
 from pdserve.measure.outcomes import Objective, Outcome, Summary, percentiles, summarize

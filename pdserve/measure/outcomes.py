@@ -12,7 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from pdserve.errors import ConfigError, Status
+from pdserve.base.errors import ConfigError
+from pdserve.protocol.refusal import Status
 
 
 @dataclass(frozen=True, slots=True)

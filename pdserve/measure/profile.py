@@ -5,15 +5,16 @@
 
 import random
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.launch.folder import ClusterState
 from pdserve.measure.live import LiveCluster, Report, connected
 from pdserve.measure.workload import Arrival
 from pdserve.perfmodel.curve import ENOUGH_STEPS
 from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile
+from pdserve.perfmodel.wire import decode_pieces, most_seen, prefill_curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.wire import decode_pieces, layout_from_proto, most_seen, prefill_curve
+from pdserve.protocol.link import layout_from_proto
 
 _LEAST_S = 1e-9  # a profile's token_s has to be over 0
 _LINK = LinkFields(bytes_per_s=2e9, latency_s=0.005)  # where nothing is known of hand-offs

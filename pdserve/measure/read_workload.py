@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.measure.workload import SPREAD, Arrival, Workload, fixed_lengths, random_lengths
 
 if TYPE_CHECKING:

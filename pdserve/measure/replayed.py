@@ -8,19 +8,18 @@ from typing import TypeAlias
 
 import grpc
 
-from pdserve.clock import new_incarnation
+from pdserve.base.clock import new_incarnation
+from pdserve.base.ids import PROTOCOL_VERSION, Attempt, AttemptKey, RequestId
 from pdserve.engine.sequence import Finish
-from pdserve.ids import PROTOCOL_VERSION, Attempt, RequestId
-from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.session import HandoffKey
+from pdserve.net.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify, read_secret
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
-from pdserve.reports import Stage
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify, read_secret
-from pdserve.sampling import SampledToken
-from pdserve.token_ids import TOKEN_ID_BYTES
-from pdserve.wire import layout_to_proto
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.link import layout_to_proto
+from pdserve.protocol.reports import Stage
+from pdserve.protocol.sampling import SampledToken
+from pdserve.protocol.token_ids import TOKEN_ID_BYTES
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
 from pdserve.worker.reporting import StepReports
 
@@ -52,10 +51,10 @@ class Replayed:
         self._model = model
         self._token_ids = token_ids
         self._max_num_seqs = max_num_seqs
-        self._expected: dict[HandoffKey, link.SequenceSpec] = {}  # by the decode worker
+        self._expected: dict[AttemptKey, link.SequenceSpec] = {}  # by the decode worker
         self._prompts: list[link.Place] = []  # computed with the next step
-        self._running: dict[tuple[HandoffKey, int], _Sequence] = {}
-        self._joined: list[HandoffKey] = []  # landed since the last step
+        self._running: dict[tuple[AttemptKey, int], _Sequence] = {}
+        self._joined: list[AttemptKey] = []  # landed since the last step
 
     async def serve(self, address: str, secret_file: Path, step_s: float) -> None:
         """Attach both workers to a router and stream until cancelled."""
@@ -104,7 +103,7 @@ class Replayed:
                 pass  # nothing is computed here
 
     def _cancel(self, cancel: link.Cancel) -> None:
-        key = HandoffKey(RequestId(cancel.request_id), Attempt(cancel.attempt))
+        key = AttemptKey(RequestId(cancel.request_id), Attempt(cancel.attempt))
         if not cancel.indices:
             self._expected.pop(key, None)
             self._prompts = [place for place in self._prompts if _key(place.spec) != key]
@@ -176,15 +175,15 @@ class Replayed:
         for position in range(begin, end):
             token = SampledToken(self._token_ids[position % len(self._token_ids)])
             finish = None if goes_on or position + 1 < end else Finish.LENGTH
-            reports.append(Tokens(_ROUTER, sequence.key, sequence.index, position, token, finish))
+            reports.append(Tokens(_ROUTER, sequence.key, sequence.index, position, (token,), finish))
         return goes_on
 
 
-def _key(spec: link.SequenceSpec) -> HandoffKey:
-    return HandoffKey(RequestId(spec.request_id), Attempt(spec.attempt))
+def _key(spec: link.SequenceSpec) -> AttemptKey:
+    return AttemptKey(RequestId(spec.request_id), Attempt(spec.attempt))
 
 
-def _stages(key: HandoffKey, at_s: float, *stages: Stage) -> list[Progress]:
+def _stages(key: AttemptKey, at_s: float, *stages: Stage) -> list[Progress]:
     return [Progress(_ROUTER, key, stage, at_s) for stage in stages]
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count, cycle, islice, takewhile
 from math import inf, isfinite
 
-from pdserve.errors import ConfigError
-from pdserve.ids import RequestId
+from pdserve.base.errors import ConfigError
+from pdserve.base.ids import RequestId
 
 SPREAD = 0.8  # of random lengths
 _AGAIN_WITHIN_S = 10.0  # a repeated request comes within so many seconds, far less than a trace takes to rise or fall

@@ -1,73 +1,116 @@
-"""What `loading` and the engine's runners expect of a model family, and the tensors it is built from."""
+"""What the engine's runners expect of a model, and the tensors it is built from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
-from pdserve.model.ops import Attention, Dense, DeviceOps, GateUp, Linear, Matrix, Ops, Quantized
+from pdserve.model.ops import Attention, Dense, GateUp, Linear, Matrix, Ops, Quantized
 from pdserve.model.rope import Rope
+from pdserve.model.weights import COLUMNS, Shard, Weights
 
 Shapes = dict[str, tuple[int, ...]]
-NAMED_AT_MOST = 3  # missing tensors that an error names; it counts the others
+Progress = Callable[[float], None]
+
+
+class TensorSource(Protocol):
+    """The tensors that a model is built from, by name. A model takes each of them once, and says its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of hidden states, K and V."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0) -> Tensor:
+        """Return a tensor, to which `plus` is added before it is rounded to the dtype, or a rank's shard of it."""
+        ...
+
+    def take_matrix(
+        self, name: str, outputs: int, inputs: int, *, bias: bool = False, shard: Shard | None = None
+    ) -> Matrix:
+        """Return `name`.weight [outputs, inputs], with `name`.bias if there is one, or a rank's shard of both.
+
+        Where inputs are divided, the bias is the first rank's: ranks add their products. ConfigError names a matrix
+        that has no such shard.
+        """
+        ...
+
+
+class Wanted:
+    """Notes which tensors a model takes, and gives it matrices of no inputs in their place, which take no memory.
+
+    Tensors on torch's device "meta" take none either, but joining two of them loads torch's compiler: for seconds.
+    """
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.shapes: Shapes = {}
+
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0) -> Tensor:
+        del shard, plus
+        self.shapes[name] = shape
+        return torch.empty(shape if len(shape) == 1 else (shape[0], 0))
+
+    def take_matrix(
+        self, name: str, outputs: int, inputs: int, *, bias: bool = False, shard: Shard | None = None
+    ) -> Matrix:
+        weight = self.take(f"{name}.weight", (outputs, inputs), shard)
+        return Dense(weight, self.take(f"{name}.bias", (outputs,)) if bias else None)
 
 
 class Tensors:
-    """A checkpoint's tensors by name, in the wanted dtype on the wanted device.
+    """A checkpoint's tensors by name, each read when a model takes it: in the wanted dtype, on the wanted device.
 
     A model takes each of them once, so that no two copies pile up.
     """
 
-    def __init__(self, architecture: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-        self._architecture = architecture
-        self._shapes = shapes
-        self._total = sum(map(prod, self._shapes.values()))
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    ) -> None:
+        """Serve `weights`. progress: called with the share of elements taken, up to 1.0."""
+        self.dtype, self.device = dtype, device
+        self._left = dict(weights)
+        self._total = sum(prod(stored.shape) for stored in weights.values())
         self._num_elements = 0
-        self._dtype = dtype
-        self._device = device
-        self._tensors: dict[str, Tensor | Groups] = {}
+        self._progress = progress
 
-    @property
-    def share(self) -> float:
-        """Return how much of the model has been added, up to 1.0."""
-        return self._num_elements / self._total
-
-    def add(self, name: str, tensor: Tensor | Groups) -> None:
-        """Take in a tensor; ConfigError if it is unexpected, given twice or misshapen."""
-        if name not in self._shapes:
-            raise ConfigError(f"{name}: not a tensor of {self._architecture}")
-        if name in self._tensors:
-            raise ConfigError(f"{name}: given twice")
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise ConfigError(f"{name}: shape {tuple(tensor.shape)}, the config asks for {self._shapes[name]}")
-        if isinstance(tensor, Tensor):
-            tensor = tensor.to(device=self._device, dtype=self._dtype).contiguous()
-        self._tensors[name] = tensor
-        self._num_elements += prod(tensor.shape)
-
-    def check_complete(self) -> None:
-        """Raise ConfigError if tensors are missing."""
-        missing = [name for name in self._shapes if name not in self._tensors]
-        if missing:
-            more = f" and {len(missing) - NAMED_AT_MOST} more" if len(missing) > NAMED_AT_MOST else ""
-            raise ConfigError(f"{', '.join(missing[:NAMED_AT_MOST])}{more}: missing from the weights")
-
-    def take(self, name: str) -> Tensor:
-        taken = self._tensors.pop(name)
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0) -> Tensor:
+        del shape  # has been compared by whoever gave us the weights
+        taken = self._take(name, shard, plus)
         if isinstance(taken, Groups):
-            return Quantized(taken, self._dtype).dense().data.to(self._device)
+            return Quantized(taken, self.dtype).dense().data.to(self.device)
         return taken
 
-    def take_matrix(self, name: str) -> Matrix:
-        """Return `name`.weight, with `name`.bias where there is one."""
-        bias = self.take(f"{name}.bias") if f"{name}.bias" in self._tensors else None
-        weight = self._tensors.pop(f"{name}.weight")
-        return Quantized(weight, self._dtype, bias) if isinstance(weight, Groups) else Dense(weight, bias)
+    def take_matrix(
+        self, name: str, outputs: int, inputs: int, *, bias: bool = False, shard: Shard | None = None
+    ) -> Matrix:
+        del outputs, inputs
+        by_columns = shard is not None and shard.axis == COLUMNS
+        added = self.take(f"{name}.bias", (), None if by_columns else shard) if bias else None
+        if by_columns and shard is not None and shard.rank > 0:
+            added = None
+        weight = self._take(f"{name}.weight", shard)
+        return Quantized(weight, self.dtype, added) if isinstance(weight, Groups) else Dense(weight, added)
+
+    def _take(self, name: str, shard: Shard | None, plus: float = 0.0) -> Tensor | Groups:
+        stored = self._left.pop(name)
+        read = stored.read(() if shard is None else shard.part(name, stored))
+        if not isinstance(read, Groups):
+            read = read if isinstance(read, Tensor) else torch.from_numpy(read)
+            read = read.float() + plus if plus else read
+            read = read.to(device=self.device, dtype=self.dtype).contiguous()
+        self._num_elements += prod(stored.shape)
+        if self._progress is not None:
+            self._progress(self._num_elements / self._total)
+        return read
 
 
 class Model(Protocol):
@@ -77,7 +120,9 @@ class Model(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def rope(self) -> Rope: ...
+    def ropes(self) -> Sequence[Rope]:
+        """Return the rope of each layer; layers that rotate alike share one."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,17 +156,10 @@ class Model(Protocol):
         """Return the same model over other operations."""
         ...
 
-    @classmethod
-    def build(cls, config: ModelConfig, tensors: Tensors, ops: DeviceOps) -> Self:
-        """Put a model together from all tensors that `shapes` names."""
+    def activation_bytes(self) -> int:
+        """Return the bytes that a step needs for each of its tokens beside their logits: an upper estimate."""
         ...
 
-    @staticmethod
-    def shapes(config: ModelConfig) -> Shapes:
-        """Return the shape of every tensor the model needs, in the order checkpoints hold them."""
-        ...
-
-    @staticmethod
-    def ignores(name: str, config: ModelConfig) -> bool:
-        """Say whether checkpoints may hold a tensor of this name that the model does not read."""
+    def bytes_read(self, num_rows: int) -> int:
+        """Return the bytes of weights that a step of `num_rows` tokens reads, all of which are sampled from."""
         ...

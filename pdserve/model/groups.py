@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-GROUP = 32  # inputs that share a scale and a minimum
+from pdserve.model.weights import GROUP
+
 HALF = GROUP // 2
 SIGNED_ZERO = {4: 8, 8: 128}  # the code of zero where weights are symmetric around it
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,20 @@ class Groups:
         scaled = self.scales[..., None].astype(np.float32) * self._unpacked()
         return (scaled + self.minimums[..., None].astype(np.float32)).reshape(self.shape)
 
-    def __getitem__(self, order: npt.NDArray[np.int64]) -> "Groups":
-        """Return the matrix of these rows, in this order."""
-        return Groups(self.bits, self.codes[order], self.scales[order], self.minimums[order])
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.minimums.nbytes
+
+    def of_inputs(self, inputs: slice) -> "Groups":
+        """Return the matrix of some inputs, which must be whole groups."""
+        groups = slice(inputs.start // GROUP, inputs.stop // GROUP)
+        parts = (self.codes[:, groups], self.scales[:, groups], self.minimums[:, groups])
+        return Groups(self.bits, *map(np.ascontiguousarray, parts))
+
+    def of_outputs(self, outputs: slice | Ints) -> "Groups":
+        """Return the matrix of some outputs, in their order."""
+        parts = (self.codes[outputs], self.scales[outputs], self.minimums[outputs])
+        return Groups(self.bits, *map(np.ascontiguousarray, parts))
 
     def _unpacked(self) -> Bytes:
         if self.bits == 8:

@@ -1,59 +1,84 @@
 """Builds a model from tensors: each that it needs, once, in the right shape, and no others."""
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.base.errors import ConfigError
+from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.layers import INPUT_BITS
-from pdserve.model import llama
+from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
-from pdserve.model.family import Model, Tensors
-from pdserve.model.groups import Groups
-from pdserve.model.ops import ops_for
+from pdserve.model.decoder import Decoder, check_constants, ignores
+from pdserve.model.family import Model, Progress, Shapes, Tensors, Wanted
+from pdserve.model.ops import DeviceOps, TorchOps
+from pdserve.model.ops_cpu import CpuOps
+from pdserve.model.weights import Part, Stored, Weights
 
-FAMILIES: dict[str, type[Model]] = {  # by name of architecture; config.ARCHITECTURES has the same names
-    "LlamaForCausalLM": llama.Model,
-    "MistralForCausalLM": llama.Model,
-    "Qwen2ForCausalLM": llama.Model,
-    "Qwen3ForCausalLM": llama.Model,
-}
 DUMMY_STD = 0.02
-
-Weights = Iterable[tuple[str, Tensor | npt.NDArray[np.generic] | Groups]]
+NAMED_AT_MOST = 3  # missing tensors that an error names; it counts the others
 
 
 def load_model(
     config: ModelConfig,
     weights: Weights,
     dtype: torch.dtype,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     device: torch.device | str = "cpu",
     input_bits: int = INPUT_BITS,
 ) -> Model:
-    """Build the model from Hugging Face-named tensors, in any order.
+    """Build the model from Hugging Face-named tensors.
 
     `progress` is called with the share of elements read, up to 1.0. input_bits: of the inputs of quantized products, 8
-    or 16. ConfigError names a tensor that is missing, unexpected, given twice or misshapen.
+    or 16. ConfigError names a tensor that is missing, unexpected or misshapen, before any is read.
     """
-    family = FAMILIES[config.architecture]
     device = torch.device(device)
-    tensors = Tensors(config.architecture, family.shapes(config), dtype, device)
-    for name, weight in weights:
-        if family.ignores(name, config):
-            continue
-        tensors.add(name, weight if isinstance(weight, Tensor | Groups) else torch.tensor(weight))
-        if progress is not None:
-            progress(tensors.share)
-    tensors.check_complete()
-    return family.build(config, tensors, ops_for(device, config.rms_norm_eps, input_bits))
+    tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
+    return Decoder.build(config, tensors, ops_for(device, input_bits))
 
 
-def dummy_weights(config: ModelConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield random tensors in place of a checkpoint's, float32: norms near one, the rest small and normal."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, shape in FAMILIES[config.architecture].shapes(config).items():
-        noise = torch.randn(shape, generator=generator) * DUMMY_STD
-        yield name, noise + 1.0 if name.endswith("norm.weight") else noise
+def shapes_of(config: ModelConfig) -> Shapes:
+    """Return the shape of every tensor that a model needs."""
+    wanted = Wanted()
+    Decoder.build(config, wanted, TorchOps())
+    return wanted.shapes
+
+
+def needed_weights(config: ModelConfig, weights: Weights) -> Weights:
+    """Return the tensors that the model needs; ConfigError if they are not there, or others are."""
+    shapes = shapes_of(config)
+    for name, stored in weights.items():
+        if name not in shapes and not ignores(name, config):
+            raise ConfigError(f"{name}: not a tensor of {config.architecture}")
+        if name in shapes and stored.shape != shapes[name]:
+            raise ConfigError(f"{name}: shape {stored.shape}, the config asks for {shapes[name]}")
+    if missing := [name for name in shapes if name not in weights]:
+        more = f" and {len(missing) - NAMED_AT_MOST} more" if len(missing) > NAMED_AT_MOST else ""
+        raise ConfigError(f"{', '.join(missing[:NAMED_AT_MOST])}{more}: missing from the weights")
+    check_constants(weights)
+    return {name: weights[name] for name in shapes}
+
+
+def ops_for(device: torch.device, input_bits: int) -> DeviceOps:
+    """Return the operations of a device. input_bits: of the inputs of quantized products on a CPU, 8 or 16."""
+    if device.type == "cuda":
+        from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
+
+        return CudaOps()
+    loaded = library()
+    return TorchOps() if isinstance(loaded, Missing) else CpuOps(loaded, input_bits)
+
+
+def dummy_weights(config: ModelConfig, seed: int = 0) -> Weights:
+    """Return random tensors in place of a checkpoint's, float32: norms near one, the rest small and normal."""
+    return {name: Stored(shape, partial(_noise, name, shape, seed)) for name, shape in shapes_of(config).items()}
+
+
+def _noise(name: str, shape: tuple[int, ...], seed: int, part: Part) -> Tensor:
+    """Return what depends on the seed and the name alone, not on what else is read."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    noise = torch.randn(shape, generator=generator) * DUMMY_STD
+    return (noise + 1.0 if name.endswith("norm.weight") else noise)[part]

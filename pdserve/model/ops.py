@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.errors import ConfigError
-from pdserve.kernels.cpu.build import Missing
-from pdserve.kernels.cpu.layers import INPUT_BITS, Tiles
-from pdserve.kernels.cpu.library import library
+from pdserve.base.errors import ConfigError
+from pdserve.kernels.cpu.layers import Tiles
+from pdserve.model.design import Activation
 from pdserve.model.groups import Groups, joined_groups
 
 
@@ -52,43 +51,88 @@ Linear = Matrix | Packed | Tiles
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """SwiGLU's two matrices, for a device that multiplies them one after the other."""
+    """The two matrices of a gated unit, for a device that multiplies them one after the other."""
 
     gate: Packed
     up: Packed
 
 
 @dataclass(frozen=True, slots=True)
-class QkNorm:
-    """Weights of the norms over each head of q and of k, before they are rotated."""
+class RmsNorm:
+    """x / rms(x) * weight."""
 
-    q: Tensor
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight + bias."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+Norm = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """RMS norms over each head of q and of k, before they are rotated or after it."""
+
+    q: Tensor  # weights: [head_dim]
     k: Tensor
+    eps: float
+    after_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class XIelu:
+    """The activation xIELU, of which each layer has learnt two scalars (Huang, Schlag 2024)."""
+
+    positive: Tensor  # [1] each, before softplus
+    negative: Tensor
+
+
+MlpActivation = Activation | XIelu
 
 
 class Ops(Protocol):
     """The operations of one device. x: [num_tokens, features]."""
 
-    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        """Return rows of an embedding: token_ids int64 [num_tokens] -> [num_tokens, hidden_size]."""
+    def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        """Return rows of an embedding times `scale`: token_ids int64 [num_tokens] -> [num_tokens, hidden_size]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x / rms(x) * weight over the last axis, with the mean of squares in float32."""
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Normalize over the last axis, with means in float32."""
+        ...
+
+    def norm_(self, x: Tensor, norm: RmsNorm) -> None:
+        """Normalize in place; x may be some columns of a wider matrix."""
+        ...
+
+    def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
+        """Return norm(x) + residual, which may be overwritten."""
         ...
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor: ...
 
-    def logits(self, x: Tensor, weight: Linear) -> Tensor:
-        """Return linear(x), in float32 where that costs nothing: bfloat16 would make near logits equal."""
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        """Return linear(x) * scale, in float32 where that costs nothing: bfloat16 would make near logits equal."""
         ...
 
-    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
-        """Return linear(x) + residual, which may be overwritten."""
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        """Return linear(x) * scale + residual, which may be overwritten."""
         ...
 
-    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
-        """Return silu(gate(x)) * up(x)."""
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
+        """Return activation(gate(x)) * up(x)."""
+        ...
+
+    def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
+        """Return activation(linear(x))."""
         ...
 
 
@@ -99,8 +143,8 @@ class DeviceOps(Ops, Protocol):
         """Return a loaded weight as the type that this device multiplies."""
         ...
 
-    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
-        """Return SwiGLU's matrices as this device multiplies them: joined into one, or apart."""
+    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
+        """Return the matrices of a gated unit as this device multiplies them: joined into one, or apart."""
         ...
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
@@ -112,29 +156,12 @@ class Attention(Protocol):
     """One step's attention, already planned."""
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
-        """Norm and rotate q and k, put K and V into the step's pages, attend over each sequence's pages.
+        """Norm and rotate q and k as the layer does, put K and V into the step's pages, attend over each sequence's.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then k, then v; may be overwritten.
         Returns [num_tokens, num_heads * head_dim].
         """
         ...
-
-
-def ops_for(device: torch.device, eps: float, input_bits: int = INPUT_BITS) -> DeviceOps:
-    """Return the operations of a device.
-
-    eps: of every norm. input_bits: of the inputs of quantized products on a CPU, 8 or 16.
-    """
-    if device.type == "cuda":
-        from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
-
-        return CudaOps(eps)
-    loaded = library()
-    if isinstance(loaded, Missing):
-        return TorchOps(eps)
-    from pdserve.model.ops_cpu import CpuOps  # noqa: PLC0415 - it builds on the operations in plain torch
-
-    return CpuOps(eps, loaded, input_bits)
 
 
 def dense(weight: Linear) -> Dense:
@@ -147,14 +174,11 @@ def dense(weight: Linear) -> Dense:
 class TorchOps:
     """The operations in plain torch, and in oneDNN's fused products where the CPU has matrix units for bfloat16."""
 
-    def __init__(self, eps: float) -> None:
-        self._eps = torch.full((1, 1), eps, dtype=torch.float32)
-
     def held(self, weight: Matrix) -> Linear:
         matrix = decoded(weight)
         return _packed(matrix) if packs(matrix.data) else matrix
 
-    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
         first, second = decoded(gate), decoded(up)
         if packs(first.data):
             return GateUp(_packed(first), _packed(second))
@@ -164,14 +188,25 @@ class TorchOps:
         matrix = decoded(weight)
         return matrix, self.held(matrix) if tied else None
 
-    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        return functional.embedding(token_ids, dense(weight).data)
+    def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        return times(functional.embedding(token_ids, dense(weight).data), scale)
 
-    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, 2, -1, keepdim=True)
-        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / len(weight)).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(weight)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        match norm:
+            case RmsNorm(weight, eps):
+                wide = x.float()
+                length = torch.linalg.vector_norm(wide, 2, -1, keepdim=True)
+                scale = length.square_().mul_(1.0 / len(weight)).add_(eps).rsqrt_()
+                normed: Tensor = (wide * scale).to(x.dtype).mul_(weight)
+                return normed
+            case LayerNorm(weight, bias, eps):
+                return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def norm_(self, x: Tensor, norm: RmsNorm) -> None:
+        x.copy_(self.norm(x, norm))
+
+    def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
+        return residual.add_(self.norm(x, norm))
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         if isinstance(weight, Packed):
@@ -179,24 +214,76 @@ class TorchOps:
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
 
-    def logits(self, x: Tensor, weight: Linear) -> Tensor:
-        return self.linear(x, weight)
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        return times(self.linear(x, weight), scale)
 
-    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
-        if isinstance(weight, Packed):
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, Packed) and scale == 1.0:
             return _binary(x, residual, weight.data, weight.bias, "add")
-        return self.linear(x, weight).add_(residual)
+        return times(self.linear(x, weight), scale).add_(residual)
 
-    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):
-            gated = _unary(x, weight.gate.data, weight.gate.bias, "swish", [], "")
-            return _binary(x, gated, weight.up.data, weight.up.bias, "mul")
+            is_silu = activation is Activation.SILU  # which is fused with the product
+            gate = _unary(x, weight.gate.data, weight.gate.bias, "swish" if is_silu else "none", [], "")
+            gate = gate if is_silu else activate(gate, activation)
+            return _binary(x, gate, weight.up.data, weight.up.bias, "mul")
         gate, up = self.linear(x, weight).chunk(2, -1)
-        return functional.silu(gate).mul_(up)
+        return activate(gate, activation).mul_(up)
+
+    def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
+        return activate(self.linear(x, weight), activation)
+
+
+def activate(x: Tensor, activation: MlpActivation) -> Tensor:
+    """Return the activation of each element."""
+    match activation:
+        case Activation.SILU:
+            return functional.silu(x)
+        case Activation.GELU:
+            return functional.gelu(x)
+        case Activation.GELU_TANH:
+            return functional.gelu(x, approximate="tanh")
+        case Activation.SQUARED_RELU:
+            return functional.relu(x).square_()
+        case XIelu(positive, negative):
+            above, below = functional.softplus(positive), XIELU_BETA + functional.softplus(negative)
+            bent = (torch.expm1(x.clamp(max=XIELU_EPS)) - x) * below
+            return torch.where(x > 0, above * x * x, bent) + XIELU_BETA * x
+        case Activation.XIELU:
+            raise TypeError("xIELU has scalars of its own in each layer")
+
+
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
+
+
+def times(x: Tensor, scale: float) -> Tensor:
+    """Return x * scale; x itself is overwritten."""
+    return x if scale == 1.0 else x.mul_(scale)
+
+
+def weight_bytes(weight: Linear | GateUp) -> int:
+    """Return the bytes of a matrix, its bias aside."""
+    match weight:
+        case GateUp(gate, up):
+            return weight_bytes(gate) + weight_bytes(up)
+        case Quantized(groups):
+            return groups.nbytes
+        case _:
+            return weight.data.numel() * weight.data.element_size()
 
 
 def decoded(weight: Matrix) -> Dense:
     return weight.dense() if isinstance(weight, Quantized) else weight
+
+
+def rows_of(weight: Matrix, rows: slice | Tensor) -> Matrix:
+    """Return the matrix of some outputs, in their order."""
+    bias = None if weight.bias is None else weight.bias[rows].contiguous()
+    if isinstance(weight, Quantized):
+        groups = weight.groups.of_outputs(rows if isinstance(rows, slice) else rows.numpy())
+        return Quantized(groups, weight.dtype, bias)
+    return Dense(weight.data[rows].contiguous(), bias)
 
 
 def joined(*weights: Matrix) -> Matrix:

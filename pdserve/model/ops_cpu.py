@@ -22,49 +22,90 @@ from pdserve.kernels.cpu.layers import (
     tiled_gate_up,
 )
 from pdserve.kernels.cpu.library import DTYPES
+from pdserve.model.design import Activation
 from pdserve.model.groups import Groups
-from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized, TorchOps, packs
+from pdserve.model.ops import (
+    Dense,
+    GateUp,
+    Linear,
+    Matrix,
+    MlpActivation,
+    Norm,
+    Quantized,
+    RmsNorm,
+    TorchOps,
+    joined,
+    packs,
+    times,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class CompiledOps:
-    """The compiled operations, with weights in tiles. A token's results depend on that token alone."""
+class NotCompiledError(Exception):
+    """The library has no such operation."""
 
-    def __init__(self, eps: float, calls: Calls) -> None:
-        self._eps = eps
+
+class CompiledOps:
+    """The compiled operations, with weights in tiles. A token's results depend on that token alone.
+
+    NotCompiledError if the library does not have one.
+    """
+
+    def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
+    def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
         assert isinstance(weight, Tiles)
+        _require_compiled(scale == 1.0)
         return look_up(self._calls, token_ids, weight)
 
-    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(self._calls, x, weight, self._eps)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if not isinstance(norm, RmsNorm):
+            raise NotCompiledError
+        return rms_norm(self._calls, x, norm.weight, norm.eps)
 
-    def linear(self, x: Tensor, weight: Linear | GateUp, residual: Tensor | None = None) -> Tensor:
+    def norm_(self, x: Tensor, norm: RmsNorm) -> None:
+        raise NotCompiledError
+
+    def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
+        raise NotCompiledError
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
         assert isinstance(weight, Tiles)
+        return multiply(self._calls, x, weight)
+
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        assert isinstance(weight, Tiles)
+        _require_compiled(scale == 1.0)
+        return multiply(self._calls, x, weight, out_dtype=torch.float32 if weight.bias is None else weight.dtype)
+
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        assert isinstance(weight, Tiles)
+        _require_compiled(scale == 1.0)
         return multiply(self._calls, x, weight, residual)
 
-    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         assert isinstance(weight, Tiles)
-        return multiply(self._calls, x, weight, out_dtype=torch.float32)
+        _require_compiled(weight.gated and activation is Activation.SILU)
+        return multiply(self._calls, x, weight)
 
-    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
-        return self.linear(x, weight, residual)
+    def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
+        raise NotCompiledError
 
-    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
-        return self.linear(x, weight)
+
+def _require_compiled(is_compiled: bool) -> None:
+    if not is_compiled:
+        raise NotCompiledError
 
 
 class CpuOps(TorchOps):
     """The operations of a CPU: compiled for weights in tiles, in plain torch for others."""
 
-    def __init__(self, eps: float, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS) -> None:
-        """Set up for one model. eps: of its norms. input_bits: of the inputs of its quantized products, 8 or 16."""
-        super().__init__(eps)
+    def __init__(self, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS) -> None:
+        """Set up for one model. input_bits: of the inputs of its quantized products, 8 or 16."""
         self._input_bits = input_bits
-        self._compiled = CompiledOps(eps, Immediate(loaded))
+        self._compiled = CompiledOps(Immediate(loaded))
         self._multiplies_bytes = multiplies_bytes(loaded)
         self._multiplies_bfloat16 = multiplies_bfloat16(loaded)
         self._noted = False  # whether slow products were logged
@@ -77,13 +118,17 @@ class CpuOps(TorchOps):
             return Tiles(data, groups.bits, groups.shape[0], weight.dtype, weight.bias, input_bits=self._input_bits)
         return tiled(weight.data, weight.bias) if self._fits(weight) else super().held(weight)
 
-    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
         if isinstance(gate, Quantized) and isinstance(up, Quantized):
+            if activation is not Activation.SILU:
+                return self.held(joined(gate, up))
             return _quantized_gate_up(gate, up, self._input_bits)
         if isinstance(gate, Dense) and isinstance(up, Dense) and self._fits(gate):
+            if activation is not Activation.SILU:
+                return self.held(joined(gate, up))
             bias = None if gate.bias is None or up.bias is None else (gate.bias, up.bias)
             return tiled_gate_up(gate.data, up.data, bias)
-        return super().held_gate_up(gate, up)
+        return super().held_gate_up(gate, up, activation)
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         if isinstance(weight, Quantized) or self._fits(weight):
@@ -91,27 +136,33 @@ class CpuOps(TorchOps):
             return held, held if tied else None
         return super().held_embedding(weight, tied=tied)
 
-    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
+    def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
         if isinstance(weight, Tiles):
-            return self._compiled.embed(token_ids, weight)
-        return super().embed(token_ids, weight)
+            return times(self._compiled.embed(token_ids, weight), scale)
+        return super().embed(token_ids, weight, scale)
 
-    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._compiled.rms_norm(x, weight) if x.dtype in DTYPES else super().rms_norm(x, weight)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if isinstance(norm, RmsNorm) and x.dtype in DTYPES:
+            return self._compiled.norm(x, norm)
+        return super().norm(x, norm)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return self._compiled.linear(x, weight) if isinstance(weight, Tiles) else super().linear(x, weight)
 
-    def logits(self, x: Tensor, weight: Linear) -> Tensor:
-        return self._compiled.logits(x, weight) if isinstance(weight, Tiles) else super().logits(x, weight)
-
-    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
         if isinstance(weight, Tiles):
-            return self._compiled.linear_add(x, weight, residual)
-        return super().linear_add(x, weight, residual)
+            return times(self._compiled.logits(x, weight), scale)
+        return super().logits(x, weight, scale)
 
-    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
-        return self._compiled.swiglu(x, weight) if isinstance(weight, Tiles) else super().swiglu(x, weight)
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, Tiles) and scale == 1.0:
+            return self._compiled.linear_add(x, weight, residual)
+        return super().linear_add(x, weight, residual, scale)
+
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
+        if isinstance(weight, Tiles) and weight.gated:
+            return self._compiled.gated(x, weight, activation)
+        return super().gated(x, weight, activation)
 
     def _note_slow_products(self, weight: Matrix) -> None:
         if isinstance(weight, Quantized):

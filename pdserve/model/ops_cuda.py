@@ -1,48 +1,76 @@
-"""The operations on a GPU: a Triton kernel for each that is no matrix product; a residual is added in the product."""
+"""The operations on a GPU: Triton kernels for the common ones, torch for others; a residual is added in the product."""
 
 from torch import Tensor
 from torch.nn import functional
 
 from pdserve.kernels.pageio import rms_norm, silu_mul
-from pdserve.model.ops import GateUp, Linear, Matrix, decoded, dense, joined
+from pdserve.model.design import Activation
+from pdserve.model.ops import (
+    GateUp,
+    LayerNorm,
+    Linear,
+    Matrix,
+    MlpActivation,
+    Norm,
+    RmsNorm,
+    activate,
+    decoded,
+    dense,
+    joined,
+    times,
+)
 
 
 class CudaOps:
     """The operations of a GPU, or of a CPU where Triton interprets."""
 
-    def __init__(self, eps: float) -> None:
-        self._eps = eps
-
     def held(self, weight: Matrix) -> Linear:
         return decoded(weight)
 
-    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
         return joined(decoded(gate), decoded(up))
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         matrix = decoded(weight)
         return matrix, matrix if tied else None
 
-    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        return functional.embedding(token_ids, dense(weight).data)
+    def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        return times(functional.embedding(token_ids, dense(weight).data), scale)
 
-    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self._eps)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        match norm:
+            case RmsNorm(weight, eps):
+                return rms_norm(x, weight, eps)
+            case LayerNorm(weight, bias, eps):
+                return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def norm_(self, x: Tensor, norm: RmsNorm) -> None:
+        x.copy_(self.norm(x, norm))
+
+    def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
+        return residual.add_(self.norm(x, norm))
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
 
-    def logits(self, x: Tensor, weight: Linear) -> Tensor:
-        return self.linear(x, weight)
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        return times(self.linear(x, weight), scale)
 
-    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Add the products to the residual before rounding."""
         matrix = dense(weight)
-        total = residual.addmm_(x, matrix.data.t())
-        return total if matrix.bias is None else total.add_(matrix.bias)
+        total = residual.addmm_(x, matrix.data.t(), alpha=scale)
+        return total if matrix.bias is None else total.add_(matrix.bias, alpha=scale)
 
-    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):
             raise TypeError("gate and up are joined on a GPU")
-        return silu_mul(self.linear(x, weight))
+        both = self.linear(x, weight)
+        if activation is Activation.SILU:
+            return silu_mul(both)
+        gate, up = both.chunk(2, -1)
+        return activate(gate, activation).mul_(up)
+
+    def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
+        return activate(self.linear(x, weight), activation)

@@ -1,25 +1,31 @@
-"""Rotary position embeddings, with the scalings of the Llama family.
+"""Rotary position embeddings.
 
-Feature i is rotated with feature i + head_dim/2. `rotate_` takes tables of the whole width, with the sine negated in
+Feature i is rotated with feature i + head_dim/2. Where a checkpoint's features pair up otherwise, or only some of them
+turn, q's and k's are put into this `order` when they are loaded: scores are sums over features in any order. Features
+that do not turn have the angle 0. `rotate_` takes tables of the whole width, with the sine negated in
 its first half, so that one roll and two products rotate queries and keys together.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.model.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from pdserve.model.rope_config import LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
 
 Angles = tuple[Tensor, Tensor]  # of one step's positions: cosines and signed sines, [num_tokens, 1, head_dim] each
 
 
 class Rope:
-    """A model's rotation of queries and keys."""
+    """A rotation of queries and keys."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        frequencies, self._cos_scale = _frequencies(config)
-        self._frequencies = frequencies.to(device)
+    def __init__(self, head_dim: int, config: RopeConfig, device: torch.device) -> None:
+        turning = config.turning(head_dim)
+        frequencies, scale = _frequencies(turning, config)
+        still = (head_dim - turning) // 2
+        self._frequencies = torch.cat((frequencies, torch.zeros(still))).to(device)
+        self._scale = torch.tensor([scale] * (turning // 2) + [1.0] * still).to(device)
 
     def table(self, num_positions: int) -> Tensor:
         """Return each position's cosines, then its sines: float32 [num_positions, head_dim]."""
@@ -37,7 +43,24 @@ class Rope:
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         turns = positions.float()[:, None] * self._frequencies
-        return turns.cos() * self._cos_scale, turns.sin() * self._cos_scale
+        return turns.cos() * self._scale, turns.sin() * self._scale
+
+
+def distinct(ropes: Sequence[Rope]) -> tuple[list[Rope], list[int]]:
+    """Return each of the layers' ropes once, and which of them is each layer's."""
+    found = list({id(rope): rope for rope in ropes}.values())
+    places = {id(rope): place for place, rope in enumerate(found)}
+    return found, [places[id(rope)] for rope in ropes]
+
+
+def order(head_dim: int, config: RopeConfig) -> Tensor | None:
+    """Return which of a checkpoint's features each feature of a head is; None: they are in order already."""
+    half, turning = head_dim // 2, config.turning(head_dim)
+    features, still = torch.arange(turning), torch.arange(turning, head_dim)
+    pairs = features.view(-1, 2).t() if config.interleaved else features.view(2, -1)
+    first, second = pairs.unbind()
+    found = torch.cat((first, still[: half - len(first)], second, still[half - len(first) :]))
+    return None if torch.equal(found, torch.arange(head_dim)) else found
 
 
 def rotate_(heads: Tensor, angles: Angles) -> None:
@@ -46,11 +69,11 @@ def rotate_(heads: Tensor, angles: Angles) -> None:
     torch.addcmul(heads * cosines, heads.roll(heads.shape[-1] // 2, -1), sines, out=heads)
 
 
-def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return radians per position, float32 [head_dim / 2], and the factor on cosine and sine."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
-    match config.rope_scaling:
+def _frequencies(turning: int, config: RopeConfig) -> tuple[Tensor, float]:
+    """Return radians per position, float32 [turning / 2], and the factor on cosine and sine."""
+    exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / max(turning, 1)
+    plain = 1.0 / (config.theta**exponents)
+    match config.scaling:
         case None:
             return plain, 1.0
         case LinearRope(factor):
@@ -58,7 +81,9 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         case Llama3Rope() as scaling:
             return _llama3(plain, scaling), 1.0
         case YarnRope() as scaling:
-            return _yarn(plain, scaling, config)
+            return _yarn(plain, scaling, config.theta), scaling.attention_factor
+        case LongRope(factors, attention_factor):
+            return plain / torch.tensor(factors), attention_factor
 
 
 def _llama3(plain: Tensor, scaling: Llama3Rope) -> Tensor:
@@ -69,20 +94,18 @@ def _llama3(plain: Tensor, scaling: Llama3Rope) -> Tensor:
     return plain * keep + plain / scaling.factor * (1.0 - keep)
 
 
-def _yarn(plain: Tensor, scaling: YarnRope, config: ModelConfig) -> tuple[Tensor, float]:
+def _yarn(plain: Tensor, scaling: YarnRope, theta: float) -> Tensor:
     """Blend along a ramp over the features instead of over wavelengths (Peng et al. 2023, section 3.2)."""
+    head_dim = 2 * len(plain)
 
     def feature_turning(times: float) -> float:
         ratio = scaling.original_max_position_embeddings / (times * 2 * math.pi)
-        return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+        return head_dim * math.log(ratio) / (2 * math.log(theta))
 
     low, high = feature_turning(scaling.beta_fast), feature_turning(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, head_dim - 1)
     width = (high - low) or 0.001
     divided = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    attention_factor = scaling.attention_factor
-    if attention_factor is None:
-        attention_factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1.0 else 1.0
-    return plain / scaling.factor * divided + plain * (1.0 - divided), attention_factor
+    return plain / scaling.factor * divided + plain * (1.0 - divided)

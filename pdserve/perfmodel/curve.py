@@ -6,7 +6,7 @@ kv_tokens`. A step that does both reads the weights once: it pays the larger `st
 
 from dataclasses import dataclass
 
-from pdserve.values import value
+from pdserve.base.values import value
 
 # Observed steps after which a curve is trusted, and is moved by so many together: solving takes longer than all else
 # that a step brings. With 32, simulated clusters attain 3 points less: decode workers compute few prompts.
@@ -42,8 +42,10 @@ def attention_work(num_tokens: int, start: int) -> int:
 class Step:
     prefill_tokens: int = 0
     prefill_work: int = 0
-    sequences: int = 0  # that decode
+    sequences: int = 0  # that decode; the guesses of each count as sequences too
     kv_tokens: int = 0  # that they read
+    guesses: int = 0  # among these sequences
+    kept_guesses: int = 0  # tokens gained beyond one a sequence
 
 
 IDLE = Step()

@@ -208,6 +208,8 @@ class LearntCosts:
         start = start or _UNKNOWN
         self.prefill_fit = Fit(start.prefill, tuple((float(n), float(n * n)) for n in _START_TOKENS))
         self.decode_fits = BatchFits(start)
+        self.tokens_a_step = 1.0  # that a sequence gains
+        self._rows_a_step = 1.0  # that are computed for it
         self._num_mixed = 0
         self._observed_s = -inf
 
@@ -229,6 +231,9 @@ class LearntCosts:
     def observe(self, step: Step, elapsed_s: float, now_s: float) -> None:
         """Take in one step. Of a step that does both, the prefill's part is what decoding does not explain."""
         self._observed_s = now_s
+        if (decoding := step.sequences - step.guesses) > 0:
+            self.tokens_a_step += (1 + step.kept_guesses / decoding - self.tokens_a_step) / MEMORY
+            self._rows_a_step += (step.sequences / decoding - self._rows_a_step) / MEMORY
         if not step.prefill_tokens:
             self.decode_fits.observe(step.sequences, step.kv_tokens, elapsed_s)
             return
@@ -262,6 +267,12 @@ class LearntCosts:
             return 0.0
         curve = self.prefill_fit.curve
         return curve.step_s * ceil(num_tokens / budget) + curve.marginal_s(num_tokens, work)
+
+    def token_s(self, sequences: float, kv_tokens: float) -> float:
+        """Return how long a token of a sequence takes where so many decode: a step may bring each of them several."""
+        if self._rows_a_step == 1.0:
+            return self.decode_s(sequences, kv_tokens)
+        return self.decode_s(sequences * self._rows_a_step, kv_tokens) / self.tokens_a_step
 
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
         """Return how long a decode step takes, or steps take on average whose batches have that mean."""

@@ -6,9 +6,9 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
+from pdserve.base.yaml_models import read_model
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
-from pdserve.yaml_models import read_model
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

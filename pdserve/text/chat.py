@@ -21,7 +21,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pdserve.errors import ConfigError, echo, invalid
+from pdserve.base.errors import ConfigError, echo
+from pdserve.protocol.refusal import invalid
 from pdserve.text.history import TOOLS, form_of
 from pdserve.text.special_texts import SpecialTexts, StandIns, shown
 from pdserve.text.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ class ChatOptions:
     continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        """Raise RequestError(INVALID_ARGUMENT) for options that contradict each other."""
+        """Raise RefusedError(INVALID_ARGUMENT) for options that contradict each other."""
         if taken := OWN_ARGUMENTS & self.template_kwargs.keys():
             raise invalid("chat_template_kwargs", f"{min(taken)} is a field of its own")
         if self.add_generation_prompt and self.continue_final_message:
@@ -107,7 +108,7 @@ class Prompt:
         """What the model reads."""
         return self.rendered if self.stand_ins is None else shown(self.rendered, self.stand_ins)
 
-    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+    def encoded(self, tokenizer: Tokenizer) -> list[int]:
         """Return its ids, by the tokenizer whose special texts it was made with."""
         if self.stand_ins is None:
             return tokenizer.encode(self.rendered, add_special=False)
@@ -141,14 +142,14 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
         """Return the prompt. It already has the special tokens it needs: encode it with `add_special=False`.
 
-        Raises RequestError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
+        Raises RefusedError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
         """
         return self._fill(self._written(messages, options), options)
 
     def prompt(self, messages: Sequence[ChatMessage], options: ChatOptions, special: SpecialTexts | None) -> Prompt:
         """Return the prompt, of which no text that clients wrote makes a special token. None: such texts may.
 
-        Raises RequestError as `render` does.
+        Raises RefusedError as `render` does.
         """
         written = self._written(messages, options)
         if special is None or not special.are_in(written):
@@ -158,7 +159,7 @@ class ChatTemplate:
         return Prompt(self._fill(hidden, options), stand_ins)
 
     def _written(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Written:
-        """Return what clients wrote, as the template is given it; RequestError for messages over a limit.
+        """Return what clients wrote, as the template is given it; RefusedError for messages over a limit.
 
         A developer's message is a system message of a template that does not name the role.
         """
@@ -173,7 +174,7 @@ class ChatTemplate:
         }
 
     def _fill(self, written: Written, options: ChatOptions) -> str:
-        """Return the prompt of what clients wrote; RequestError if the template refuses it."""
+        """Return the prompt of what clients wrote; RefusedError if the template refuses it."""
         if not options.continue_final_message:
             return self._run(written, options)
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
@@ -203,7 +204,7 @@ def _by_system(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
 
 
 def _joined(pieces: Iterator[str]) -> str:
-    """Run a template; RequestError if it fails or writes too much."""
+    """Run a template; RefusedError if it fails or writes too much."""
     rendered, num_chars = [], 0
     try:
         for piece in pieces:

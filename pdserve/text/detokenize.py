@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import tokenizers
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 
 WORD_START = "\u2581"  # how SentencePiece writes a space
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from pdserve.errors import RequestError
+from pdserve.protocol.refusal import RefusedError
 
 Message = dict[str, object]
 Content = Literal["empty", "none", "absent"]
-Render = Callable[[Sequence[Message]], str]  # RequestError where the template refuses the messages
+Render = Callable[[Sequence[Message]], str]  # RefusedError where the template refuses the messages
 WRAPPED = "arguments"  # the key of arguments that are no object, for a template that takes nothing else
 
 
@@ -97,7 +97,7 @@ def _rank(render: Render, form: CallForm, arguments: Mapping[str, str] | str) ->
     ]
     try:
         shown = render(form.shaped(tried))
-    except RequestError:
+    except RefusedError:
         return 0
     if _VALUE not in shown:
         return 1

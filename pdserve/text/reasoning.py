@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from pdserve.errors import RequestError
+from pdserve.protocol.refusal import RefusedError
 from pdserve.text.chat import ChatMessage, ChatOptions, ChatTemplate
 
 
@@ -49,7 +49,7 @@ class Reasoning:
     def _renders_open(self, template_kwargs: Mapping[str, object]) -> bool:
         try:
             prompt = self._template.render([ChatMessage("user", "?")], ChatOptions(template_kwargs=template_kwargs))
-        except RequestError:
+        except RefusedError:
             return False
         return prompt.rstrip().endswith(BEGIN)
 

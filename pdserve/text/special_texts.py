@@ -16,7 +16,7 @@ from itertools import groupby
 
 import tokenizers
 
-from pdserve.errors import RequestError, invalid
+from pdserve.protocol.refusal import RefusedError, invalid
 
 # All of these are of Unicode's private use. No alias has a character that may be a stand-in.
 _STAND_INS = range(0xE100, 0xF8FF)
@@ -73,7 +73,7 @@ class SpecialTexts:
         return self._spelled.search(self._normalizer.normalize_str(whole)) is not None
 
     def stand_ins(self, value: object, besides: str) -> StandIns:
-        """Return stand-ins that are neither in the texts of a JSON value nor in `besides`; RequestError if none is."""
+        """Return stand-ins that are neither in the texts of a JSON value nor in `besides`; RefusedError if none is."""
         taken = "\n".join((*_texts(value), *self._aliases, besides))
         used = {ord(char) for char in set(taken)} | {int(code, 16) for code in _IN_JSON.findall(taken)}
         free = (chr(code) for code in _STAND_INS if code not in used)
@@ -83,7 +83,7 @@ class SpecialTexts:
             raise invalid("chat", "its texts hold every character of Unicode's private use") from error
 
     def hidden(self, value: object, stand_ins: StandIns) -> object:
-        """Return a JSON value with texts that spell no special token. RequestError if it is nested too deeply."""
+        """Return a JSON value with texts that spell no special token. RefusedError if it is nested too deeply."""
         try:
             return self._hidden(value, stand_ins)
         except RecursionError as error:
@@ -111,7 +111,7 @@ class SpecialTexts:
         return text
 
     def encode(self, rendered: str, stand_ins: StandIns) -> list[int]:
-        """Return the ids of a prompt that was rendered from hidden texts. RequestError for text that is no Unicode."""
+        """Return the ids of a prompt that was rendered from hidden texts. RefusedError for text that is no Unicode."""
         named = self._added.sub(lambda match: self._aliases.get(match[0], match[0]), rendered)
         ids = self._encode(shown(named, stand_ins))
         if any(token_id in self._special_ids and token_id not in self._real_ids for token_id in ids):
@@ -129,7 +129,7 @@ class SpecialTexts:
         return ids
 
 
-def no_text() -> RequestError:
+def no_text() -> RefusedError:
     """Return the error for a prompt that the tokenizers library does not take as text."""
     return invalid("prompt", "holds half of a surrogate pair, which is no character")
 

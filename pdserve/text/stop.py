@@ -8,16 +8,16 @@ those that end together the longest. A stop string does not count if the text ma
 from collections.abc import Sequence
 from functools import lru_cache
 
-from pdserve.errors import invalid
+from pdserve.base.values import value
+from pdserve.protocol.refusal import invalid
 from pdserve.text.detokenize import Detokenizer
-from pdserve.values import value
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 128
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Raise RequestError(INVALID_ARGUMENT) for too many stop strings, or one too long or empty."""
+    """Raise RefusedError(INVALID_ARGUMENT) for too many stop strings, or one too long or empty."""
     if len(stops) > MAX_STOP_STRINGS:
         raise invalid("stop", f"{len(stops)} stop strings are over the limit of {MAX_STOP_STRINGS}")
     for position, stop in enumerate(stops):

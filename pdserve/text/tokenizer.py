@@ -112,7 +112,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Return the ids of `text`; with `add_special`, also the ends the model expects, bos never twice.
 
-        Takes about a second for a megabyte. RequestError for text that is no Unicode.
+        Takes about a second for a megabyte. RefusedError for text that is no Unicode.
         """
         try:
             ids = self._encode(text, add_special)

@@ -4,16 +4,17 @@ Invariant: the epoch of the role only grows; and a worker takes a role whose pro
 the room that these need (`engine.kvcache.Room`). Decides; does no I/O.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.roles import Role, lacks_pages
 from pdserve.engine.kvcache import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.roles import Role, lacks_pages
-from pdserve.sampling import MAX_SEQUENCES
-from pdserve.token_ids import ALL_IDS, largest
+from pdserve.protocol.adapters import AdapterDigest
+from pdserve.protocol.sampling import MAX_SEQUENCES
+from pdserve.protocol.token_ids import ALL_IDS, largest
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Placed, RoleGiven, RoleTaken
 
 NUM_STILL_LOOKS = 30  # more than it takes until stuck copies make a worker drain
@@ -23,7 +24,7 @@ _INDICES = frozenset(range(MAX_SEQUENCES))
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an operator may set of a worker's decisions. The defaults are the configuration's."""
+    """What a worker's decisions depend on beside its engine. The defaults are the configuration's."""
 
     max_tasks: int
     checks_digests: bool
@@ -32,13 +33,15 @@ class Rules:
     role: Role  # at the start
     step_tokens: Mapping[Role, int] = field(default_factory=dict)  # in each role; where none are named, the engine's
     fills_steps_ahead: bool = False  # with prompts, while one runs: on a GPU, which waits for what is launched
+    num_parts: int = 1  # of a page, one for each rank of the executor
+    adapters: frozenset[AdapterDigest] = frozenset()  # that are loaded
 
 
 def longest(scheduler: Scheduler, job: Job) -> int:
     return min(job.num_prompt_tokens + job.params.max_tokens, scheduler.limits.max_model_len)
 
 
-def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
+def refusal(scheduler: Scheduler, job: Job, vocab_size: int, adapters: Collection[AdapterDigest]) -> str | None:
     """Return why this worker can never compute a job, or None. Routers have checked what clients may ask."""
     limits, num_tokens = scheduler.limits, len(job.token_ids)
     last = longest(scheduler, job)
@@ -53,6 +56,9 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
         return f"token_ids: {token_id} is not below the vocabulary size {vocab_size}"
     if job.params.structured_output is not None and job.new_matcher is None:
         return "structured_output: nothing here makes its token masks"
+    adapter = job.scope.adapter
+    if adapter and adapter not in adapters:
+        return f"adapter: {adapter.hex()} is not loaded here"
     if not job.indices or not _INDICES.issuperset(job.indices):
         return f"indices: {job.indices} are not of {MAX_SEQUENCES} continuations"
     if len(set(job.indices)) > limits.max_num_seqs:

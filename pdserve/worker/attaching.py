@@ -8,7 +8,7 @@ other one. A stream that is not welcomed within WELCOME_TIMEOUT_S is closed; eac
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.values import value
+from pdserve.base.values import value
 from pdserve.worker.messages import RouterLost, RouterRef
 
 WELCOME_TIMEOUT_S = 5.0

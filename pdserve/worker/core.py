@@ -7,25 +7,26 @@ failure, or was cancelled. A task ends with its request; the door that its hand-
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import AttemptKey
 from pdserve.decode_worker.granting import Expected, Granting
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import Prefix, Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Broken, Computed, Sampled, Scored, Sequence, Split, Started
-from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError
+from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.kvtransfer import doors
-from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
+from pdserve.kvtransfer.session import Capsule, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
-from pdserve.reports import Failure, Stage
+from pdserve.protocol.reports import Failure, Stage
 from pdserve.worker import messages
 from pdserve.worker.admission import Draining, Roles, Rules, longest, refusal
 from pdserve.worker.fetches import Fetches
 from pdserve.worker.load import Auditor, Meter
 from pdserve.worker.messages import Command, Event, Failed, Reported
 from pdserve.worker.moves import Moves
-from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
+from pdserve.worker.tasks import Task, Tasks, arrived, final_pages, tail_tokens
 
 
 class WorkerCore:
@@ -36,13 +37,13 @@ class WorkerCore:
     ) -> None:
         pool = scheduler.cache.pool
         self._scheduler = scheduler
-        self._vocab_size = vocab_size
+        self._vocab_size, self._adapters = vocab_size, rules.adapters
         self._max_tasks, self._fills_steps_ahead = rules.max_tasks, rules.fills_steps_ahead
         self._room = Room(scheduler.cache, scheduler.limits.max_model_len)
         self._roles = Roles(rules.role, scheduler, self._room, rules.step_tokens)
         self._starting = Starting(scheduler, self._room)
         self._tasks = Tasks(scheduler, self._starting)
-        self.outgoing = Outgoing(pool, page_bytes, rules.max_tasks)
+        self.outgoing = Outgoing(pool, page_bytes, rules.max_tasks, rules.num_parts)
         granting = Granting(scheduler, self._room, capability_key, rules.lease_s, checks_digests=rules.checks_digests)
         self.incoming = Incoming(scheduler, granting, rules.lease_s, vocab_size)
         self._moves = Moves(scheduler, self.outgoing, self._tasks)
@@ -69,7 +70,7 @@ class WorkerCore:
         moves here would wait for both steps.
         """
         scheduler = self._scheduler
-        left = sum([s.num_missing for s in scheduler.running if s.num_missing > 1])
+        left = sum([s.num_missing for s in scheduler.running if s.phase is Phase.PROMPT])
         beyond = left - sum(step.num_prompt_tokens for step in scheduler.steps)
         is_full = self._fills_steps_ahead and beyond >= scheduler.step_tokens
         return (is_full or not (left or scheduler.waiting)) and not self.incoming.awaits_move()
@@ -79,14 +80,14 @@ class WorkerCore:
         """When this is to handle `Due`, if nothing else comes before."""
         return self._fetches.due_s
 
-    def has_task(self, key: HandoffKey) -> bool:
+    def has_task(self, key: AttemptKey) -> bool:
         """Whether it works on an attempt, or waits for its hand-off."""
         return self._tasks.get(key) is not None
 
     def claims(self) -> Iterator[doors.Claim]:
         yield doors.Claim(held=self._scheduler.leaving)
         for task in self._tasks:
-            yield from (doors.Claim(held=sequence.pages) for sequence in task.sequences)
+            yield from (doors.Claim(held=sequence.pages.held) for sequence in task.sequences)
         yield from self._fetches.claims()
         yield from self.outgoing.claims()
         yield from self.incoming.claims()
@@ -108,18 +109,18 @@ class WorkerCore:
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Command]:  # noqa: C901 - one match
         commands: list[Command] = []
-        handed_off: dict[HandoffKey, Task] = {}
+        handed_off: dict[AttemptKey, Task] = {}
         for outcome in self._scheduler.commit(plan, result):
             task = self._tasks.get(outcome.sequence.job.key)
             if task is None:
                 continue  # an outcome before this one has ended it
             match outcome:
                 case Sampled():  # the most frequent by far
-                    index, token, finish = outcome.index, outcome.token, outcome.finish
-                    commands.append(messages.Tokens(task.router, task.key, index, outcome.position, token, finish))
+                    index, tokens, finish = outcome.index, outcome.tokens, outcome.finish
+                    commands.append(messages.Tokens(task.router, task.key, index, outcome.position, tokens, finish))
                     if task.target is not None:
                         handed_off[task.key] = task
-                        task.tails += (Tail(index, (token,)),) if finish is None else ()
+                        task.tails += (Tail(index, tokens),) if finish is None else ()
                     elif finish is not None and outcome.sequence.indices == (index,):
                         self._tasks.replace(task, outcome.sequence, ())
                 case Started(sequence):
@@ -179,9 +180,8 @@ class WorkerCore:
 
     def _place(self, placed: messages.Placed, now_s: float) -> list[Command]:
         job, source, target = placed.job, placed.source, placed.target
-        key = HandoffKey(job.request_id, job.attempt)
-        reason = refusal(self._scheduler, job, self._vocab_size)
-        if reason is not None:
+        key = AttemptKey(job.request_id, job.attempt)
+        if (reason := refusal(self._scheduler, job, self._vocab_size, self._adapters)) is not None:
             return [Failed(placed.router, key, Failure.INVALID, reason)]
         is_open = self.outgoing.is_open(key) if source is None else self.incoming.is_open(key)
         if self._draining.is_on or len(self._tasks) >= self._max_tasks or is_open or self.has_task(key):
@@ -194,7 +194,7 @@ class WorkerCore:
         self._num_placed += 1
         task = Task(placed.router, job, placed.deadline_s, self._num_placed, source, target)
         if source is not None:
-            prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
+            prefix = task.prefix = Prefix(job.token_ids, job.scope)
             num_tokens = min(len(job.token_ids) + placed.extra_tokens, longest(self._scheduler, job))
             expected = Expected(key, source, job, task.order, prefix, num_tokens, is_move=placed.extra_tokens > 0)
             reserved: list[doors.Result] = []
@@ -259,8 +259,8 @@ class WorkerCore:
         if is_done and task.source is None and len(sequence.tokens) == len(task.job.token_ids):
             commands.append(messages.Progress(task.router, task.key, Stage.PREFILL_DONE, now_s))
         if task.target is not None:
-            num_final = len(sequence.pages) if is_done else sequence.computed // self._scheduler.cache.page_size
-            commands += self._take(self.outgoing.announce(task.key, sequence.pages[:num_final], now_s), now_s)
+            final = final_pages(self._scheduler, task, sequence)
+            commands += self._take(self.outgoing.announce(task.key, final, now_s), now_s)
         return commands
 
     def _hand_off(self, task: Task, now_s: float) -> list[Command]:

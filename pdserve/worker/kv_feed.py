@@ -10,8 +10,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.prefix_hash import PrefixHash
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.kvlayout import Tier
+from pdserve.protocol.link import TIER_NUMBERS
+from pdserve.protocol.prefix_hash import PrefixHash
 from pdserve.worker.link import Links
 from pdserve.worker.messages import RouterRef
 
@@ -25,13 +27,20 @@ class KvFeed:
     """Takes the cache's changes whenever steps are reported."""
 
     def __init__(
-        self, cache: KvCache, links: Links, publisher: "KvPublisher | None" = None, max_pages: int = MAX_PAGES
+        self,
+        cache: KvCache,
+        links: Links,
+        publisher: "KvPublisher | None" = None,
+        max_pages: int = MAX_PAGES,
+        tier: Tier = Tier.DEVICE,
     ) -> None:
+        """`cache`: what a tier holds. Each tier has a feed of its own."""
         self._cache = cache
         self._cache.take_changes()
         self._links = links
         self._publisher = publisher
         self._max_pages = max_pages
+        self._tier = TIER_NUMBERS[tier]
         self._unsent: dict[RouterRef, dict[PrefixHash, None]] = {}
         self._queued: set[RouterRef] = set()  # routers with a message that is put together in its turn
 
@@ -44,7 +53,7 @@ class KvFeed:
             self._queued.discard(router)
         for router in routers:
             if router not in self._unsent:
-                self._unsent[router] = dict.fromkeys(self._cache.pages)
+                self._unsent[router] = dict.fromkeys(self._cache.spans)
             self._offer(router)
 
     def _take_changes(self) -> None:
@@ -52,7 +61,7 @@ class KvFeed:
         if changes and self._publisher is not None:
             self._publisher.publish(changes)
         for unsent in self._unsent.values():
-            for change in changes:
+            for change in [change for change in changes if not change.group]:
                 for page in change.hashes:
                     if page in unsent:
                         del unsent[page]
@@ -71,7 +80,7 @@ class KvFeed:
         if unsent is None:
             return None
         self._queued.discard(router)
-        pages, cached = list(islice(unsent, self._max_pages)), self._cache.pages
+        pages, cached = list(islice(unsent, self._max_pages)), self._cache.spans
         for page in pages:
             del unsent[page]
         self._offer(router)
@@ -79,4 +88,4 @@ class KvFeed:
             return None
         stored = b"".join([page for page in pages if page in cached])
         removed = b"".join([page for page in pages if page not in cached])
-        return link.AttachRequest(kv_events=link.KvEvents(stored=stored, removed=removed))
+        return link.AttachRequest(kv_events=link.KvEvents(stored=stored, removed=removed, tier=self._tier))

@@ -19,16 +19,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pdserve.config import WorkerConfig
+from pdserve.base.errors import ConfigError
 from pdserve.engine.kvcache import CacheChange, PagesStored
-from pdserve.errors import ConfigError
-from pdserve.prefix_hash import PrefixHash, short_hashes
+from pdserve.net.rpc import is_loopback
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import is_loopback
+from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
+from pdserve.protocol.kvlayout import Tier
+from pdserve.protocol.prefix_hash import PrefixHash, short_hashes
+from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-MEDIUM = "GPU"  # vLLM's name for where the engine computes, whatever that is
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}  # vLLM's names; GPU is whatever computes
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MAX_UNSENT = 100_000  # messages that wait for one slow subscriber; beyond it that one misses some
@@ -47,7 +49,8 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag
     lora_id: int | None = msgspec.field(default_factory=lambda: None)  # vLLM's own decoder wants these three present
     medium: str | None = msgspec.field(default_factory=lambda: None)
     lora_name: str | None = msgspec.field(default_factory=lambda: None)
-    extra_keys: list[tuple[Any, ...] | None] | None = None  # a block each; the first one's holds the salt
+    extra_keys: list[tuple[Any, ...] | None] | None = None  # a block each; the first one's has the salt, too
+    group_idx: int | None = None  # of layers; None: the first
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag=True):
@@ -55,6 +58,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, ta
 
     block_hashes: list[int]
     medium: str | None = msgspec.field(default_factory=lambda: None)
+    group_idx: int | None = None
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -69,12 +73,13 @@ _encoder = msgspec.msgpack.Encoder()
 class KvPublisher:
     """One worker's publisher. Close it when the worker ends."""
 
-    def __init__(self, config: WorkerConfig, endpoint: str) -> None:
-        """Bind; ConfigError where that cannot be."""
+    def __init__(self, config: WorkerConfig, endpoint: str, adapters: Sequence[link.Adapter] = ()) -> None:
+        """Bind; ConfigError where that cannot be. `adapters`: those that are loaded now."""
         replay_endpoint, num_kept = config.kv_events_replay_endpoint, config.kv_events_buffer_steps
         self._page_size = config.page_size
         self._topic = config.kv_events_topic.encode()
         self._last = -1
+        self._adapters = adapters
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=num_kept)  # numbers and batches
         self._context = zmq.asyncio.Context()
         self._pub = zmq.Context(self._context).socket(zmq.PUB)  # sends without waiting: not asyncio's
@@ -100,17 +105,24 @@ class KvPublisher:
 
     def _event(self, change: CacheChange) -> BlockStored | BlockRemoved:
         if not isinstance(change, PagesStored):
-            return BlockRemoved(_numbers(change.hashes), MEDIUM)
+            return BlockRemoved(_numbers(change.hashes), MEDIA[change.tier], change.group or None)
         prefix, run, size = change.prefix, change.run, self._page_size
-        is_first = run.start == 0
+        is_first, name = run.start == 0, self._name(prefix.scope.adapter)
         return BlockStored(
             _numbers(change.hashes),
             None if is_first else _numbers(prefix.hashes[run.start - 1 : run.start])[0],
             list(prefix.token_ids[run.start * size : run.stop * size]),
             size,
-            medium=MEDIUM,
-            extra_keys=[(prefix.salt,), *[None] * (len(run) - 1)] if prefix.salt and is_first else None,
+            medium=MEDIA[change.tier],
+            lora_name=name,
+            extra_keys=_extra_keys(name, prefix.scope.salt if is_first else "", len(run)),
+            group_idx=change.group or None,
         )
+
+    def _name(self, adapter: AdapterDigest) -> str | None:
+        if adapter == NO_ADAPTER:
+            return None
+        return next((each.name for each in self._adapters if each.digest == adapter), adapter.hex())
 
     async def serve_replays(self) -> None:
         """Answer who missed batches, until cancelled."""
@@ -135,6 +147,13 @@ class KvPublisher:
         self._context.term()
 
 
+def _extra_keys(adapter: str | None, salt: str, num_blocks: int) -> list[tuple[Any, ...] | None] | None:
+    """Return what the hashes of blocks cover beside tokens, as vLLM writes it."""
+    each = (adapter,) if adapter is not None else ()
+    first = (*each, salt) if salt else each
+    return [first or None, *[each or None] * (num_blocks - 1)] if first else None
+
+
 def _numbers(hashes: Sequence[PrefixHash]) -> list[int]:
     """Return hashes as subscribers know them: numbers of 64 bits."""
     return short_hashes(b"".join(hashes))
@@ -149,7 +168,7 @@ async def publishing(config: WorkerConfig, register: link.Register) -> AsyncIter
     if config.kv_events_endpoint is None:
         yield None
         return
-    publisher = KvPublisher(config, config.kv_events_endpoint)
+    publisher = KvPublisher(config, config.kv_events_endpoint, register.adapters)
     register.kv_events_endpoint = publisher.endpoint
     register.kv_events_replay_endpoint = publisher.replay_endpoint
     try:

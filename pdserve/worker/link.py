@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pdserve.certificates import Part
-from pdserve.clock import MonotonicClock, process_age_s
-from pdserve.credentials import Credentials
-from pdserve.errors import ProtocolError
+from pdserve.base.clock import MonotonicClock, process_age_s
+from pdserve.base.errors import ProtocolError
 from pdserve.kvtransfer.doors import Sink
-from pdserve.names import Lookups, Resolve, resolve
+from pdserve.net.certificates import Part
+from pdserve.net.coalescing import Deferred, write_all
+from pdserve.net.credentials import Credentials
+from pdserve.net.dns import Lookups, Resolve, resolve
+from pdserve.net.rpc import DISMISSED_STATUS, identify
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
-from pdserve.rpc import DISMISSED_STATUS, identify
-from pdserve.together import Deferred, write_all
 from pdserve.worker import attaching, wire
 from pdserve.worker.attaching import WELCOME_TIMEOUT_S, Attaching, Dial
 from pdserve.worker.messages import Event, RouterLost, RouterRef

@@ -3,17 +3,17 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import PageId
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.pages import PagePool
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.errors import InvariantError
-from pdserve.ids import PageId
 from pdserve.kvtransfer.doors import Claim
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
-from pdserve.reports import LoadPart, sum_of
+from pdserve.protocol.reports import LoadPart, sum_of
 from pdserve.worker.admission import Draining, Roles
 from pdserve.worker.messages import Load, Parts, RouterRef
 from pdserve.worker.tasks import Task

@@ -8,17 +8,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NewType
 
+from pdserve.base.ids import Attempt, AttemptKey, Peer, RequestId
+from pdserve.base.roles import Role
+from pdserve.base.values import value
 from pdserve.engine.sequence import Finish, Job
-from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.observe.trace_context import TraceContext
 from pdserve.perfmodel.curve import Step
-from pdserve.reports import Failure, LoadPart, Stage
-from pdserve.roles import Role
-from pdserve.sampling import PromptLogprobs, SampledToken
-from pdserve.tracecontext import TraceContext
-from pdserve.values import value
+from pdserve.protocol.prefix_hash import CacheScope
+from pdserve.protocol.reports import Failure, LoadPart, Stage
+from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
 RouterRef = NewType("RouterRef", int)  # one attached stream to a router
 
@@ -52,7 +52,7 @@ class MoveAsked:
     """Hand a running continuation over to another worker, which has been given it as a new attempt."""
 
     router: RouterRef
-    key: HandoffKey  # of the attempt that runs here
+    key: AttemptKey  # of the attempt that runs here
     index: int
     new_attempt: Attempt
     target: Peer
@@ -64,9 +64,9 @@ class MoveAsked:
 class ShareAsked:
     """Send the cached pages of a prefix to another worker, where an attempt with this key is placed."""
 
-    key: HandoffKey
+    key: AttemptKey
     token_ids: Seq[int]
-    salt: str
+    scope: CacheScope
     target: Peer
     target_address: str
     deadline_s: float  # on this worker's clock
@@ -129,13 +129,13 @@ class Due:
 
 @value
 class Tokens:
-    """A sequence gained a token. `position` counts those generated before it, from the request's start."""
+    """A sequence gained tokens. `position` counts those generated before the first, from the request's start."""
 
     router: RouterRef
-    key: HandoffKey
+    key: AttemptKey
     index: int
     position: int
-    token: SampledToken
+    tokens: tuple[SampledToken, ...]  # at least one
     finish: Finish | None
 
 
@@ -144,7 +144,7 @@ class PromptScored:
     """Tokens of a prompt were scored, the first of which has that number; some may have been before."""
 
     router: RouterRef
-    key: HandoffKey
+    key: AttemptKey
     position: int
     logprobs: PromptLogprobs
 
@@ -152,7 +152,7 @@ class PromptScored:
 @value
 class Progress:
     router: RouterRef
-    key: HandoffKey
+    key: AttemptKey
     stage: Stage
     at_s: float
     cached_tokens: int = 0
@@ -166,7 +166,7 @@ class Failed:
     """This attempt has ended here without its answer."""
 
     router: RouterRef
-    key: HandoffKey
+    key: AttemptKey
     code: Failure
     reason: str
 

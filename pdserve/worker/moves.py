@@ -11,27 +11,30 @@ all of them have landed: it is held, and its last page follows with the commit.
 
 from dataclasses import dataclass
 
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import AttemptKey
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.errors import PeerFault, ProtocolError
+from pdserve.engine.step import Phase
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import Result
-from pdserve.kvtransfer.sender import Sender, State
-from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
+from pdserve.kvtransfer.session import Capsule, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
-from pdserve.reports import Failure
+from pdserve.prefill_worker.sender import Sender, State
+from pdserve.protocol.paging import PageOrder
+from pdserve.protocol.reports import Failure
 from pdserve.worker.messages import Failed, MoveAsked, Reported, RouterRef
 from pdserve.worker.tasks import Task, Tasks
 
-_PLANNED_AHEAD = 2  # tokens that steps may add to a continuation before its move is looked at again
+_PLANNED_AHEAD = 2  # steps that may add to a continuation before its move is looked at again
 
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    key: HandoffKey  # of the attempt that goes on with it
+    key: AttemptKey  # of the attempt that goes on with it
     task: Task
     sequence: Sequence
-    num_tokens: int  # that the target's job names
+    order: PageOrder
     is_cut: bool = False  # nothing more of it is planned
     is_finished: bool = False  # all of its pages are announced, and `outgoing` has its capsule
 
@@ -43,14 +46,14 @@ class Moves:
         self._scheduler = scheduler
         self._outgoing = outgoing
         self._tasks = tasks
-        self._moves: dict[HandoffKey, _Move] = {}
+        self._moves: dict[AttemptKey, _Move] = {}
 
-    def moves(self, key: HandoffKey) -> bool:
+    def moves(self, key: AttemptKey) -> bool:
         return key in self._moves
 
     def ask(self, asked: MoveAsked, now_s: float) -> list[Reported]:
         """Begin to hand a continuation over. If there is none to move, the receiver gets Quiesced at once."""
-        key = HandoffKey(asked.key.request_id, asked.new_attempt)
+        key = AttemptKey(asked.key.request_id, asked.new_attempt)
         if self._outgoing.is_open(key) or self._tasks.get(key) is not None:
             raise ProtocolError(f"new_attempt: {asked.new_attempt} is known here", PeerFault.ORDER)
         if self._outgoing.is_closed(asked.target, key):
@@ -71,7 +74,7 @@ class Moves:
             return results + self._refuse(asked.router, key, why, now_s)
         for move in present:
             results += self._stop(move, "it moves elsewhere", now_s)
-        self._moves[key] = _Move(key, task, sequence, num_tokens)
+        self._moves[key] = _Move(key, task, sequence, PageOrder(self._scheduler.cache.paging, num_tokens))
         return results
 
     def go_on(self, now_s: float) -> list[Reported]:
@@ -105,8 +108,9 @@ class Moves:
             return self._stop(move, "its continuation was preempted", now_s)
         if move.is_finished:
             return []
-        num_full = sequence.computed // self._scheduler.cache.page_size
-        results: list[Reported] = [*self._outgoing.announce(move.key, sequence.pages[:num_full], now_s)]
+        size = self._scheduler.cache.page_size
+        full = sequence.pages.ordered(move.order, sequence.computed // size * size)
+        results: list[Reported] = [*self._outgoing.announce(move.key, full, now_s)]
         sender = self._outgoing.half(move.key)
         if sender is not None and (move.is_cut or self._is_due(move, sender)):
             move.is_cut = True
@@ -117,20 +121,20 @@ class Moves:
     def _is_due(self, move: _Move, sender: Sender) -> bool:
         """Whether a continuation is to be cut: little is left to copy, or there is no room for more tokens."""
         sequence, num_granted = move.sequence, sender.num_granted
-        if not num_granted or sequence.num_missing > 1 or len(sequence.tokens) <= move.num_tokens:
+        if not num_granted or sequence.phase is not Phase.DECODE or len(sequence.tokens) <= move.order.num_known:
             return False
-        room = num_granted * self._scheduler.cache.page_size
-        is_full = self._scheduler.num_written(sequence) + _PLANNED_AHEAD > room
+        room = move.order.num_tokens(num_granted)
+        is_full = self._scheduler.num_written(sequence) + self._scheduler.limits.most_rows * _PLANNED_AHEAD > room
         return is_full or sender.is_abreast
 
     def _finish(self, move: _Move, now_s: float) -> list[Result]:
         """Announce all pages of a continuation that is in no step, and the tokens that its target does not know."""
         key, sequence = move.key, move.sequence
         move.is_finished = True
-        num_pages = self._scheduler.cache.num_pages(sequence.computed)
-        results = self._outgoing.announce(key, sequence.pages[:num_pages], now_s)
+        pages = sequence.pages.ordered(move.order, sequence.computed)
+        results = self._outgoing.announce(key, pages, now_s)
         if self._outgoing.is_open(key):
-            tail = Tail(sequence.indices[0], sequence.tail(move.num_tokens))
+            tail = Tail(sequence.indices[0], sequence.tail(move.order.num_known))
             results += self._outgoing.finish(key, Capsule(sequence.computed, (tail,)), now_s)
         return results
 
@@ -143,9 +147,9 @@ class Moves:
         self._scheduler.resume(move.sequence)
         return self._outgoing.give_up(move.key, reason, now_s)
 
-    def _refuse(self, router: RouterRef, key: HandoffKey, reason: str, now_s: float) -> list[Reported]:
+    def _refuse(self, router: RouterRef, key: AttemptKey, reason: str, now_s: float) -> list[Reported]:
         return [*self._outgoing.give_up(key, reason, now_s), _failed(router, key, reason)]
 
 
-def _failed(router: RouterRef, key: HandoffKey, reason: str) -> Failed:
+def _failed(router: RouterRef, key: AttemptKey, reason: str) -> Failed:
     return Failed(router, key, Failure.SENDER_GAVE_UP, reason)

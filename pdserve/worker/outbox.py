@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.clock import Clock
+from pdserve.base.clock import Clock
+from pdserve.base.errors import PeerFault
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import PeerFault
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover

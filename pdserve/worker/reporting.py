@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 
-from pdserve import metrics
-from pdserve.clock import Clock
+from pdserve.base.clock import Clock
+from pdserve.base.errors import PeerFault
+from pdserve.base.ids import AttemptKey
+from pdserve.decode_worker import receiver
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import PeerFault
-from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.session import HandoffKey
 from pdserve.kvtransfer.speed import PairSpeed
-from pdserve.metrics import Distribution, Sample
+from pdserve.observe import metrics
+from pdserve.observe.metrics import Distribution, Sample
 from pdserve.perfmodel.curve import Step
+from pdserve.prefill_worker import sender
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.wire import ROLE_NUMBERS
+from pdserve.protocol.link import ROLE_NUMBERS
 from pdserve.worker import wire
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.kv_feed import KvFeed
@@ -57,7 +58,7 @@ class Steps:
     def note(self, computed: Step, elapsed_s: float, num_tokens: int) -> None:
         """Count a step that brought so many tokens of answers."""
         if computed.sequences:
-            self._gaps.observe(elapsed_s, computed.sequences)
+            self._gaps.observe(elapsed_s, computed.sequences - computed.guesses)  # those come at once
         self._sizes.observe(computed.prefill_tokens + computed.sequences)
         self._num_computed += computed.prefill_tokens
         self._num_sampled += num_tokens
@@ -114,7 +115,7 @@ class StepReports:
     def __init__(self, *, each_at_once: bool) -> None:
         """`each_at_once`: the router wants a report of each step when it ends."""
         self._each_at_once = each_at_once
-        self._tokens: dict[tuple[HandoffKey, int], list[Tokens]] = {}  # held, by sequence
+        self._tokens: dict[tuple[AttemptKey, int], list[Tokens]] = {}  # held, by sequence
         self._costs: list[StepCost] = []  # of steps not reported yet, oldest first
         self._sent_s = -inf  # when all that was held was last sent
         self._held_s = inf  # since when the oldest is held
@@ -128,7 +129,7 @@ class StepReports:
         self, reports: Iterable[Tokens | Progress | PromptScored], cost: StepCost | None, now_s: float
     ) -> link.AttachRequest | None:
         """Return the message that goes now, if any. `cost`: of the step that brought the reports; None: no step did."""
-        at_once: dict[tuple[HandoffKey, int], None] = {}
+        at_once: dict[tuple[AttemptKey, int], None] = {}
         stages: list[Progress] = []
         prompts: list[PromptScored] = []
         for report in reports:
@@ -205,11 +206,11 @@ class Reporter:
                 failed.append(report)
             else:
                 brought.setdefault(report.router, []).append(report)
-                num_tokens += isinstance(report, Tokens)
+                num_tokens += len(report.tokens) if isinstance(report, Tokens) else 0
         cost = None
         if step is not None:
             plan, result = step
-            cost = StepCost(wire.computed(plan), result.elapsed_s, now_s)
+            cost = StepCost(wire.computed(plan, result), result.elapsed_s, now_s)
             self.steps.note(cost.step, cost.elapsed_s, num_tokens)
         messages: list[_Outgoing] = [
             (router, self._held_for(router).report(brought.get(router, ()), cost, now_s))

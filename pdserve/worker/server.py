@@ -4,51 +4,46 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pdserve.certificates import Part
+from pdserve.base.clock import MonotonicClock, new_incarnation
+from pdserve.base.collector import freeze_objects
+from pdserve.base.errors import ConfigError
+from pdserve.base.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, Peer, WorkerId
+from pdserve.base.signals import drain_on_signals
 from pdserve.checkpoint.checkpoint import Checkpoint
-from pdserve.clock import MonotonicClock, new_incarnation
-from pdserve.config import WorkerConfig
-from pdserve.credentials import Connections, Credentials
-from pdserve.errors import ConfigError
-from pdserve.garbage import freeze_objects
+from pdserve.executor.threads import Seat
 from pdserve.grammar.compiler import Compiler
 from pdserve.grammar.matching import Grammars
-from pdserve.health import answering
-from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
-from pdserve.kernels.cpu.build import Missing
-from pdserve.kernels.cpu.library import library
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
-from pdserve.kvtransfer.session import Introduction, Peer
+from pdserve.kvtransfer.session import Introduction
 from pdserve.kvtransfer.speed import Probes
-from pdserve.metrics import Sample, connection_samples, span_samples
-from pdserve.metrics_server import showing
-from pdserve.processor import read_cpu_info
+from pdserve.net.certificates import Part
+from pdserve.net.credentials import Connections, Credentials
+from pdserve.net.health import answering
+from pdserve.observe.metrics import Sample, connection_samples, span_samples
+from pdserve.observe.metrics_server import showing
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.signals import drain_on_signals
-from pdserve.wire import ROLE_NUMBERS, layout_to_proto
+from pdserve.protocol.link import ROLE_NUMBERS, layout_to_proto
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker import wire
 from pdserve.worker.admission import Rules
-from pdserve.worker.boot import Engine, build_engine, build_mover, check_network, device_name, kv_region, open_model
+from pdserve.worker.boot import Engine, build_engine, build_mover, check_network, open_model
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.inbox import Inbox, Listener
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, publishing
-from pdserve.worker.launching import step_starter
 from pdserve.worker.link import Links
 from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.memory import take_in_background
 from pdserve.worker.messages import DrainAsked
 from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter, handoff_samples, load_samples, refusal_samples
 from pdserve.worker.spans import TaskSpans
-from pdserve.worker.threads import Seat, engine_thread
 from pdserve.worker.warm_up import warm_up
 from pdserve.worker.watchdog import DISMISSED_EXIT_STATUS, end_process
 
@@ -97,21 +92,20 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
     peer = Peer(WorkerId(config.worker_id), incarnation)
     register = _registration(config, incarnation)
     inbox, clock, loop = Inbox(), MonotonicClock(), asyncio.get_running_loop()
-    async with answering(config) as health, engine_thread() as thread, asyncio.TaskGroup() as group:
+    async with answering(config) as health, AsyncExitStack() as closing, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
         end = partial(end_process, DISMISSED_EXIT_STATUS)
         links = Links(config.routers, credentials, register, listener, end, own.address)
         linking = group.create_task(links.run(), name="links")
-        checkpoint = await loop.run_in_executor(thread, open_model, config)
+        checkpoint = await asyncio.to_thread(open_model, config)
         listener.open_grammars(_grammars(checkpoint, inbox))
         progress = _progress(links, register)
-        engine = await loop.run_in_executor(thread, build_engine, config, checkpoint, credentials.secret, progress)
-        if seat is not None and not isinstance(loaded := library(), Missing):
-            await loop.run_in_executor(thread, seat.use, loaded)
-        _describe(engine, config.device, register)
-        start_step = step_starter(engine.runner, config.test_step_s, thread)
+        engine = await asyncio.to_thread(build_engine, config, checkpoint, credentials.secret, progress, seat)
+        executor = engine.executor
+        closing.push_async_callback(asyncio.to_thread, executor.close)
+        _describe(engine, register)
         if not config.test_step_s:
-            for each in await warm_up(engine.scheduler.limits, engine.scheduler.cache, start_step):
+            for each in await warm_up(engine.scheduler.limits, engine.scheduler.cache, executor.start):
                 wire.write_cost(each.step, each.elapsed_s, register.trial_steps.add())
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
@@ -132,11 +126,10 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 # First: from `ready` on routers place here, also while they know no load.
                 worker.outbox.beat(worker.core.load(), 0)
                 links.update()
-                if engine.runner.kv.device.type == "cpu":
-                    take_in_background(engine.runner.kv)
+                executor.take_memory()
                 health.start(lambda: bool(links.attached) and not worker.core.load().draining)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
-                await WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s).run()
+                await WorkerLoop(worker.core, executor.start, inbox, worker.outbox, clock, config.stalled_step_s).run()
                 links.finish()
                 await linking
                 listener.close()
@@ -153,7 +146,8 @@ async def assemble(
     def on_stopped(message: ReceiverMessage) -> None:
         loop.call_soon_threadsafe(listener.put, message)
 
-    mover = build_mover(config, peer, kv_region(engine), on_stopped, credentials.secret)
+    (region,) = engine.executor.regions
+    mover = build_mover(config, peer, region, on_stopped, credentials.secret)
     listener.guard(mover)
     rules = Rules(
         max_tasks=MAX_WORKER_TASKS,
@@ -163,6 +157,7 @@ async def assemble(
         role=config.role,
         step_tokens=config.step_tokens,
         fills_steps_ahead=config.device == "cuda",
+        num_parts=len(engine.executor.regions),
     )
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
     me = Introduction(peer, engine.layout)
@@ -189,7 +184,7 @@ async def _tracing(config: WorkerConfig, core: WorkerCore) -> AsyncIterator[Task
     if config.otlp_traces_endpoint is None:
         yield None
         return
-    from pdserve.tracing import SpanExport  # noqa: PLC0415 - takes long to import
+    from pdserve.observe.tracing import SpanExport  # noqa: PLC0415 - takes long to import
 
     export = SpanExport(config.otlp_traces_endpoint, "pdserve-worker", config.worker_id)
     try:
@@ -252,9 +247,9 @@ def _grammars(checkpoint: Checkpoint, inbox: Inbox) -> Grammars:
     return Grammars(compiler, wake)
 
 
-def _describe(engine: Engine, device: str, register: link.Register) -> None:
+def _describe(engine: Engine, register: link.Register) -> None:
     register.model = engine.model_name
-    register.device = device_name(device, read_cpu_info())
+    register.device = engine.executor.device_name
     register.num_pages = engine.scheduler.cache.pool.num_pages
     register.max_model_len = engine.scheduler.limits.max_model_len
     register.layout.CopyFrom(layout_to_proto(engine.layout))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.kvtransfer.session import HandoffKey
-from pdserve.reports import Stage
-from pdserve.tracecontext import Span, TraceContext
+from pdserve.base.ids import AttemptKey
+from pdserve.observe.trace_context import Span, TraceContext
+from pdserve.protocol.reports import Stage
 from pdserve.worker.messages import Failed, Placed, Progress, Report
 
 if TYPE_CHECKING:
-    from pdserve.tracing import SpanExport
+    from pdserve.observe.tracing import SpanExport
 
 # Name, stage that begins it, stage that ends it; None: the end of the task.
 _PARTS = (
@@ -37,10 +37,10 @@ class _Task:
 
 
 class TaskSpans:
-    def __init__(self, export: "SpanExport", has_task: Callable[[HandoffKey], bool]) -> None:
+    def __init__(self, export: "SpanExport", has_task: Callable[[AttemptKey], bool]) -> None:
         self._export = export
         self._has_task = has_task
-        self._tasks: dict[HandoffKey, _Task] = {}
+        self._tasks: dict[AttemptKey, _Task] = {}
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -50,7 +50,7 @@ class TaskSpans:
     def begin(self, placed: Placed, now_s: float) -> None:
         """Note a job that the core is about to be given. One that it refuses ends with the commands that follow."""
         job, trace = placed.job, placed.trace
-        key = HandoffKey(job.request_id, job.attempt)
+        key = AttemptKey(job.request_id, job.attempt)
         if trace is not None and trace.is_sampled and key not in self._tasks:
             self._tasks[key] = _Task(trace, placed, now_s)
 

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from pdserve.base.ids import Attempt, AttemptKey, Peer, RequestId
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job, Sequence, split
-from pdserve.ids import Attempt, RequestId
+from pdserve.engine.step import Phase
 from pdserve.kvtransfer.doors import Admitted
-from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer, Tail
+from pdserve.kvtransfer.session import Capsule, Tail
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.starting import Starting
-from pdserve.reports import LoadPart
+from pdserve.protocol.page_tables import Pages
+from pdserve.protocol.paging import PageOrder
+from pdserve.protocol.reports import LoadPart
 from pdserve.worker.messages import Cancelled, RouterRef, Tokens
 
 
@@ -36,11 +39,11 @@ class Task:
     sequences: list[Sequence] = field(default_factory=list)  # that the engine computes, or is to compute
     dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one, of later attempts too
     tails: tuple[Tail, ...] = ()  # first tokens of continuations that go on at the target
-    key: HandoffKey = field(init=False)
+    key: AttemptKey = field(init=False)
     prefix: Prefix | None = None  # of the prompt, if it is to arrive
 
     def __post_init__(self) -> None:
-        self.key = HandoffKey(self.job.request_id, self.job.attempt)
+        self.key = AttemptKey(self.job.request_id, self.job.attempt)
 
     @property
     def is_unstarted(self) -> bool:
@@ -49,15 +52,15 @@ class Task:
 
     def decoding(self, index: int) -> Sequence | None:
         """Return the sequence that decodes this continuation alone, or None."""
-        found = [s for s in self.sequences if s.indices == (index,) and s.pages and s.num_missing == 1]
-        return found[0] if found and found[0].num_output_tokens else None
+        found = [s for s in self.sequences if s.indices == (index,) and s.phase is Phase.DECODE]
+        return found[0] if found else None
 
     @property
     def load_part(self) -> LoadPart:
         num_running, num_coming, tokens, work = 0, 0, 0, 0
         for sequence in self.sequences:
-            missing = sequence.num_missing
-            if missing > 1:
+            if sequence.phase is Phase.PROMPT:
+                missing = sequence.num_missing
                 tokens, work = tokens + missing, work + attention_work(missing, sequence.computed)
                 num_coming += len(sequence.indices)
             else:
@@ -69,6 +72,13 @@ class Task:
         return LoadPart(num_running, num_coming, (num_running + num_coming) * len(self.job.token_ids), tokens, work)
 
 
+def final_pages(scheduler: Scheduler, task: Task, sequence: Sequence) -> Pages:
+    """Return the pages of a prompt that no step writes to any more, in the order of its hand-off."""
+    paging, computed = scheduler.cache.paging, sequence.computed
+    num_final = computed if sequence.num_missing == 0 else computed // paging.span * paging.span
+    return sequence.pages.ordered(PageOrder(paging, len(task.job.token_ids)), num_final)
+
+
 def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequence]:
     """Return the sequences that go on with the pages of a hand-off. They share these pages."""
     capsule, job = admitted.capsule, task.job
@@ -78,25 +88,24 @@ def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequen
         tokens=list(job.token_ids),
         order=task.order,
         computed=capsule.num_tokens,
-        pages=list(admitted.pages),
+        pages=admitted.pages,
         num_published=admitted.num_reused,
     )
     for token in capsule.tails[0].tokens[:-1]:
         prompt.append(token)
     if task.prefix is not None:
         prompt.prefix.hashes += task.prefix.hashes
+    cache = scheduler.cache
+    # What came for pages that have left their windows is not what they held: it must not be found as theirs.
+    cache.pool.release(prompt.pages.take_unneeded(cache.paging, capsule.num_tokens))
     scheduler.publish(prompt)
-    return split(scheduler.cache.pool, prompt, [(tail.index, tail.tokens[-1:]) for tail in capsule.tails])
+    return split(cache.pool, prompt, [(tail.index, tail.tokens[-1:]) for tail in capsule.tails])
 
 
 def tail_tokens(task: Task, capsule: Capsule) -> list[Tokens]:
     """Return the tokens that came with a hand-off, as reports."""
     start = len(task.job.token_ids) - task.job.num_prompt_tokens
-    return [
-        Tokens(task.router, task.key, tail.index, position, token, None)
-        for tail in capsule.tails
-        for position, token in enumerate(tail.tokens, start)
-    ]
+    return [Tokens(task.router, task.key, tail.index, start, tail.tokens, None) for tail in capsule.tails]
 
 
 class Tasks:

@@ -6,16 +6,18 @@ Routers start from the costs of the steps that follow (`Register.trial_steps`).
 Invariant: pages that the trial has written are held by nobody when it is over.
 """
 
+import asyncio
 from math import inf
 
+from pdserve.base.ids import MAX_WORKER_TASKS, Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sequence
-from pdserve.ids import MAX_WORKER_TASKS, Attempt, RequestId
+from pdserve.executor.executor import StartStep
 from pdserve.perfmodel.curve import TimedStep
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.worker import wire
-from pdserve.worker.loop import StartStep
 
 _NUM_DECODED = 3  # steps after a prompt's: so many samples of a short time
 _RUNS = 2  # of each size; only the last one counts
@@ -50,14 +52,14 @@ def _fits(num_tokens: int, count: int, num_pages: int, limits: Limits, pool: KvC
 
 async def _run(count: int, length: int, limits: Limits, pool: KvCache, start_step: StartStep) -> list[TimedStep]:
     """Compute so many prompts at once, and what is decoded after them."""
-    scheduler = Scheduler(KvCache(pool.pool.num_pages, pool.page_size, None), limits)
+    scheduler = Scheduler(KvCache(pool.pool.num_pages, Paging.of(pool.page_size), None), limits)
     params = SamplingParams(max_tokens=_NUM_DECODED + 1, ignore_eos=True)
     for order in range(count):
         job = Job(RequestId(bytes(16)), Attempt(0), (0,) * length, length, params, (0,))
         scheduler.add(Sequence(job, (0,), [0] * length, order))
     found = []
     while (plan := scheduler.plan()) is not None:
-        result = await start_step(plan)
+        result = await asyncio.wrap_future(start_step(plan))
         scheduler.commit(plan, result)
         if not result.failed:  # one that is computed again in halves takes longer
             found.append(TimedStep(wire.computed(plan), result.elapsed_s))

@@ -7,29 +7,29 @@ readings of this process's clock on arrival.
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Attempt, Incarnation, Peer, WorkerId
 from pdserve.engine.sequence import Finish, Job
-from pdserve.engine.step import StepPlan
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Attempt, Incarnation, WorkerId
+from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.kvtransfer.wire import handoff_key
+from pdserve.observe.trace_context import read_trace
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Failure, Stage
-from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
-from pdserve.tracecontext import read_trace
-from pdserve.wire import ROLE_NUMBERS, ROLES, logprobs_to_proto, params_from_proto
+from pdserve.protocol.adapters import DIGEST_BYTES, AdapterDigest
+from pdserve.protocol.inference import logprobs_to_proto, params_from_proto
+from pdserve.protocol.link import FAILURE_NUMBERS, ROLE_NUMBERS, ROLES, STAGE_NUMBERS
+from pdserve.protocol.prefix_hash import CacheScope
+from pdserve.protocol.reports import Stage
+from pdserve.protocol.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
 
 MAX_TOKEN_IDS = 1 << 22  # whose pages are asked for: above the context of any model
 
 _FINISH = {Finish.STOP: inference.FINISH_REASON_STOP, Finish.LENGTH: inference.FINISH_REASON_LENGTH}
-_STAGE = {Stage[name.removeprefix("STAGE_")]: number for name, number in link.Stage.items() if number}
-_FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in Failure}
 
 
 def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> messages.RouterEvent | PeerGone | None:
@@ -55,18 +55,22 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> mess
             return None
 
 
-def computed(plan: StepPlan) -> Step:
-    """Return what a step computes."""
-    num_decoding = prefill_tokens = prefill_work = kv_tokens = 0
-    for chunk in plan.chunks:
+def computed(plan: StepPlan, result: StepResult | None = None) -> Step:
+    """Return what a step computes, and what it brought."""
+    decode_rows = prefill_tokens = prefill_work = kv_tokens = guesses = kept = 0
+    for place, chunk in enumerate(plan.chunks):
         count = len(chunk.token_ids)
-        if count > 1:
+        if chunk.phase is Phase.PROMPT:
             prefill_tokens += count
             prefill_work += attention_work(count, chunk.start)
         else:
-            num_decoding += 1
-            kv_tokens += chunk.start + 1
-    return Step(prefill_tokens, prefill_work, num_decoding, kv_tokens)
+            decode_rows += count
+            kv_tokens += chunk.start + count
+            if chunk.num_drafts:
+                guesses += chunk.num_drafts
+                tokens = () if result is None else result.tokens[place]
+                kept += len(tokens[0]) - 1 if tokens else 0
+    return Step(prefill_tokens, prefill_work, decode_rows, kv_tokens, guesses, kept)
 
 
 def write_cost(step: Step, elapsed_s: float, cost: link.StepCost) -> None:
@@ -75,6 +79,7 @@ def write_cost(step: Step, elapsed_s: float, cost: link.StepCost) -> None:
         cost.prefill_tokens, cost.prefill_work = step.prefill_tokens, step.prefill_work
     if step.sequences:
         cost.decode_sequences, cost.decode_kv_tokens = step.sequences, step.kv_tokens
+        cost.decode_guesses, cost.decode_kept_guesses = step.guesses, step.kept_guesses
 
 
 def step_report(
@@ -109,7 +114,7 @@ def failed(report: messages.Failed) -> link.AttachRequest:
     """Return the message that reports to a router that a request has ended here without its answer."""
     key = report.key
     ended = link.Failed(
-        request_id=key.request_id, attempt=key.attempt, code=_FAILURE[report.code], detail=report.reason
+        request_id=key.request_id, attempt=key.attempt, code=FAILURE_NUMBERS[report.code], detail=report.reason
     )
     return link.AttachRequest(failed=ended)
 
@@ -155,7 +160,7 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Plac
         num_prompt_tokens=spec.num_prompt_tokens,
         params=params,
         indices=tuple(spec.indices[:]) or tuple(range(params.n)),
-        cache_salt=spec.cache_salt,
+        scope=_scope(spec.cache_salt, spec.adapter, "spec.adapter"),
         priority=spec.priority,
     )
     source = _peer(place.source, "source") if place.HasField("source") else None
@@ -193,7 +198,14 @@ def _share(share: link.Share, now_s: float) -> messages.ShareAsked:
         raise ProtocolError(f"share.token_ids: {len(share.token_ids)} bytes, the limit is {MAX_TOKEN_IDS} tokens")
     token_ids = from_wire(share.token_ids, "share.token_ids")
     key, deadline_s = handoff_key(share.request_id, share.attempt), now_s + share.within_ms / 1000
-    return messages.ShareAsked(key, token_ids, share.cache_salt, target, address, deadline_s)
+    scope = _scope(share.cache_salt, share.adapter, "share.adapter")
+    return messages.ShareAsked(key, token_ids, scope, target, address, deadline_s)
+
+
+def _scope(salt: str, adapter: AdapterDigest, field: str) -> CacheScope:
+    if len(adapter) not in (0, DIGEST_BYTES):
+        raise ProtocolError(f"{field}: {len(adapter)} bytes, a digest has {DIGEST_BYTES}")
+    return CacheScope(salt, adapter)
 
 
 def _role_given(given: link.SetRole) -> messages.RoleGiven:
@@ -221,7 +233,7 @@ def _peer(worker: link.WorkerRef, field: str) -> Peer:
 
 def _write_progress(reported: messages.Progress, now_s: float, progress: link.Progress) -> None:
     progress.request_id, progress.attempt = reported.key.request_id, reported.key.attempt
-    progress.stage = _STAGE[reported.stage]
+    progress.stage = STAGE_NUMBERS[reported.stage]
     if now_s > reported.at_s:
         progress.age_us = round((now_s - reported.at_s) * 1e6)
     if reported.cached_tokens:
@@ -238,9 +250,9 @@ def _write_delta(gained: Seq[messages.Tokens], delta: link.TokenDelta) -> None:
     delta.request_id, delta.attempt = first.key.request_id, first.key.attempt
     delta.index, delta.position = first.index, first.position
     for each in gained:
-        token = each.token
-        delta.token_ids.append(token.token_id)
-        if token.logprobs is not None:
-            delta.logprobs.append(logprobs_to_proto(token.logprobs))
+        for token in each.tokens:
+            delta.token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                delta.logprobs.append(logprobs_to_proto(token.logprobs))
     if last.finish is not None:
         delta.finish_reason = _FINISH[last.finish]

@@ -354,7 +354,9 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text. Default true."""
     fill_model_len: _builtins.bool
-    """Where max_tokens is unset: generate as much as the model's length limit leaves room for, instead of 16 tokens."""
+    """Generate no more than the model's length limit leaves room for: where max_tokens is unset, instead of 16 tokens;
+    where it is set, instead of being refused.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to logits of single tokens, -100 to 100 each, at most 1,024 of them."""

@@ -144,6 +144,34 @@ FAILURE_CODE_SENDER_GAVE_UP: FailureCode.ValueType  # 8
 """The sender of the hand-off has ended it: its request has ended there, or it has reported why."""
 Global___FailureCode: _TypeAlias = FailureCode  # noqa: Y015
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """The sender knows one tier only: its device."""
+    TIER_DEVICE: _Tier.ValueType  # 1
+    """Where it computes: such pages are of use at once."""
+    TIER_HOST: _Tier.ValueType  # 2
+    """Memory of the host."""
+    TIER_DISK: _Tier.ValueType  # 3
+    """Files."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where a worker keeps KV of prefixes."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""The sender knows one tier only: its device."""
+TIER_DEVICE: Tier.ValueType  # 1
+"""Where it computes: such pages are of use at once."""
+TIER_HOST: Tier.ValueType  # 2
+"""Memory of the host."""
+TIER_DISK: Tier.ValueType  # 3
+"""Files."""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
 @_typing.final
 class AttachRequest(_message.Message):
     """Worker to router."""
@@ -347,6 +375,7 @@ class Register(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     TRIAL_STEPS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -401,6 +430,10 @@ class Register(_message.Message):
         predict by them.
         """
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """What it has loaded beside the model, at most 256."""
+
     def __init__(
         self,
         *,
@@ -425,14 +458,41 @@ class Register(_message.Message):
         metrics_address: _builtins.str = ...,
         launch_id: _builtins.str = ...,
         trial_steps: _abc.Iterable[Global___StepCost] | None = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "launch_id", b"launch_id", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "trial_steps", b"trial_steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "launch_id", b"launch_id", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "trial_steps", b"trial_steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Register: _TypeAlias = Register  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """Small weights that are added to a model's: the model under another name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """In requests; at most 128 bytes."""
+    digest: _builtins.bytes
+    """SHA-256 of its content. KV is shared only between equal ones."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
@@ -449,6 +509,7 @@ class KvLayout(_message.Message):
     TP_SIZE_FIELD_NUMBER: _builtins.int
     TP_RANK_FIELD_NUMBER: _builtins.int
     PAGE_DIGEST_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     weights_hash: _builtins.str
     """Fingerprint of weights and configuration."""
     num_layers: _builtins.int
@@ -467,6 +528,10 @@ class KvLayout(_message.Message):
     """This worker's rank."""
     page_digest: _builtins.str
     """How a page's digest is taken: "xxh3" or "splitmix64"."""
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """Groups of layers after the first, which the fields above describe. None where all layers are alike."""
+
     def __init__(
         self,
         *,
@@ -479,14 +544,57 @@ class KvLayout(_message.Message):
         tp_size: _builtins.int = ...,
         tp_rank: _builtins.int = ...,
         page_digest: _builtins.str = ...,
+        others: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_digest", b"page_digest", "page_size", b"page_size", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "others", b"others", "page_digest", b"page_digest", "page_size", b"page_size", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """Layers whose KV lies in the same pages. Pages have the same number of bytes in every group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """For people, such as "window"."""
+    num_layers: _builtins.int
+    """Layers."""
+    num_kv_heads: _builtins.int
+    """KV heads (of this rank)."""
+    head_dim: _builtins.int
+    """Width of a head."""
+    page_size: _builtins.int
+    """Token slots in a page."""
+    window: _builtins.int
+    """Tokens that a query sees, its own included; 0: all."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_layers: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        window: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "name", b"name", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -728,6 +836,8 @@ class StepCost(_message.Message):
     DECODE_SEQUENCES_FIELD_NUMBER: _builtins.int
     DECODE_KV_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_US_FIELD_NUMBER: _builtins.int
+    DECODE_GUESSES_FIELD_NUMBER: _builtins.int
+    DECODE_KEPT_GUESSES_FIELD_NUMBER: _builtins.int
     elapsed_us: _builtins.int
     """Wall time of the step, microseconds: from the end of the one before, where the worker did not rest in between."""
     prefill_tokens: _builtins.int
@@ -735,11 +845,15 @@ class StepCost(_message.Message):
     prefill_work: _builtins.int
     """Work of its prompts' attention: for each chunk, tokens * (2 * tokens before it + tokens)."""
     decode_sequences: _builtins.int
-    """Sequences that decoded in it."""
+    """Sequences that decoded in it; the guesses of each count as sequences too."""
     decode_kv_tokens: _builtins.int
     """KV tokens that the sequences which decoded have read."""
     age_us: _builtins.int
     """Time since it ended, microseconds."""
+    decode_guesses: _builtins.int
+    """Guesses among these sequences."""
+    decode_kept_guesses: _builtins.int
+    """Tokens that its sequences gained beyond one each."""
     def __init__(
         self,
         *,
@@ -749,10 +863,12 @@ class StepCost(_message.Message):
         decode_sequences: _builtins.int = ...,
         decode_kv_tokens: _builtins.int = ...,
         age_us: _builtins.int = ...,
+        decode_guesses: _builtins.int = ...,
+        decode_kept_guesses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_us", b"age_us", "decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_us", b"age_us", "decode_guesses", b"decode_guesses", "decode_kept_guesses", b"decode_kept_guesses", "decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -910,19 +1026,23 @@ class KvEvents(_message.Message):
 
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     stored: _builtins.bytes
     """Hashes, 16 bytes each, of pages that can be reused: of their last blocks of tokens."""
     removed: _builtins.bytes
     """Hashes of pages that can be reused no longer."""
+    tier: Global___Tier.ValueType
+    """Of which tier."""
     def __init__(
         self,
         *,
         stored: _builtins.bytes = ...,
         removed: _builtins.bytes = ...,
+        tier: Global___Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1013,6 +1133,7 @@ class SequenceSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Which request."""
     attempt: _builtins.int
@@ -1033,6 +1154,8 @@ class SequenceSpec(_message.Message):
     """The span that those of workers are made below, as W3C Trace Context writes it; empty: none is."""
     tracestate: _builtins.str
     """Goes with it."""
+    adapter: _builtins.bytes
+    """Digest of the adapter that computes it; empty: none, the model alone."""
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """Sampling, every field set, seed included."""
@@ -1055,10 +1178,11 @@ class SequenceSpec(_message.Message):
         priority: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "indices", b"indices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "indices", b"indices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1234,6 +1358,7 @@ class Share(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     WITHIN_MS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Which request."""
     attempt: _builtins.int
@@ -1244,6 +1369,8 @@ class Share(_message.Message):
     """Salt of the prefix cache."""
     within_ms: _builtins.int
     """After so many milliseconds they are not wanted any more."""
+    adapter: _builtins.bytes
+    """Digest of the adapter that computed them; empty: none."""
     @_builtins.property
     def target(self) -> Global___WorkerRef:
         """Where they go."""
@@ -1257,10 +1384,11 @@ class Share(_message.Message):
         cache_salt: _builtins.str = ...,
         target: Global___WorkerRef | None = ...,
         within_ms: _builtins.int = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "request_id", b"request_id", "target", b"target", "token_ids", b"token_ids", "within_ms", b"within_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "request_id", b"request_id", "target", b"target", "token_ids", b"token_ids", "within_ms", b"within_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

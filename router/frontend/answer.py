@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pdserve.errors import InvariantError
+from pdserve.base.errors import InvariantError
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
-from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
-from pdserve.sampling import PromptLogprobs
+from pdserve.protocol.refusal import Refused, reads_too_slowly
+from pdserve.protocol.sampling import PromptLogprobs
+from pdserve.router.requests.commands import Deliver, Finished
+from pdserve.router.requests.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.text.stop import OutputText
 
 GAIN_BYTES = 16  # of a gain's frame and small fields, roughly

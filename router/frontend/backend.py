@@ -1,16 +1,18 @@
 """What a frontend needs from the router's core, which is in the same process or in another."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from typing import Any, Protocol
 
-from pdserve.clock import Clock
-from pdserve.credentials import Connections
-from pdserve.errors import Status
-from pdserve.ids import RequestId
-from pdserve.router.commands import Finished, Refused
-from pdserve.router.desk import Answer
-from pdserve.router.events import RequestArrived
-from pdserve.values import value
+from pdserve.base.clock import Clock
+from pdserve.base.ids import RequestId
+from pdserve.base.values import value
+from pdserve.net.credentials import Connections
+from pdserve.protocol.adapters import AdapterDigest
+from pdserve.protocol.refusal import Refused, Status
+from pdserve.router.dispatcher import Answer
+from pdserve.router.requests.commands import Finished
+from pdserve.router.requests.events import RequestArrived
 
 State = dict[str, dict[str, Any]]  # of the live page: sections of entries by name
 PERIOD_S = 0.25  # between two states of the live page
@@ -26,6 +28,7 @@ class Readiness:
     is_ready: bool  # some pair of workers serves, or did lately
     can_serve: bool  # some pair of workers serves
     max_model_len: int | None  # that all workers can hold; None: unknown
+    adapters: Mapping[str, AdapterDigest] = field(default_factory=dict)  # that workers have loaded, by name
 
 
 @value
@@ -81,7 +84,7 @@ class Backend(Protocol):
 
     def readiness(self) -> Readiness: ...
 
-    def admit(self, event: RequestArrived, answer: Answer) -> None:
+    def submit(self, event: RequestArrived, answer: Answer) -> None:
         """Hand a request to the core; `answer` receives its tokens and its end."""
 
     def leave(self, request_id: RequestId) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Self
 
-from pdserve.rpc import AnyContext
+from pdserve.net.rpc import AnyContext
 
 _Write = Coroutine["asyncio.Future[Any]", None, None]
 

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import grpc
 import msgspec
 
-from pdserve.errors import ProtocolError, RequestError, Status
-from pdserve.ids import RequestId
-from pdserve.router.commands import Finished, Refused
-from pdserve.router.events import RequestArrived
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import RequestId
+from pdserve.protocol.refusal import Refused, RefusedError, Status
+from pdserve.protocol.sampling import PromptLogprobs
 from pdserve.router.frontend.backend import Readiness
-from pdserve.sampling import PromptLogprobs
+from pdserve.router.requests.commands import Finished
+from pdserve.router.requests.events import RequestArrived
 
 SERVICE, METHOD = "pdserve.v1.FrontendService", "Attach"
 ATTACH = f"/{SERVICE}/{METHOD}"
@@ -268,7 +269,7 @@ class Channel:
             self.close(STREAM_ENDED)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             self.close(_reason(error))
-        except (ProtocolError, RequestError, ValueError) as error:  # ValueError: msgspec's and pydantic's
+        except (ProtocolError, RefusedError, ValueError) as error:  # ValueError: msgspec's and pydantic's
             self.close(f"{type(error).__name__}: {error}")
         except Exception as error:
             self.close(f"{type(error).__name__}: {error}")

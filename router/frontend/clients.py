@@ -21,20 +21,22 @@ from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from pdserve.errors import ConfigError
-from pdserve.files import read_private
-from pdserve.router.commands import Refused
-from pdserve.values import value
-from pdserve.watched import Watched
-from pdserve.yaml_models import read_model
+from pdserve.base.errors import ConfigError
+from pdserve.base.files import read_private
+from pdserve.base.values import value
+from pdserve.base.watched_files import Watched
+from pdserve.base.yaml_models import read_model
+from pdserve.protocol.refusal import Cause, Refused, RefusedError
 
 KEY_PREFIX = "pds_"
 KEY_BYTES = 32
 INDEX_BYTES = 16  # of a hash, by which keys are found; no two keys of a file share them
 METADATA_KEY = "authorization"
 SCHEME = "bearer "
-NO_KEY, WRONG_KEY, HANDSHAKE = DENIALS = ("no_key", "wrong_key", "handshake")
-_TEXTS = {NO_KEY: "no API key is shown: authorization: Bearer KEY", WRONG_KEY: "the API key is not known here"}
+HANDSHAKE = "handshake"
+DENIALS = (Cause.NO_KEY.value, Cause.WRONG_KEY.value, HANDSHAKE)
+_NO_KEY = Refused(Cause.NO_KEY, "no API key is shown: authorization: Bearer KEY")
+_WRONG_KEY = Refused(Cause.WRONG_KEY, "the API key is not known here")
 
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
 
@@ -131,31 +133,6 @@ def new_key() -> tuple[str, str]:
     return key, hashlib.sha256(key.encode()).hexdigest()
 
 
-class DeniedError(Exception):
-    """The caller shows no key, or a wrong one."""
-
-    def __init__(self, reason: str) -> None:
-        """`reason`: NO_KEY or WRONG_KEY."""
-        super().__init__(_TEXTS[reason])
-        self.message = _TEXTS[reason]
-
-
-class RefusedError(Exception):
-    """A request was refused; `refused` says why, and when it may be worth trying again."""
-
-    def __init__(self, refused: Refused) -> None:
-        super().__init__(refused.message)
-        self.refused = refused
-
-
-class OverLimitError(RefusedError):
-    """A request was refused because its tenant has used its limits."""
-
-    def __init__(self, refused: Refused, tenant: str) -> None:
-        super().__init__(refused)
-        self.tenant = tenant
-
-
 class Tenants(Protocol):
     """Counts what tenants use of their limits, in all processes that serve clients together."""
 
@@ -193,26 +170,22 @@ class Clients:
         self._tenants.deny(HANDSHAKE)
 
     def identify(self, key: bytes | None) -> Client | None:
-        """Return the owner of a call's key; None where callers need no key. Raises DeniedError."""
+        """Return the owner of a call's key; None where callers need no key. RefusedError for another one, or none."""
         if self._keys is None:
             return None
         client = None if key is None else self._keys.look().find(key)
         if client is None:
-            reason = NO_KEY if key is None else WRONG_KEY
-            self._tenants.deny(reason)
-            raise DeniedError(reason)
+            denied = _NO_KEY if key is None else _WRONG_KEY
+            self._tenants.deny(denied.cause.value)
+            raise RefusedError(denied)
         return client
 
-    async def visit(self, key: bytes | None) -> "Visit":
-        """Begin a request; its visit must `end` once.
-
-        Raises DeniedError, and OverLimitError where the tenant has used its limits.
-        """
-        client = self.identify(key)
+    async def visit(self, client: Client | None) -> "Visit":
+        """Begin a request; its visit must `end` once. RefusedError where the tenant has used its limits."""
         if client is not None:
             refused = await self._tenants.begin(client.tenant, client.limits)
             if refused is not None:
-                raise OverLimitError(refused, client.tenant)
+                raise RefusedError(refused)
         return Visit(client, self._tenants)
 
 
@@ -222,10 +195,6 @@ class Visit:
 
     client: Client | None
     tenants: Tenants
-
-    @property
-    def tenant(self) -> str:
-        return "" if self.client is None else self.client.tenant
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens of its prompt, or of its answer once that has ended."""

@@ -3,13 +3,14 @@
 import json
 from typing import Any
 
-from pdserve.errors import echo, invalid
+from pdserve.base.errors import echo
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import invalid
 from pdserve.text.chat import ChatMessage, ChatOptions
 
 
 def options_of(chat: inference.Chat) -> ChatOptions:
-    """Return what a conversation's template is given beside messages; RequestError for what is no JSON."""
+    """Return what a conversation's template is given beside messages; RefusedError for what is no JSON."""
     begins = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
     return ChatOptions(
         tools=_objects("tools", chat.tools_json) if chat.tools_json else None,
@@ -21,7 +22,7 @@ def options_of(chat: inference.Chat) -> ChatOptions:
 
 
 def message_of(message: inference.ChatMessage) -> ChatMessage:
-    """Return a message as templates take it; RequestError for calls that are no JSON."""
+    """Return a message as templates take it; RefusedError for calls that are no JSON."""
     calls = _objects("tool_calls", message.tool_calls_json) if message.tool_calls_json else []
     return ChatMessage(
         role=message.role,
@@ -34,7 +35,7 @@ def message_of(message: inference.ChatMessage) -> ChatMessage:
 
 
 def json_object(field: str, text: str) -> dict[str, Any]:
-    """Parse a field's text as a JSON object; RequestError(INVALID_ARGUMENT) if it is none."""
+    """Parse a field's text as a JSON object; RefusedError(INVALID_ARGUMENT) if it is none."""
     value = _decoded(field, text)
     if not isinstance(value, dict):
         raise invalid(field, f"{echo(text, repr)} is no JSON object")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.errors import Status
-from pdserve.router.commands import Finished, Refused
-from pdserve.router.events import RequestArrived
+from pdserve.protocol.refusal import Refused, Status
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.clients import TenantLimits
+from pdserve.router.requests.commands import Finished
+from pdserve.router.requests.events import RequestArrived
 
 if TYPE_CHECKING:
     from pdserve.router.frontend.routers import RouterLink, Routers

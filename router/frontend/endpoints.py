@@ -12,9 +12,10 @@ import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.credentials import Connections, NoteCallers, public_credentials
-from pdserve.errors import ConfigError
-from pdserve.health import HealthMethods
+from pdserve.base.errors import ConfigError
+from pdserve.net.credentials import Connections, NoteCallers, public_credentials
+from pdserve.net.health import HealthMethods
+from pdserve.net.rpc import LAST_WORDS_S, check_bind, listen, running, server_options
 from pdserve.proto.v1.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.backend import Backend
@@ -31,16 +32,14 @@ from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import Prompts
 from pdserve.router.frontend.records import Records
 from pdserve.router.frontend.served import ServedModel
-from pdserve.rpc import check_bind, join_address, listen, running, server_options
 
 if TYPE_CHECKING:
-    from pdserve.tracing import SpanExport
+    from pdserve.observe.tracing import SpanExport
 
 logger = logging.getLogger(__name__)
 
 HAS_VLLM = find_spec("smg_grpc_proto") is not None  # the extra `dialects` installs it
 DIALECTS = ("inference.GRPCInferenceService", *(("vllm.grpc.engine.VllmEngine",) if HAS_VLLM else ()))  # services
-LAST_WORDS_S = 1.0  # for replies and statuses that are being sent when a server stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +59,6 @@ def check_endpoints(config: EndpointConfig) -> None:
     if config.http_port is not None:
         check_bind(config.http_host, has_identity=has_identity, key="http_host", remedy=remedy.format("http_host"))
     _credentials(config, Connections())
-
-
-def http_url(config: EndpointConfig, port: int) -> str:
-    """Return the URL of the HTTP endpoint; `port`: the bound one."""
-    scheme = "http" if config.ssl_certfile is None else "https"
-    return f"{scheme}://{join_address(config.http_host, port)}"
 
 
 @asynccontextmanager
@@ -109,7 +102,7 @@ async def open_endpoints(
 def _span_export(config: EndpointConfig, instance: str) -> "SpanExport | None":
     if config.otlp_traces_endpoint is None:
         return None
-    from pdserve.tracing import SpanExport  # noqa: PLC0415 - takes long to import
+    from pdserve.observe.tracing import SpanExport  # noqa: PLC0415 - takes long to import
 
     return SpanExport(config.otlp_traces_endpoint, "pdserve-router", instance)
 

@@ -13,16 +13,17 @@ from typing import Any, Never, TypeAlias, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from pdserve.errors import InvariantError, RequestError, Status
+from pdserve.base.errors import InvariantError
+from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES, AnyContext, Continuation, Handler, abort
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.inference import logprobs_to_proto
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, Status
 from pdserve.router import wire
-from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.clients import Clients, DeniedError, RefusedError, bearer
+from pdserve.router.frontend.clients import Clients, bearer
 from pdserve.router.frontend.intake import Intake
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext, Continuation, Handler, abort
-from pdserve.wire import logprobs_to_proto
+from pdserve.router.requests.commands import Finished
 
 INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 OPEN = "/grpc.health.v1.Health/"  # methods that need no key
@@ -31,10 +32,6 @@ CODES = {status: grpc.StatusCode[status.value] for status in Status}
 
 Replies = Callable[[Answer, Sequence[Gain], Outcome | None], Iterable[object]]  # makes the replies of a call
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
-
-
-class CutOffError(RefusedError):
-    """An answer was cut off because its client reads too slowly."""
 
 
 def _take_trace(request: inference.GenerateRequest, context: AnyContext) -> None:
@@ -72,7 +69,7 @@ class CallSink:
         return is_free
 
     def cut_off(self, outcome: Refused) -> None:
-        self._end(CutOffError(outcome))
+        self._end(RefusedError(outcome))
 
     def _end(self, how: Outcome | Exception) -> None:
         if self._outcome.done():
@@ -93,12 +90,12 @@ class CallSink:
 async def read_answer(
     intake: Intake, request: inference.GenerateRequest, context: AnyContext, writer: CallWriter, replies: Replies
 ) -> None:
-    """Open a call's request and write the replies to the end of its answer. Raises errors of NOT_SERVED."""
+    """Open a call's request and write the replies to the end of its answer. Raises RefusedError."""
     sink = CallSink(writer, replies)
     _take_trace(request, context)
     remaining_s: float | None = context.time_remaining()
     left_s = inf if remaining_s is None else max(0.0, remaining_s)
-    answer = await intake.open(request, sink, bearer(context.invocation_metadata()), left_s)
+    answer = await intake.accept(request, sink, bearer(context.invocation_metadata()), left_s)
     sink.answer = answer
     try:
         await sink.end()
@@ -108,23 +105,19 @@ async def read_answer(
 
 @asynccontextmanager
 async def denying(context: AnyContext) -> AsyncIterator[None]:
-    """End a call with a status if the block raises an error of NOT_SERVED."""
+    """End a call with a status if the block raises RefusedError."""
     try:
         yield
-    except DeniedError as error:
-        await abort(context, grpc.StatusCode.UNAUTHENTICATED, error.message)
     except RefusedError as error:
         await refuse(context, error.refused)
-    except RequestError as error:
-        await refuse(context, Refused(error.status, error.message))
 
 
 async def refuse(context: AnyContext, refused: Refused) -> Never:
-    """End a call with a status, and with hints for a later try as trailing metadata."""
+    """End a call with a status; the cause and hints for a later try are trailing metadata."""
     known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
     hints = [(name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None]
-    cause = () if refused.because is None else (("refused-because", refused.because.cause.value),)
-    await abort(context, CODES[refused.status], refused.message, (*hints, *cause))
+    cause = ("refused-because", refused.cause.value)
+    await abort(context, CODES[refused.status], refused.message, (*hints, cause))
 
 
 class RequireKey(grpc.aio.ServerInterceptor):
@@ -139,14 +132,14 @@ class RequireKey(grpc.aio.ServerInterceptor):
         if not handler_call_details.method.startswith(OPEN):
             try:
                 self._clients.identify(bearer(handler_call_details.invocation_metadata))
-            except DeniedError as error:
+            except RefusedError as error:
                 # Streaming on both sides: such a handler answers before it has read anything.
-                return grpc.stream_stream_rpc_method_handler(partial(_deny, error))
+                return grpc.stream_stream_rpc_method_handler(partial(_deny, error.refused))
         return await continuation(handler_call_details)
 
 
-async def _deny(denied: DeniedError, _messages: object, context: _Context) -> None:
-    await abort(context, grpc.StatusCode.UNAUTHENTICATED, denied.message)
+async def _deny(denied: Refused, _messages: object, context: _Context) -> None:
+    await refuse(context, denied)
 
 
 class LimitSizes(grpc.aio.ServerInterceptor):
@@ -169,11 +162,11 @@ class LimitSizes(grpc.aio.ServerInterceptor):
         async def check(raw: bytes, context: _Context) -> object:
             if len(raw) > PUBLIC_MESSAGE_BYTES:
                 text = f"message: {len(raw)} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}"
-                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+                await refuse(context, Refused(Cause.TOO_LARGE, text))
             try:
                 request = parse(raw)
             except DecodeError as error:
-                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
+                await refuse(context, Refused(Cause.INVALID, f"message: {error}"))
             try:
                 return await serve(request, context)
             except grpc.aio.AbortError as error:
@@ -272,6 +265,6 @@ class InferenceEndpoint:
                 vocab_size=served.vocab_size,
                 has_chat_template=served.chat is not None,
             )
-            for name in served.names
+            for name in self._intake.names
         ]
         return inference.ListModelsResponse(models=models)

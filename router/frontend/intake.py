@@ -6,20 +6,19 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from pdserve.errors import RequestError, echo, invalid
+from pdserve.base.errors import echo
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Refused
+from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.config import EndpointConfig
-from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Outcome, Pace, Sink
 from pdserve.router.frontend.backend import Backend
-from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError, RefusedError, Visit
+from pdserve.router.frontend.clients import Clients, Visit
 from pdserve.router.frontend.prompts import Loosen, Prompts, check_terms, with_tokens
 from pdserve.router.frontend.records import Opened, Records
-from pdserve.router.frontend.served import ServedModel, check_model
+from pdserve.router.frontend.served import ServedModel
+from pdserve.router.requests.events import RequestArrived
 from pdserve.text.stop import OutputText
-
-NOT_SERVED = (DeniedError, RefusedError, RequestError)  # what `Intake.open` raises, and ends of answers
 
 
 class Intake:
@@ -42,7 +41,7 @@ class Intake:
         self._records = records
         self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), backend.fail)
 
-    async def open(
+    async def accept(
         self,
         request: inference.GenerateRequest,
         sink: Sink,
@@ -56,27 +55,26 @@ class Intake:
         `key` is the caller's API key, `remaining_s` the time until the call's own deadline, `received_s` the time at
         which the request had been read, by default now; `loosen` replaces a structured output that is refused. The
         endpoint calls `leave` when it is done with the answer.
-        Raises DeniedError, OverLimitError or RequestError; then the endpoint must not call `leave`.
+        Raises RefusedError; then the endpoint must not call `leave`.
         """
         clock = self.backend.clock
-        opened = self._records.open(request, clock.now_s() if received_s is None else received_s)
+        opened = self._records.begin(request, clock.now_s() if received_s is None else received_s)
+        client = self.clients.identify(key)
         try:
-            visit = await self.clients.visit(key)
-        except OverLimitError as error:
-            self._records.reject(opened, error.refused, error.tenant, clock.now_s())
-            raise
-        try:
-            event, ignored = await self._arrival(request, visit, opened, remaining_s, loosen)
-        except BaseException as error:
-            visit.end()
-            if isinstance(error, RequestError):
-                self.backend.outcomes.reject(error.status)
-                refused = Refused(error.status, error.message)
-                self._records.reject(opened, refused, visit.tenant, clock.now_s())
+            visit = await self.clients.visit(client)
+            try:
+                event, ignored = await self._arrival(request, visit, opened, remaining_s, loosen)
+            except BaseException as error:
+                visit.end()
+                if isinstance(error, RefusedError):
+                    self.backend.outcomes.reject(error.refused.status)
+                raise
+        except RefusedError as error:
+            self._records.reject(opened, error.refused, "" if client is None else client.tenant, clock.now_s())
             raise
         answer = self._answer(event, request, sink, partial(self._note_end, visit, opened))
         answer.ignored = ignored
-        self.backend.admit(event, answer)
+        self.backend.submit(event, answer)
         return answer
 
     def leave(self, answer: Answer) -> None:
@@ -94,15 +92,16 @@ class Intake:
         loosen: Loosen | None,
     ) -> tuple[RequestArrived, tuple[str, ...]]:
         """Return a request for the core, and what of its schemas is ignored."""
-        check_model(request.model, self.model)
         limit_ms, clock, prompts = self._config.max_deadline_ms, self.backend.clock, self.prompts
+        adapter = self.adapter(request.model)
         event = _permitted(check_terms(request, self.model, limit_ms, opened.received_s, remaining_s), visit)
         event = await prompts.with_bad_words(event, request, event.deadline_s - clock.now_s())
         event, ignored = await prompts.with_structured(event, event.deadline_s - clock.now_s(), loosen)
         max_model_len = self.max_model_len()
-        token_ids = await prompts.token_ids(request, max_model_len, event.deadline_s - clock.now_s())
+        token_ids = await prompts.tokenize(request, max_model_len, event.deadline_s - clock.now_s())
         visit.spend(len(token_ids))
-        return replace(with_tokens(event, request, token_ids, max_model_len), trace=opened.trace), ignored
+        event = with_tokens(event, request, token_ids, max_model_len)
+        return replace(event, trace=opened.trace, adapter=adapter), ignored
 
     def _answer(
         self,
@@ -137,6 +136,21 @@ class Intake:
         self._records.end(answer, opened, outcome, self.backend.clock.now_s())
         self.backend.outcomes.end(answer.event, outcome, answer.finish_reasons)
 
+    def adapter(self, name: str) -> AdapterDigest:
+        """Return which adapter a name asks for; RefusedError unless it is empty, the model's, or a loaded adapter's."""
+        if name in ("", *self.model.names):
+            return NO_ADAPTER
+        adapter = self.backend.readiness().adapters.get(name)
+        if adapter is None:
+            text = f"model: {echo(name, repr)} is not served here; {echo(self.model.name, repr)} is"
+            raise RefusedError(Refused(Cause.MODEL, text))
+        return adapter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that requests may name now: the model, and each adapter that workers have loaded."""
+        return tuple(dict.fromkeys((*self.model.names, *self.backend.readiness().adapters)))
+
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""
         of_workers = self.backend.readiness().max_model_len
@@ -145,7 +159,7 @@ class Intake:
 
 
 def _permitted(event: RequestArrived, visit: Visit) -> RequestArrived:
-    """Return a request within its client's limits; RequestError if it names another tenant."""
+    """Return a request within its client's limits; RefusedError if it names another tenant."""
     client = visit.client
     if client is None:
         return event

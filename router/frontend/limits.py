@@ -9,10 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from math import ceil, inf
 
-from pdserve.clock import Clock
-from pdserve.errors import Status
-from pdserve.router.because import Because, Cause
-from pdserve.router.commands import Refused
+from pdserve.base.clock import Clock
+from pdserve.protocol.refusal import Cause, Refused
 from pdserve.router.frontend.clients import TenantLimits
 
 BUSY_RETRY_S = 1.0  # nobody knows when one of the requests under way will end
@@ -44,7 +42,7 @@ class Use:
         """Admit a request, which must `end` later; or return why not, and change nothing."""
         if limits.max_concurrent is not None and self.num_running >= limits.max_concurrent:
             text = f"max_concurrent: {self.num_running} requests of this tenant are under way, the limit"
-            return _refused(Cause.TENANT_CONCURRENCY, text, BUSY_RETRY_S)
+            return Refused(Cause.TENANT_CONCURRENCY, text, retry_after_s=BUSY_RETRY_S)
         if limits.tokens_per_s is None:
             self._tokens = Bucket()  # tokens used without a limit do not count against a later limit
         else:
@@ -52,13 +50,13 @@ class Use:
             level = self._tokens.fill(rate, rate, now_s)
             if level <= 0:
                 text = f"tokens_per_s: this tenant may use {rate:g} tokens a second"
-                return _refused(Cause.TENANT_TOKENS, text, (1.0 - level) / rate)
+                return Refused(Cause.TENANT_TOKENS, text, retry_after_s=(1.0 - level) / rate)
         if limits.requests_per_s is not None:
             rate = limits.requests_per_s
             level = self._requests.fill(rate, limits.burst or max(1, ceil(rate)), now_s)
             if level < 1:
                 text = f"requests_per_s: this tenant may send {rate:g} requests a second"
-                return _refused(Cause.TENANT_REQUESTS, text, (1.0 - level) / rate)
+                return Refused(Cause.TENANT_REQUESTS, text, retry_after_s=(1.0 - level) / rate)
             self._requests.level -= 1
         self.num_running += 1
         return None
@@ -82,13 +80,13 @@ class Uses:
         self.over_limit: Counter[Cause] = Counter()  # requests, by limit
 
     async def begin(self, tenant: str, limits: TenantLimits) -> Refused | None:
-        return self.admit(tenant, limits)
+        return self.begin_now(tenant, limits)
 
-    def admit(self, tenant: str, limits: TenantLimits) -> Refused | None:
+    def begin_now(self, tenant: str, limits: TenantLimits) -> Refused | None:
         """The same as `begin`, without waiting."""
         refused = self._uses.setdefault(tenant, Use()).begin(limits, self._clock.now_s())
-        if refused is not None and refused.because is not None:
-            self.over_limit[refused.because.cause] += 1
+        if refused is not None:
+            self.over_limit[refused.cause] += 1
         return refused
 
     def take_over(self, tenant: str, num_requests: int) -> None:
@@ -103,7 +101,3 @@ class Uses:
 
     def deny(self, reason: str) -> None:
         self.denied[reason] += 1
-
-
-def _refused(cause: Cause, text: str, retry_after_s: float) -> Refused:
-    return Refused(Status.RESOURCE_EXHAUSTED, text, retry_after_s=retry_after_s, because=Because(cause, text))

@@ -27,9 +27,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.frontend.backend import MAX_OF_STAGE, PERIOD_S, Backend, State
-from pdserve.router.frontend.clients import Clients, DeniedError, bearer
-from pdserve.router.frontend.openai.errors import HttpError, error_of
+from pdserve.router.frontend.clients import Clients, bearer
+from pdserve.router.frontend.openai.errors import response_of
 
 PULSE_S = 1.0  # an event is sent at least so often, so that a page knows that it is still connected
 MAX_WATCHERS = 16
@@ -109,7 +110,7 @@ class Page:
     async def _file(self, request: Request) -> Response:
         found = self._files.get(request.path_params.get("name", "index.html"))
         if found is None:
-            return _error(HttpError(404, "no such file", code="not_found"))
+            return response_of(Refused(Cause.NO_ROUTE, "no such file"), _HEADERS)
         content, media_type, tag = found
         headers = {**_HEADERS, "ETag": tag}
         if request.headers.get("if-none-match") == tag:
@@ -119,15 +120,15 @@ class Page:
     async def _request(self, request: Request) -> Response:
         try:
             tenant = self._tenant(request.headers)
-        except DeniedError as error:
-            return _error(error)
+        except RefusedError as error:
+            return response_of(error.refused, _HEADERS)
         known = await self._backend.live_request(request.path_params["request_id"])
         if known is None or tenant not in (None, known["tenant"]):
-            return _error(HttpError(404, "the request is not known, or no longer", code="not_found"))
+            return response_of(Refused(Cause.NO_ROUTE, "the request is not known, or no longer"), _HEADERS)
         return JSONResponse(known, headers=_HEADERS)
 
     def _tenant(self, headers: Mapping[str, str]) -> str | None:
-        """Return the tenant whose requests may be seen; None: everybody's. Raises DeniedError."""
+        """Return the tenant whose requests may be seen; None: everybody's. Raises RefusedError."""
         client = self._clients.identify(bearer(headers.items()))
         return None if client is None else client.tenant
 
@@ -144,14 +145,14 @@ class Page:
         try:
             tenant = self._tenant(headers)
             self._check_room(tenant)
-        except (DeniedError, HttpError) as error:
-            await _error(error)(scope, receive, send)
+        except RefusedError as error:
+            await response_of(error.refused, _HEADERS)(scope, receive, send)
             return
         left = asyncio.ensure_future(_left(receive))
         self._watchers[tenant] += 1
         try:
             await self._stream(headers, send, left)
-        except DeniedError:
+        except RefusedError:
             pass  # its key is no longer valid: the stream ends here
         finally:
             self._watchers -= Counter([tenant])  # drops a count of zero
@@ -159,9 +160,9 @@ class Page:
 
     def _check_room(self, tenant: str | None) -> None:
         if self.num_watchers >= MAX_WATCHERS:
-            raise HttpError(503, f"{MAX_WATCHERS} pages watch already")
+            raise RefusedError(Refused(Cause.CONNECTIONS, f"{MAX_WATCHERS} pages watch already"))
         if tenant is not None and self._watchers[tenant] >= MAX_OF_TENANT:
-            raise HttpError(503, f"{MAX_OF_TENANT} pages of this tenant watch already")
+            raise RefusedError(Refused(Cause.CONNECTIONS, f"{MAX_OF_TENANT} pages of this tenant watch already"))
 
     async def _stream(self, headers: Headers, send: Send, left: asyncio.Future[None]) -> None:
         """Send states until the watcher has left, or the router shuts down."""
@@ -189,10 +190,6 @@ async def _left(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _error(error: Exception) -> Response:
-    return error_of(error).response(_HEADERS)
 
 
 def _read_files() -> dict[str, tuple[bytes, str, str]]:

@@ -12,21 +12,22 @@ from contextlib import AsyncExitStack, suppress
 
 import grpc
 
-from pdserve.certificates import Part
-from pdserve.credentials import Credentials
-from pdserve.garbage import freeze_objects
-from pdserve.health import answering
-from pdserve.metrics import REQUESTS_RESUMED, REQUESTS_WITHOUT_ROUTER, Sample
-from pdserve.metrics_server import showing
-from pdserve.names import Lookups
+from pdserve.base.collector import freeze_objects
+from pdserve.base.processes import DRAIN_TIMED_OUT_STATUS
+from pdserve.base.signals import CLOSING_S, drain_on_signals
+from pdserve.net.certificates import Part
+from pdserve.net.credentials import Credentials
+from pdserve.net.dns import Lookups
+from pdserve.net.health import answering
+from pdserve.net.rpc import identify
+from pdserve.observe.metrics import REQUESTS_RESUMED, REQUESTS_WITHOUT_ROUTER, Sample
+from pdserve.observe.metrics_server import showing
 from pdserve.router.config import FrontendConfig
 from pdserve.router.frontend.channel import ATTACH
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.endpoints import open_endpoints
 from pdserve.router.frontend.routers import RouterLink, Routers
 from pdserve.router.frontend.served import ServedModel, load_model
-from pdserve.rpc import identify
-from pdserve.signals import CLOSING_S, DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
 

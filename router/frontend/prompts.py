@@ -15,20 +15,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
+from pdserve.base.collector import trim_memory
+from pdserve.base.errors import GrammarError, echo
+from pdserve.base.ids import new_request_id
 from pdserve.checkpoint.checkpoint import GenerationDefaults
-from pdserve.errors import GrammarError, RequestError, Status, echo, invalid
-from pdserve.garbage import trim_memory
 from pdserve.grammar.checker import Checker
 from pdserve.grammar.plain import Plain, plain
-from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.events import RequestArrived
+from pdserve.protocol.inference import given_params
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
+from pdserve.protocol.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
+from pdserve.protocol.token_ids import TokenIds, largest, pack
 from pdserve.router.frontend.conversations import message_of, options_of
 from pdserve.router.frontend.served import ServedModel
-from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
+from pdserve.router.requests.events import RequestArrived
 from pdserve.text.stop import check_stops
-from pdserve.token_ids import TokenIds, largest, pack
-from pdserve.wire import given_params
 
 MAX_TENANT_BYTES = 64
 MAX_LABEL_BYTES = 128
@@ -40,7 +41,7 @@ LONG_BYTES = 2**18  # of a request after which memory is trimmed: tokenizing tak
 TRIM_AFTER_S = 1.0  # once for all requests within this time
 SLICE_TOKENS = 16384  # packed without a pause: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
-Check = Callable[[StructuredOutput], Awaitable[Plain]]  # RequestError for what cannot be compiled
+Check = Callable[[StructuredOutput], Awaitable[Plain]]  # RefusedError for what cannot be compiled
 Loosen = Callable[[Check], Awaitable[StructuredOutput | None]]
 
 
@@ -65,8 +66,8 @@ class Prompts:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._grammars.close()
 
-    async def token_ids(self, request: inference.GenerateRequest, max_model_len: int, remaining_s: float) -> TokenIds:
-        """Return a request's prompt as token ids; RequestError if there is no prompt, or it cannot be served."""
+    async def tokenize(self, request: inference.GenerateRequest, max_model_len: int, remaining_s: float) -> TokenIds:
+        """Return a request's prompt as token ids; RefusedError if there is no prompt, or it cannot be served."""
         match request.WhichOneof("prompt"):
             case "token_ids":
                 return await self._checked(request.token_ids.ids, max_model_len)
@@ -97,7 +98,7 @@ class Prompts:
     async def with_bad_words(
         self, event: RequestArrived, request: inference.GenerateRequest, remaining_s: float
     ) -> RequestArrived:
-        """Return a request with its bad words as token ids; RequestError if these are over a limit."""
+        """Return a request with its bad words as token ids; RefusedError if these are over a limit."""
         if not request.sampling.bad_words:
             return event
         is_short = len(request.sampling.bad_words) <= INLINE_BAD_WORDS
@@ -111,7 +112,7 @@ class Prompts:
     ) -> tuple[RequestArrived, tuple[str, ...]]:
         """Return a request whose answers can match its structured output, and what of its schemas is ignored.
 
-        RequestError if no answer can match, or that is not known in time. `loosen` returns what to take in place of a
+        RefusedError if no answer can match, or that is not known in time. `loosen` returns what to take in place of a
         specification that is refused.
         """
         structured = event.params.structured_output
@@ -122,20 +123,20 @@ class Prompts:
             async with asyncio.timeout(remaining_s):
                 try:
                     found = await check(structured)
-                except RequestError as error:
+                except RefusedError as error:
                     looser = None
-                    if loosen is not None and error.status is Status.INVALID_ARGUMENT:
+                    if loosen is not None and error.refused.cause is Cause.INVALID:
                         looser = await loosen(check)
                     if looser is None:
                         raise
                     found = await check(looser)
         except TimeoutError as error:
             text = "the deadline passed before structured_output was compiled"
-            raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
+            raise RefusedError(Refused(Cause.DEADLINE, text)) from error
         return replace(event, params=replace(event.params, structured_output=found.structured)), found.ignored
 
     async def _checked_output(self, tenant: str, structured: StructuredOutput) -> Plain:
-        """Return a specification as workers compile it; RequestError if it cannot be compiled."""
+        """Return a specification as workers compile it; RefusedError if it cannot be compiled."""
         rewrite = partial(plain, structured, lenient=self._lenient_schemas)
         is_short = sum(map(len, structured.texts)) <= INLINE_BYTES and "oneOf" not in "".join(structured.texts)
         try:
@@ -153,13 +154,13 @@ class Prompts:
         return tuple(word for word in words if word and max(word) < vocab_size)  # no other token is ever sampled
 
     def _in_vocabulary(self, ids: TokenIds, field: str) -> TokenIds:
-        """Return the ids; RequestError names the first for which the model has no embedding."""
+        """Return the ids; RefusedError names the first for which the model has no embedding."""
         if largest(ids) >= self._model.vocab_size:
             check_ids(ids, field, self._model.vocab_size)
         return ids
 
     def _check_length(self, field: str, text: str, max_model_len: int) -> None:
-        """Raise RequestError for a text whose length alone says that it has too many tokens."""
+        """Raise RefusedError for a text whose length alone says that it has too many tokens."""
         num_tokens = self._model.tokenizer.fewest_tokens(text)
         if num_tokens > max_model_len:
             raise invalid(field, too_long(f"{len(text)} characters are at least {num_tokens} tokens", max_model_len))
@@ -176,7 +177,7 @@ class Prompts:
         keep_text = None if model.allow_special_tokens_in_text else model.tokenizer.special_texts
         prompt = chat.prompt(messages, options, keep_text)
         self._check_length("chat", prompt.text, max_model_len)
-        ids = prompt.token_ids(model.tokenizer)
+        ids = prompt.encoded(model.tokenizer)
         return self._in_vocabulary(pack(ids), "chat")
 
     async def _encoded(
@@ -192,7 +193,7 @@ class Prompts:
         limit = self._max_num_tokenizing
         if self._num_tokenizing >= limit:
             text = f"max_num_tokenizing: {limit} prompts are being tokenized already"
-            raise RequestError(Status.RESOURCE_EXHAUSTED, text)
+            raise RefusedError(Refused(Cause.PREPARING, text))
         self._num_tokenizing += 1
         work = self._threads.submit(encode, request)
         loop, num_bytes = asyncio.get_running_loop(), request.ByteSize()
@@ -203,9 +204,9 @@ class Prompts:
         except TimeoutError as error:
             if remaining_s <= self._timeout_s:
                 text = "the deadline passed before the prompt was tokenized"
-                raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
+                raise RefusedError(Refused(Cause.DEADLINE, text)) from error
             text = f"tokenize_timeout_s: the prompt was not tokenized within {self._timeout_s} s"
-            raise RequestError(Status.RESOURCE_EXHAUSTED, text) from error
+            raise RefusedError(Refused(Cause.PREPARING, text)) from error
         finally:
             del work  # its error refers to this frame: together they would hold the request until a full collection
 
@@ -225,7 +226,7 @@ class Prompts:
 
 
 def check_ids(ids: Iterable[int], field: str, vocab_size: int) -> None:
-    """Raise RequestError that names the first token id which is not in the vocabulary."""
+    """Raise RefusedError that names the first token id which is not in the vocabulary."""
     for position, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise invalid(field, f"token id {token_id} at position {position} is outside [0, {vocab_size - 1}]")
@@ -236,7 +237,7 @@ def check_terms(
 ) -> RequestArrived:
     """Return a request for the core, with defaults filled in and without its tokens.
 
-    `remaining_s`: until the call's own deadline. RequestError names the first field out of range.
+    `remaining_s`: until the call's own deadline. RefusedError names the first field out of range.
     """
     params = _sampling(request.sampling, model.defaults)
     params.validate(model.vocab_size)
@@ -278,12 +279,13 @@ def _check_label(label: str) -> None:
 def with_tokens(
     event: RequestArrived, request: inference.GenerateRequest, token_ids: TokenIds, max_model_len: int
 ) -> RequestArrived:
-    """Return a request with its tokens; RequestError if there is no room for an answer.
+    """Return a request with its tokens; RefusedError if there is no room for an answer.
 
-    If the client did not set max_tokens, it is cut to the room.
+    If the client did not set max_tokens, or said that the answer may be shorter, it is cut to the room.
     """
     params, num_prompt_tokens = event.params, len(token_ids)
-    room, may_be_shorter = max_model_len - num_prompt_tokens, not request.sampling.HasField("max_tokens")
+    sampling, room = request.sampling, max_model_len - num_prompt_tokens
+    may_be_shorter = sampling.fill_model_len or not sampling.HasField("max_tokens")
     if num_prompt_tokens == 0:
         raise invalid("prompt", "it has no tokens, at least 1 is needed")
     if may_be_shorter and room < 1:

@@ -6,18 +6,27 @@ from collections.abc import Mapping, Sequence
 from random import random
 from typing import TYPE_CHECKING
 
+from pdserve.base.values import value
+from pdserve.observe.trace_context import (
+    SAMPLED,
+    Attributes,
+    AttributeValue,
+    Span,
+    TraceContext,
+    new_span_id,
+    read_trace,
+)
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.reports import FINISH_REASONS, Stage
-from pdserve.router.commands import Finished, Refused
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.reports import FINISH_REASONS, Stage
 from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.answer import Answer, Outcome
 from pdserve.router.frontend.prompts import MAX_LABEL_BYTES
-from pdserve.router.timeline import parts
-from pdserve.tracecontext import SAMPLED, Attributes, AttributeValue, Span, TraceContext, new_span_id, read_trace
-from pdserve.values import value
+from pdserve.router.requests.commands import Finished
+from pdserve.router.requests.timeline import parts
 
 if TYPE_CHECKING:
-    from pdserve.tracing import SpanExport
+    from pdserve.observe.tracing import SpanExport
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +64,7 @@ class Records:
         """Return how many spans were sent, failed and dropped; empty if no spans are made."""
         return {} if self._export is None else self._export.counts
 
-    def open(self, request: inference.GenerateRequest, received_s: float) -> Opened:
+    def begin(self, request: inference.GenerateRequest, received_s: float) -> Opened:
         """Begin the record of a request, and its span if the request is traced."""
         operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
         trace = given = read_trace(request.traceparent, request.tracestate) if request.traceparent else None
@@ -68,9 +77,8 @@ class Records:
     def reject(self, opened: Opened, refused: Refused, tenant: str, now_s: float) -> None:
         """Record a request that was not admitted: it was not valid, or its tenant has used its limits."""
         if logger.isEnabledFor(self._level):
-            text = f"{refused.status.value}: {refused.message}"
             fields = _asked(opened, tenant) | _logged(refused)
-            logger.log(self._level, "a request was not admitted: %s", text, extra=fields)
+            logger.log(self._level, "a request was not admitted: %s", refused, extra=fields)
         if self._is_traced(opened):
             self._send(opened, now_s, _failed(refused), refused.message)
 
@@ -164,8 +172,7 @@ def _finished(outcome: Finished, answer: Answer) -> dict[str, AttributeValue]:
 
 
 def _failed(refused: Refused) -> dict[str, AttributeValue]:
-    cause = {} if refused.because is None else {"pdserve.refused_because": refused.because.cause.value}
-    return {"error.type": refused.status.value, **cause}
+    return {"error.type": refused.status.value, "pdserve.refused_because": refused.cause.value}
 
 
 def _asked(opened: Opened, tenant: str) -> dict[str, object]:
@@ -175,8 +182,7 @@ def _asked(opened: Opened, tenant: str) -> dict[str, object]:
 
 
 def _logged(refused: Refused) -> dict[str, object]:
-    cause = {} if refused.because is None else {"cause": refused.because.cause.value}
-    return {"status": refused.status.value, **cause}
+    return {"status": refused.status.value, "cause": refused.cause.value}
 
 
 def _log(level: int, answer: Answer, opened: Opened, outcome: Outcome) -> None:
@@ -198,5 +204,5 @@ def _log(level: int, answer: Answer, opened: Opened, outcome: Outcome) -> None:
         )
     else:
         fields |= _logged(outcome)
-        text = f"{outcome.status.value}: {outcome.message}"
+        text = str(outcome)
     logger.log(level, "request %s: %s", answer.hex_id, text, extra=fields)

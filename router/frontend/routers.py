@@ -12,22 +12,24 @@ from typing import Any
 
 import msgspec
 
-from pdserve.clock import Clock, MonotonicClock
-from pdserve.credentials import Connections
-from pdserve.errors import ProtocolError, RequestError, Status
-from pdserve.ids import RequestId
+from pdserve.base.clock import Clock, MonotonicClock
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import RequestId
+from pdserve.net.credentials import Connections
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Deliver, Finished, Refused, reads_too_slowly
+from pdserve.protocol.refusal import CLIENT_GONE, Cause, Refused, RefusedError, reads_too_slowly
 from pdserve.router.config import FrontendConfig
-from pdserve.router.desk import Answer
-from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.router.dispatcher import Answer
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.backend import Abort, EngineState, Readiness, State
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.counting import HomeOutcomes, HomeTenants
 from pdserve.router.frontend.underway import Underway
+from pdserve.router.requests.commands import Deliver, Finished
+from pdserve.router.requests.events import ClientTooSlow, RequestArrived, StopStringFound
 
 RETRY_AFTER_S = 2.0  # a supervised router serves again after about as long
+_SHUTTING_DOWN = Refused(Cause.SHUTTING_DOWN, "this frontend is shutting down")
 _NOT_YET = Readiness(is_live=True, is_ready=False, can_serve=False, max_model_len=None)
 
 
@@ -170,26 +172,22 @@ class Routers:
         is_over = now_s >= self._lost_s + self._config.router_grace_s
         for each in [each for each in self._underway.values() if each.link is None]:
             if now_s >= each.event.deadline_s:
-                self._end(each, Refused(Status.DEADLINE_EXCEEDED, "the deadline passed while no router was attached"))
+                self._end(each, Refused(Cause.DEADLINE, "the deadline passed while no router was attached"))
             elif is_over:
                 self._end(each, self.no_router())
         self._send_waiting()
 
     def no_router(self) -> Refused:
         text = f"router_grace_s: no router has been attached for {self._config.router_grace_s:g} s"
-        return Refused(Status.UNAVAILABLE, text, retry_after_s=RETRY_AFTER_S)
+        return Refused(Cause.NO_ROUTER, text, retry_after_s=RETRY_AFTER_S)
 
     # ---- what endpoints ask
 
     def readiness(self) -> Readiness:
         is_near = self.home is not None or self.clock.now_s() < self._lost_s + self._config.router_grace_s
         is_live, last = not self.is_draining, self._last
-        return replace(
-            last,
-            is_live=is_live,
-            is_ready=last.is_ready and is_near and is_live,
-            can_serve=last.can_serve and is_near and is_live,
-        )
+        serves = is_near and is_live
+        return replace(last, is_live=is_live, is_ready=last.is_ready and serves, can_serve=last.can_serve and serves)
 
     @property
     def num_underway(self) -> int:
@@ -206,16 +204,16 @@ class Routers:
         """Requests that no router has."""
         return sum(each.link is None for each in self._underway.values())
 
-    def admit(self, event: RequestArrived, answer: Answer) -> None:
+    def submit(self, event: RequestArrived, answer: Answer) -> None:
         each = Underway(event, answer, [[] for _ in range(event.params.n)], set())
         self._underway[event.request_id] = each
         if self.home is not None:
             self._send(each, self.home)
         elif self.is_draining:
-            self._end(each, Refused(Status.UNAVAILABLE, "this frontend is shutting down"))
+            self._end(each, _SHUTTING_DOWN)
         elif self.num_waiting > self._config.max_num_waiting:
             text = f"max_num_waiting: {self._config.max_num_waiting} requests wait for a router already"
-            self._end(each, Refused(Status.UNAVAILABLE, text, retry_after_s=RETRY_AFTER_S))
+            self._end(each, Refused(Cause.NO_ROUTER, text, retry_after_s=RETRY_AFTER_S))
         else:
             self._set_alarm([each for each in self._underway.values() if each.link is None])
 
@@ -223,7 +221,7 @@ class Routers:
         each = self._underway.get(request_id)
         if each is None:
             return
-        each.is_over = Refused(Status.CANCELLED, "the client has gone")
+        each.is_over = CLIENT_GONE
         if each.link is not None:
             each.link.channel.post(messages.Leave(request_id))
         else:
@@ -238,7 +236,7 @@ class Routers:
         for each in tuple(self._underway.values()):
             if each.link is not None:
                 each.link.channel.post(messages.Leave(each.event.request_id))
-            self._end(each, Refused(Status.UNAVAILABLE, "this frontend is shutting down"))
+            self._end(each, _SHUTTING_DOWN)
 
     async def live(self) -> State:
         return msgspec.msgpack.decode(await self._ask("live"), type=State)
@@ -257,7 +255,7 @@ class Routers:
 
     def _ask(self, what: messages.What, data: bytes = b"") -> asyncio.Future[bytes]:
         if self.home is None:
-            raise RequestError(Status.UNAVAILABLE, "no router is attached to this frontend")
+            raise RefusedError(Refused(Cause.NO_ROUTER, "no router is attached to this frontend"))
         number, reply = self.new_reply(self.home)
         self.home.channel.post(messages.Ask(number, what, data))
         return reply

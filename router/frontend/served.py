@@ -9,7 +9,6 @@ from functools import partial
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults, naming, tokenizer_archive
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.errors import RequestError, Status, echo
 from pdserve.router.config import EndpointConfig
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.reasoning import Reasoning, reasoning_of
@@ -44,14 +43,6 @@ class ServedModel:
     def names(self) -> tuple[str, ...]:
         """All names in requests; the first is the one in answers."""
         return (self.name, *self.aliases)
-
-
-def check_model(name: str, model: ServedModel) -> None:
-    """Raise RequestError(NOT_FOUND) unless a name is empty or one of the model's."""
-    if name not in ("", *model.names):
-        raise RequestError(
-            Status.NOT_FOUND, f"model: {echo(name, repr)} is not served here; {echo(model.name, repr)} is"
-        )
 
 
 def served_name(config: EndpointConfig) -> str:

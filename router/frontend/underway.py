@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdserve.router.commands import Refused
-from pdserve.router.desk import Answer
-from pdserve.router.events import RequestArrived, Resumed
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.token_ids import to_wire
+from pdserve.router.dispatcher import Answer
 from pdserve.router.frontend import channel as messages
-from pdserve.token_ids import to_wire
+from pdserve.router.requests.events import RequestArrived, Resumed
 
 if TYPE_CHECKING:
     from pdserve.router.frontend.routers import RouterLink

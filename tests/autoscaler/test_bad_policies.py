@@ -15,7 +15,7 @@ from pdserve.autoscaler.explain import changes
 from pdserve.autoscaler.loop import PolicyFile
 from pdserve.autoscaler.pools import DAYS, Schedule, holds
 from pdserve.autoscaler.schema import Policy, load
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 GOOD = """\

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.reports import NUM_BANDS, Demand, band_of, middle_of
+from pdserve.protocol.reports import NUM_BANDS, Demand, band_of, middle_of
 
 
 @given(st.integers(1, 1 << 22))

@@ -11,8 +11,8 @@ from pdserve.autoscaler.decisions import Add, Binds
 from pdserve.autoscaler.explain import sentences
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.pools import Pool, bounds
-from pdserve.errors import ConfigError
-from pdserve.roles import POOLS
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import POOLS
 
 ZERO: dict[str, Any] = {"min_replicas": 0}
 WINDOW_S = 60.0  # of scaleDown in these policies

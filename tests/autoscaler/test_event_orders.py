@@ -12,7 +12,7 @@ from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import ForecasterKind
 from pdserve.autoscaler.supply import Result
-from pdserve.roles import Role
+from pdserve.base.roles import Role
 
 MAX_DEVICES, LEAST, MOST = 7, {Role.PREFILL: 1, Role.DECODE: 2}, {Role.PREFILL: 4, Role.DECODE: 6}
 LIMITS = {role.value: {"min_replicas": LEAST[role], "max_replicas": MOST[role]} for role in BOTH}

@@ -12,10 +12,10 @@ from admin_stub import Router, serving
 from fault_proxy import FaultProxy, Faults, fault_proxies
 from sleeping_cluster import SLEEPER, SleepingCluster, deaf_workers, let_workers_run, sleeping_cluster
 
-from pdserve import rpc
 from pdserve.autoscaler.actuator import LocalActuator
-from pdserve.launch.admin import AdminClient, LauncherClient
-from pdserve.roles import Role
+from pdserve.base.roles import Role
+from pdserve.net import rpc
+from pdserve.net.operator_client import AdminClient, LauncherClient
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import pytest
 from scaled_world import World, policy
 
 from pdserve.autoscaler.decisions import Drain, Flip
+from pdserve.autoscaler.misses import Misses, for_losses
 from pdserve.autoscaler.observation import Observation
-from pdserve.autoscaler.urgent import Misses
-from pdserve.reports import Demand
-from pdserve.roles import Role
-from pdserve.router.because import Cause
+from pdserve.base.roles import Role
+from pdserve.protocol.refusal import Cause
+from pdserve.protocol.reports import Demand
 
 
 def seen(refused: dict[str, int], seconds: float = 60.0) -> Observation:
@@ -53,6 +53,21 @@ def test_what_was_missed_long_ago_is_forgotten() -> None:
     misses.count(Demand(), seen({}, seconds=7200.0))
     assert not misses.are_too_many(Role.PREFILL, 0.95)
     assert misses.odds[Role.PREFILL] == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("num_lost", "num_requests", "wanted"),
+    [
+        (0, 1000, 0),
+        (7, 14, 0),  # too few to tell
+        (50, 1000, 0),  # as many as the objective allows
+        (58, 1000, 0),  # more, but chance may explain it
+        (200, 1000, 5),  # 4 serve what 82 % are, at least
+        (1000, 1000, 8),  # twice as many at once, at most
+    ],
+)
+def test_what_was_lost_asks_for_as_many_as_would_have_served_it(num_lost: int, num_requests: int, wanted: int) -> None:
+    assert for_losses(num_lost, num_requests, 4.0, attainment=0.95) == wanted
 
 
 def test_where_one_pool_missed_much_of_late_neither_shrinks() -> None:

@@ -1,12 +1,12 @@
 """Counters become differences, a router that is silent makes all of it stale, and a state keeps its beginning."""
 
 from pdserve.autoscaler.observation import Capacity, Listed, Observation, Observer, State
+from pdserve.base.roles import Role
 from pdserve.perfmodel.curve import Curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Demand
-from pdserve.roles import Role
-from pdserve.wire import demand_to_proto
+from pdserve.protocol.admin import demand_to_proto
+from pdserve.protocol.reports import Demand
 
 PREFILL, DECODE = link.ROLE_PREFILL, link.ROLE_DECODE
 HELD = (Listed("p", Role.PREFILL, State.READY), Listed("d", Role.DECODE, State.STARTING))

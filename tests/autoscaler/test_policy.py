@@ -11,8 +11,8 @@ from pdserve.autoscaler.decisions import Add, Binds, Drain, Flip
 from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.supply import Result
+from pdserve.base.roles import Role
 from pdserve.perfmodel.curve import Curve, StepCosts
-from pdserve.roles import Role
 
 
 def test_each_pool_follows_its_own_demand() -> None:
@@ -286,6 +286,27 @@ def test_a_signal_above_its_target_makes_its_pool_grow() -> None:
     decision = world.look(5)[1]
     assert decision.action == Add("decode-2", Role.DECODE)
     assert decision.binds is Binds.WAITING
+
+
+@pytest.mark.parametrize(
+    ("metric", "target", "wanted"),
+    [
+        ("queue_tokens", 150.0, 2),
+        ("queue_tokens", 140.0, 3),
+        ("kv_usage", 0.2, 2),
+        ("running_sequences", 4.0, 2),
+        ("held_requests", 2.0, 5),
+    ],
+)
+def test_a_signal_asks_for_its_target_on_average(metric: str, target: float, wanted: int) -> None:
+    signals = [{"metric": metric, "target": target}]
+    world = World(policy(decode={"signals": signals}), rate=0.5).start(1, 1).go_on(30)
+    busy = replace(world.replicas["decode-0"], num_sequences=8, waiting_tokens=300, kv_tokens=400_000)
+    world.replicas["decode-0"] = busy
+    world.advance(5)
+    found = replace(world.observation(5.0), num_held=10)
+    decision = world.scaler.decide(found)[1]
+    assert (decision.action, decision.desired) == (Add("decode-1", Role.DECODE), wanted)
 
 
 def test_refusals_make_the_pool_grow_whose_lack_they_name() -> None:

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from pdserve.autoscaler.explain import sentences
 from pdserve.autoscaler.schema import Policy, json_schema, load
+from pdserve.base.errors import ConfigError
 from pdserve.cli.app import app
-from pdserve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = sorted((ROOT / "deploy" / "policies").glob("*.yaml"))
@@ -75,7 +75,7 @@ NIGHT = {"daysOfWeek": ["Fri"], "start": "22:00", "end": "06:00", "minReplicas":
         ({}, {}, "within 500 ms, and later ones within 50 ms each on average. 95% of all requests"),
         ({}, {"budget": {"maxDevices": 9, "minDevices": 3}}, "hold at most 9 devices, and at least 3."),
         ({}, {"interval": {"forecast": "90s", "react": "500ms"}}, "Every 1m30s each pool is sized for quantile 0.6 of"),
-        ({}, {"interval": {"forecast": "90s", "react": "500ms"}}, "Every 500ms replicas are added if what waits"),
+        ({}, {"interval": {"forecast": "90s", "react": "500ms"}}, "Every 500ms replicas are added if more comes"),
         ({}, {"forecaster": {"kind": "holt-winters", "season": "1d"}}, "(holt-winters with a season of 1d)"),
         (
             {},

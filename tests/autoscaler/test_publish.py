@@ -15,14 +15,15 @@ from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loop import Loop, PolicyFile
 from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.server import samples
-from pdserve.clock import VirtualClock
-from pdserve.launch.admin import AdminClient
-from pdserve.metrics import DECISIONS, DESIRED
+from pdserve.base.clock import VirtualClock
+from pdserve.base.roles import Role
+from pdserve.net.operator_client import AdminClient
+from pdserve.observe.metrics import DECISIONS, DESIRED
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Demand
-from pdserve.roles import Role
-from pdserve.wire import ROLE_NUMBERS, demand_to_proto
+from pdserve.protocol.admin import demand_to_proto
+from pdserve.protocol.link import ROLE_NUMBERS
+from pdserve.protocol.reports import Demand
 
 
 class Platform:

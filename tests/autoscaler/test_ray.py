@@ -21,12 +21,12 @@ from ray_nodes import RayNodes, end_node, ray_head
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.ray import ActorActuator, Ledger, connect
 from pdserve.autoscaler.schema import RayActuator as Settings
+from pdserve.base.roles import Role
 from pdserve.launch import plan as plan_module
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ClusterState, write_secret
 from pdserve.launch.owner import OwnedWorker
 from pdserve.launch.plan import PDSERVE, ClusterSpec, Wiring, flag_arguments
-from pdserve.roles import Role
+from pdserve.net.operator_client import AdminClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # Ray takes long to start
 

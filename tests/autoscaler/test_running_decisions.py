@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from pdserve.autoscaler.decisions import Add, Binds, Decision
 from pdserve.autoscaler.journal import Journal
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import Role
 from pdserve.cli.app import app
-from pdserve.errors import ConfigError
 from pdserve.launch.folder import RECORD_FILE, state_file
-from pdserve.roles import Role
 
 POLICY = Path(__file__).resolve().parents[2] / "deploy" / "policies" / "local.yaml"
 DECISION = Decision(Role.DECODE, Add("decode-2", Role.DECODE), 2, 3, Binds.STEP_TIME, "4.2 requests/s", "97%")

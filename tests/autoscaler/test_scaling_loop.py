@@ -14,12 +14,12 @@ from pdserve.autoscaler.journal import Journal, read_record
 from pdserve.autoscaler.loop import Loop, PolicyFile
 from pdserve.autoscaler.observation import Listed, State
 from pdserve.autoscaler.server import end_replicas
-from pdserve.errors import CommandError
+from pdserve.base.errors import CommandError
+from pdserve.base.roles import Role
 from pdserve.measure.read_workload import warm_up
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.reports import Demand
-from pdserve.roles import Role
-from pdserve.wire import demand_to_proto
+from pdserve.protocol.admin import demand_to_proto
+from pdserve.protocol.reports import Demand
 
 POLICY = """
 apiVersion: pdserve/v1alpha1

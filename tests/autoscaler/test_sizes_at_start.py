@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.autoscaler.actuator import PoolSizes, sizes_at_start
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 
 POLICY = """
 apiVersion: pdserve/v1alpha1

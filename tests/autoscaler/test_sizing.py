@@ -14,8 +14,8 @@ from pdserve.autoscaler.prefill_queue import PrefillPool, erlang_c
 from pdserve.autoscaler.schema import Budget, Objectives
 from pdserve.autoscaler.sizing import DecodePool, Sizer
 from pdserve.autoscaler.traffic import Lengths, Traffic
+from pdserve.base.roles import Role
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
-from pdserve.roles import Role
 
 FLAT = Curve(0.02, 0.0, 0.0)  # steps take as long whatever they hold
 COSTS = StepCosts(Curve(0.0, 1e-4, 0.0), (DecodePiece(None, FLAT),))
@@ -41,7 +41,6 @@ def test_lost_prompts_of_one_server_are_those_of_the_exact_formula() -> None:
     pool = PrefillPool(Traffic(rate, rate, cut, ((2.0, 1.0),)), Curve(0.0, 1e-4, 0.0), 1000, limit_s + 0.1)
     late = 0.9 * exp(-limit_s * (10 - rate))
     assert 1 - pool.attainment(1) == pytest.approx(0.1 * late / (1 - 0.9 * late), rel=0.5)
-    assert pool.seconds(0, rate) == pytest.approx(0.9, rel=0.01)
 
 
 @pytest.mark.parametrize("rate", [1.0, 8.0, 9.99, 10.0, 10.01, 15.0, 100.0])

@@ -6,13 +6,13 @@ from pdserve.autoscaler.observation import Capacity
 from pdserve.autoscaler.schema import Objectives
 from pdserve.autoscaler.sizing import Sizer
 from pdserve.autoscaler.traffic import DecayingCounts
+from pdserve.base.roles import POOLS, Role
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.reports import NUM_BANDS, Demand, band_of
-from pdserve.roles import POOLS, Role
+from pdserve.protocol.reports import NUM_BANDS, Demand, band_of
 
 NUM_REQUESTS = 500
 OBJECTIVE = Objective(0.6, 0.06)

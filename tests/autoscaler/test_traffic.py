@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve.autoscaler.traffic import DecayingCounts, mean
-from pdserve.reports import NUM_BANDS, Demand, band_of
+from pdserve.protocol.reports import NUM_BANDS, Demand, band_of
 
 
 def demand(count: int, prompt: int = 1000, answer: int = 100, cached: int = 0) -> Demand:

@@ -13,11 +13,10 @@ from pdserve.capacity.planner import Search, candidates, highest_rate, plan
 from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.read_workload import parse_workload
-from pdserve.measure.router import measure_policies
 from pdserve.measure.tables import as_json
 from pdserve.measure.workload import Arrival, Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.router.policies import POLICIES
+from pdserve.router.placement.policies import POLICIES
 
 PROFILE = read_profile(shipped_profile())
 OBJECTIVE = Objective(0.25, 0.1)
@@ -162,11 +161,3 @@ def test_attainment_is_drawn_over_the_rate_for_each_cluster_and_policy() -> None
     ]
     assert [rate for rate, _ in drawn["1 x tp1 prefill + 1 x tp1 decode, goodput"]] == [2.0, 3.0]
     assert drawn["wanted"] == [(0.0, 90.0), (3.0, 90.0)]
-
-
-def test_the_router_benchmark_places_and_ends_every_request() -> None:
-    found = measure_policies(40, 40, 60, 300)
-    assert {each.name for each in found} == set(POLICIES)
-    for each in found:
-        assert each.placements_per_s > 0
-        assert each.rest_s > 0

@@ -2,14 +2,14 @@
 
 import pytest
 
+from pdserve.base.errors import CommandError
+from pdserve.base.roles import POOLS, Role
 from pdserve.capacity.cluster import Run
 from pdserve.capacity.fleet import Fleet
 from pdserve.capacity.worker import Shape
-from pdserve.errors import CommandError
 from pdserve.measure.outcomes import ANY
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.roles import POOLS, Role
 
 PROFILE = read_profile(shipped_profile())
 WORKLOAD = random_lengths(300, 400, 150, 5).at_rate(10)

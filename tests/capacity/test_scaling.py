@@ -1,4 +1,4 @@
-"""Pools that are scaled under virtual time: what start-up, drains and roles cost, and the rules of others."""
+"""Pools that are scaled under virtual time: what start-up, drains and roles cost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,21 +7,17 @@ import pytest
 
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip
 from pdserve.autoscaler.observation import Observation, State
-from pdserve.autoscaler.pools import Bounds
-from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage
+from pdserve.base.roles import POOLS, Role
 from pdserve.capacity.scaling import Scaling, Scene, Slowdown
-from pdserve.capacity.versus import StaticPools
 from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import Objective
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.roles import POOLS, Role
 
 PROFILE = read_profile(shipped_profile())
 OBJECTIVE = Objective(1.0, 0.1)
 QUIET, BUSY = random_lengths(150, 500, 100, 7).at_rate(3), random_lengths(700, 500, 100, 8).at_rate(30)
 STARTUP_S = dict.fromkeys(POOLS, 10.0)
-LIMITS = dict.fromkeys(POOLS, Bounds(1, 6))
 
 
 def scene(prefill: int, decode: int, **changes: object) -> Scene:
@@ -91,26 +87,3 @@ def test_the_costs_that_are_observed_follow_a_slow_stretch() -> None:
     Scaling(scene(1, 1, slow=(Slowdown(1.5, 20.0, 45.0),)), orders.decide).run("slow")
     usual, slow = (next(o for o in orders.seen if o.at_s == at_s).costs[Role.PREFILL] for at_s in (20.0, 45.0))
     assert 1.2 < slow.prefill.seconds(500, 500**2) / usual.prefill.seconds(500, 500**2) < 1.6
-
-
-@pytest.mark.parametrize(
-    "scaler", [QueueAndKvUsage(LIMITS, 8), PlannerRules(LIMITS, 8, OBJECTIVE)], ids=["hpa", "planner"]
-)
-def test_the_rules_of_others_grow_under_load_and_stay_within_the_budget(scaler: QueueAndKvUsage | PlannerRules) -> None:
-    starts_s = dict.fromkeys(POOLS, 3.0)
-    scaled = Scaling(scene(1, 1, workload=BUSY, startup_s=starts_s), scaler.decide, PLANNER_PERIOD_S).run("rules")
-    alone = Scaling(scene(1, 1, workload=BUSY)).run("static")
-    assert scaled.attainment(OBJECTIVE) > alone.attainment(OBJECTIVE) + 0.1
-    assert max(sum(sizes.count(role) for role in POOLS) for sizes in scaled.sizes) <= 8
-
-
-@pytest.mark.long
-def test_the_smallest_static_pools_attain_enough_and_no_smaller_ones_do() -> None:
-    search = StaticPools(scene(1, 1, workload=BUSY.first(300)), 0.95, lambda _: None)
-    found = search.smallest(Bounds(1, 3), Bounds(1, 3), 6)
-    assert found is not None
-    assert found.attainment(OBJECTIVE) >= 0.95
-    prefill, decode = (found.sizes[0].count(role) for role in POOLS)
-    for smaller in ((prefill - 1, decode), (prefill, decode - 1)):
-        if 0 not in smaller:
-            assert search.run(*smaller) is None

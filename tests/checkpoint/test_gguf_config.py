@@ -10,11 +10,12 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.errors import ConfigError
-from pdserve.model.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from pdserve.model.config import ModelConfig
+from pdserve.model.rope_config import LinearRope, Llama3Rope, RopeConfig, YarnRope
 
 WriteGguf = Callable[[str, Mapping[str, object], Mapping[str, object]], Path]
 Embedding = Mapping[str, object]
@@ -35,6 +36,10 @@ def read(architecture: str, model: Mapping[str, object], *names: str) -> ModelCo
     return ModelConfig.from_hf(hf_config(GgufFile(Path("x.gguf"), metadata, tuple(tensors))))
 
 
+def rope_of(config: ModelConfig) -> RopeConfig:
+    return config.design.layers[0].attention.rope
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "qkv_bias", "qk_norm"),
     [
@@ -47,7 +52,9 @@ def test_each_architecture_is_named_as_on_hugging_face(
     tiny_model: dict[str, object], architecture: str, name: str, qkv_bias: bool, qk_norm: bool
 ) -> None:
     config = read(architecture, tiny_model)
-    assert (config.architecture, config.qkv_bias, config.qk_norm) == (name, qkv_bias, qk_norm)
+    assert config.architecture == name
+    attention = config.design.layers[0].attention
+    assert (attention.qkv_bias, attention.qk_norm is not None) == (qkv_bias, qk_norm)
     assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (100, 8, 2)
 
 
@@ -68,13 +75,13 @@ def test_a_sliding_window_makes_a_llama_a_mistral(tiny_model: dict[str, object])
 
 def test_rope_scaling_is_carried_over(tiny_model: dict[str, object]) -> None:
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    assert read("llama", tiny_model | linear).rope_scaling == LinearRope(4.0)
+    assert rope_of(read("llama", tiny_model | linear)).scaling == LinearRope(4.0)
     yarn = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 32768,
     }
-    scaling = read("qwen2", tiny_model | yarn).rope_scaling
+    scaling = rope_of(read("qwen2", tiny_model | yarn)).scaling
     assert isinstance(scaling, YarnRope)
     assert (scaling.factor, scaling.original_max_position_embeddings) == (4.0, 32768)
 
@@ -92,10 +99,11 @@ def test_llama3_rope_is_recognized_by_its_factors(
 ) -> None:
     model = {f"llama.{k}": v for k, v in (tiny_model | {"rope.freq_base": 500000.0}).items()} | tokenizer_keys
     factors = rope_factors(head_dim=8)
-    scaling = open_checkpoint(write_gguf("llama", model, {**embedding, "rope_freqs.weight": factors})).config
-    assert isinstance(scaling.rope_scaling, Llama3Rope)
-    assert math.isclose(scaling.rope_scaling.factor, 32.0, rel_tol=1e-6)
-    assert scaling.rope_scaling.original_max_position_embeddings == 8192
+    config = open_checkpoint(write_gguf("llama", model, {**embedding, "rope_freqs.weight": factors})).config
+    scaling = rope_of(config).scaling
+    assert isinstance(scaling, Llama3Rope)
+    assert math.isclose(scaling.factor, 32.0, rel_tol=1e-6)
+    assert scaling.original_max_position_embeddings == 8192
     factors[1] *= 1.5
     with pytest.raises(ConfigError, match=r"tiny\.gguf: rope_freqs\.weight: is not supported"):
         open_checkpoint(write_gguf("llama", model, {**embedding, "rope_freqs.weight": factors}))

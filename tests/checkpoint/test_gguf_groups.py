@@ -7,11 +7,12 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from held_weights import read_all
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.gguf_weights import read_groups
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.errors import ConfigError
 from pdserve.model.groups import Groups, joined_groups, quantized
 
 WriteGguf = Callable[..., Path]
@@ -86,12 +87,12 @@ def test_a_file_keeps_its_codes_where_that_is_asked_for(
     assert open_checkpoint(write_gguf("llama", metadata, plain)).coded_weights is None
     path = write_gguf("llama", metadata, plain, {"blk.0.attn_q.weight": (values, Kind.Q4_1)})
     checkpoint = open_checkpoint(path)
-    floats, coded = dict(checkpoint.weights()), dict(weights_in_form(checkpoint, "gguf"))
+    floats, coded = read_all(checkpoint.weights()), read_all(weights_in_form(checkpoint, "gguf"))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert isinstance(coded[name], Groups)
     np.testing.assert_allclose(coded[name].values(), floats[name], rtol=1e-6, atol=1e-7)
     assert isinstance(coded["model.embed_tokens.weight"], np.ndarray)
-    rounded = dict(weights_in_form(checkpoint, "int4"))
+    rounded = read_all(weights_in_form(checkpoint, "int4"))
     assert {each: rounded[each].bits for each in (name, "model.embed_tokens.weight")} == {
         name: 4,
         "model.embed_tokens.weight": 8,
@@ -131,4 +132,4 @@ def test_a_type_that_nobody_knows_is_named_with_its_tensor(
     path.write_bytes(whole[:place] + (77).to_bytes(4, "little") + whole[place + 4 :])
     for form in ("none", "gguf"):
         with pytest.raises(ConfigError, match=r"tiny\.gguf: token_embd\.weight: type 77 cannot be decoded"):
-            dict(weights_in_form(open_checkpoint(path), form))
+            read_all(weights_in_form(open_checkpoint(path), form))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_tokenizer import SPLITS, build_tokenizer
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.errors import ConfigError
 from pdserve.text.tokenizer import Tokenizer
 
 WriteGguf = Callable[[str, Mapping[str, object], Mapping[str, object]], Path]

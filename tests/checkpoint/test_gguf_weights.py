@@ -7,11 +7,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from held_weights import read_all
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_file import read_gguf
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.errors import ConfigError
 
 Array = npt.NDArray[np.float32]
 WriteGguf = Callable[[str, Mapping[str, object], Mapping[str, Array]], Path]
@@ -73,7 +74,7 @@ def test_llama_rows_are_put_back_in_order(
         num_heads = next((count for part, count in heads.items() if part in name), None)
         tensors[as_gguf(name)] = interleave(values, num_heads) if num_heads else values
     metadata = {f"llama.{key}": value for key, value in tiny_model.items()} | tokenizer_keys
-    read_back = dict(open_checkpoint(write_gguf("llama", metadata, tensors)).weights())
+    read_back = read_all(open_checkpoint(write_gguf("llama", metadata, tensors)).weights())
     assert read_back.keys() == state.keys()
     for name, values in state.items():
         np.testing.assert_array_equal(read_back[name], values, err_msg=name)
@@ -85,7 +86,7 @@ def test_qwen3_rows_are_left_as_they_are(
     state = state_of(Qwen3ForCausalLM(Qwen3Config(**SHAPE)))
     metadata = {f"qwen3.{key}": value for key, value in (tiny_model | {"attention.key_length": 8}).items()}
     tensors = {as_gguf(name): values for name, values in state.items()}
-    read_back = dict(open_checkpoint(write_gguf("qwen3", metadata | tokenizer_keys, tensors)).weights())
+    read_back = read_all(open_checkpoint(write_gguf("qwen3", metadata | tokenizer_keys, tensors)).weights())
     assert read_back.keys() == state.keys()
     for name, values in state.items():
         np.testing.assert_array_equal(read_back[name], values, err_msg=name)
@@ -96,7 +97,7 @@ def test_half_precision_is_widened(
 ) -> None:
     halves = np.arange(128, dtype=np.float16).reshape(4, 32)
     metadata = {f"llama.{key}": value for key, value in tiny_model.items()} | tokenizer_keys
-    weights = dict(open_checkpoint(write_gguf("llama", metadata, {"token_embd.weight": halves})).weights())
+    weights = read_all(open_checkpoint(write_gguf("llama", metadata, {"token_embd.weight": halves})).weights())
     values = weights["model.embed_tokens.weight"]
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, halves.astype(np.float32))
@@ -108,7 +109,7 @@ def test_tensors_without_a_place_are_refused_by_name(
     metadata = {f"llama.{key}": value for key, value in tiny_model.items()} | tokenizer_keys
     path = write_gguf("llama", metadata, {**embedding, "blk.0.ffn_gate_inp.weight": np.zeros((2, 32), np.float32)})
     with pytest.raises(ConfigError, match=r"tiny\.gguf: blk\.0\.ffn_gate_inp\.weight: there is no place"):
-        dict(open_checkpoint(path).weights())
+        read_all(open_checkpoint(path).weights())
 
 
 def test_a_file_cut_short_is_noticed_wherever_it_was_cut(
@@ -124,7 +125,7 @@ def test_a_file_cut_short_is_noticed_wherever_it_was_cut(
             open_checkpoint(path)
     path.write_bytes(whole[:-33])
     with pytest.raises(ConfigError, match=r"tiny\.gguf: token_embd\.weight: the file ends within it"):
-        dict(open_checkpoint(path).weights())
+        read_all(open_checkpoint(path).weights())
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:

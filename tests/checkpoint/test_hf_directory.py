@@ -14,9 +14,9 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import GenerationDefaults, tokenizer_archive
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.errors import ConfigError
 from pdserve.text.chat import ChatMessage, ChatOptions
 
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -85,8 +85,8 @@ def test_weights_equal_transformers_over_several_files(saved: Path) -> None:
     checkpoint = open_checkpoint(saved)
     assert len(checkpoint.weight_files) > 1
     expected = LlamaForCausalLM.from_pretrained(saved).state_dict()
-    for name, values in checkpoint.weights():
-        np.testing.assert_array_equal(values, expected.pop(name).numpy(), err_msg=name)
+    for name, stored in checkpoint.weights().items():
+        np.testing.assert_array_equal(stored.read(()), expected.pop(name).numpy(), err_msg=name)
     assert not expected
 
 
@@ -211,7 +211,7 @@ def test_a_directory_of_a_config_opens_but_has_no_weights(directory: Path) -> No
     for file in directory.glob("*.safetensors*"):
         file.unlink()
     with pytest.raises(ConfigError, match=r"tiny-llama: holds neither"):
-        dict(open_checkpoint(directory).weights())
+        open_checkpoint(directory).weights()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])

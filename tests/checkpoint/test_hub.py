@@ -9,10 +9,10 @@ import pytest
 from fake_hub import COMMIT, REPOSITORY, FakeHub, fake_hub
 from huggingface_hub import constants
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.hub import HubModel, parse_hub_name, repository_of
 from pdserve.cli.models import list_models, model_name
-from pdserve.errors import ConfigError
 
 SAFE = {"config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
 SAFE |= {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"}

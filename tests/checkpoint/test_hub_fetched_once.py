@@ -55,9 +55,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.long), 8])
-def test_many_processes_download_each_file_once(hub: FakeHub, start: Start, tmp_path: Path, num_processes: int) -> None:
-    paths = {done(process) for process in [start() for _ in range(num_processes)]}
+def test_many_processes_download_each_file_once(hub: FakeHub, start: Start, tmp_path: Path) -> None:
+    paths = {done(process) for process in [start() for _ in range(8)]}
     folder = tmp_path / "models" / "models--acme--tiny" / "snapshots" / "main"
     assert paths == {folder}
     assert Counter(hub.fetched) == dict.fromkeys(FILES, 1)

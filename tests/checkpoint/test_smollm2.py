@@ -113,7 +113,7 @@ def test_texts_of_a_chat_make_no_special_token(smollm2: Checkpoint, reference: P
     written = [tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>")]
     for text in texts():
         talk = [ChatMessage("system", ""), ChatMessage("user", text)]
-        ids = chat.prompt(talk, ChatOptions(), tokenizer.special_texts).token_ids(tokenizer)
+        ids = chat.prompt(talk, ChatOptions(), tokenizer.special_texts).encoded(tokenizer)
         special = [token_id for token_id in ids if token_id in reference.all_special_ids]
         assert special == [*written * 2, written[0]]
         assert reference.decode(ids) == chat.render(talk)
@@ -125,7 +125,8 @@ def test_weights_of_its_first_layers_equal_transformers(smollm2_two_layers: Path
     )
     expected = model.state_dict()
     expected.pop("lm_head.weight")  # tied to the embedding
-    for name, values in open_checkpoint(smollm2_two_layers).weights():
+    for name, stored in open_checkpoint(smollm2_two_layers).weights().items():
+        values = stored.read(())
         assert isinstance(values, np.ndarray)
         np.testing.assert_allclose(values, expected.pop(name).numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
     assert not expected
@@ -134,7 +135,7 @@ def test_weights_of_its_first_layers_equal_transformers(smollm2_two_layers: Path
 def test_config_and_tokens_are_the_published_ones(smollm2: Checkpoint) -> None:
     config = smollm2.config
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
-    assert (config.rope_theta, config.max_position_embeddings) == (100000.0, 8192)
+    assert (config.design.layers[0].attention.rope.theta, config.max_position_embeddings) == (100000.0, 8192)
     assert config.tie_word_embeddings
     assert (smollm2.config.bos_token_id, smollm2.eos_token_ids) == (1, (2,))
     assert smollm2.tokenizer().vocab_size == config.vocab_size == 49152

@@ -6,14 +6,14 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from pdserve.base.errors import CommandError
 from pdserve.cli.app import repeat_goodput
 from pdserve.cli.results import only_cause
-from pdserve.errors import CommandError
 
 Command = Callable[..., CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("command", ["accuracy", "overload", "simulator"])
+@pytest.mark.parametrize("command", ["accuracy", "overload"])
 @pytest.mark.parametrize("flag", ["--load", "--seconds", "--calibration"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
 def test_a_load_that_would_never_end_is_refused_before_a_cluster_starts(
@@ -73,9 +73,3 @@ def test_what_a_command_says_while_its_other_tasks_run_is_still_one_line() -> No
     assert only_cause(ExceptionGroup("tasks", [ExceptionGroup("tasks", [told])])) is told
     both = ExceptionGroup("tasks", [told, OSError("disk")])
     assert only_cause(both) is both
-
-
-def test_a_pause_of_no_time_is_refused(pdserve: Command) -> None:
-    ended = pdserve("bench", "moves", "/no/such/model", "--pause", "0")
-    assert ended.returncode == 2
-    assert "Invalid value for '--pause'" in ended.stderr

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.errors import ConfigError
 from pdserve.cli import running
 from pdserve.cli.cluster_file import read_cluster
-from pdserve.errors import ConfigError
 from pdserve.launch.plan import ClusterSpec, Wiring
 
 WHOLE = """

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import Role
 from pdserve.cli.processes import CONFIGS
-from pdserve.config import WorkerConfig, load_config
-from pdserve.errors import ConfigError
-from pdserve.roles import Role
+from pdserve.settings.config import WorkerConfig, load_config
 
 COMPLETE = "model: m\nrole: decode\nworker_id: w\nrouters: [127.0.0.1:50052]\nsecret_file: /run/secret\n"
 

@@ -10,13 +10,13 @@ import psutil
 import pytest
 from supervised_children import Record, supervised
 
-from pdserve.clock import MonotonicClock
-from pdserve.errors import ConfigError
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import Role
 from pdserve.launch import devices as devices_module
 from pdserve.launch.devices import VISIBLE, Devices, deal, visible_devices
 from pdserve.launch.plan import ChildSpec, ClusterSpec, ProcessRole
 from pdserve.launch.supervisor import Backoff, Supervisor
-from pdserve.roles import Role
 
 CUDA = {"device": "cuda"}
 PAIR = ClusterSpec("m", "m", worker_flags=CUDA)

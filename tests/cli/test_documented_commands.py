@@ -6,25 +6,28 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from lab.__main__ import app as lab
+from pdserve.base.processes import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
 from pdserve.cli.app import app
-from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
 from pdserve.worker.watchdog import DEVICE_EXIT_STATUS, DISMISSED_EXIT_STATUS, HUNG_EXIT_STATUS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SHOWN = re.compile(r"(?:^ {4}|`|\| )pdserve (?P<words>[^`#|\n]*)", re.MULTILINE)
-ROOT_COMMAND = typer.main.get_command(app)
+PROGRAMS = {"pdserve": typer.main.get_command(app), "python -m lab": typer.main.get_command(lab)}
+SHOWN = re.compile(
+    rf"(?:^ {{4}}|`|\| )(?:PYTHONPATH=\S+ )?(?P<program>{'|'.join(PROGRAMS)}) (?P<words>[^`#|\n]*)", re.MULTILINE
+)
 
 
-def shown(text: str) -> list[list[str]]:
-    """Return the words of each command, those on lines that a backslash continues included."""
+def shown(text: str) -> list[tuple[str, list[str]]]:
+    """Return the program and the words of each command, those on lines that a backslash continues included."""
     joined = re.sub(r"\\\n\s+", " ", text)
-    return [match["words"].split("   ")[0].split() for match in SHOWN.finditer(joined)]
+    return [(match["program"], match["words"].split("   ")[0].split()) for match in SHOWN.finditer(joined)]
 
 
-def flags_of(words: list[str]) -> set[str]:
+def flags_of(program: str, words: list[str]) -> set[str]:
     """Return the flags that the command has whose name the words begin with."""
-    command, default = ROOT_COMMAND, "load"
+    command, default = PROGRAMS[program], "load"
     for word in words:
         commands = getattr(command, "commands", {})
         if word in commands:
@@ -37,14 +40,14 @@ def flags_of(words: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_flags_that_a_page_shows_are_known(page: Path) -> None:
-    for words in shown(page.read_text(encoding="utf-8")):
+    for program, words in shown(page.read_text(encoding="utf-8")):
         given = {word.partition("=")[0].rstrip(".,;:)") for word in words if word.startswith("--")}
-        assert given <= flags_of(words), f"pdserve {' '.join(words)}"
+        assert given <= flags_of(program, words), f"{program} {' '.join(words)}"
 
 
 def test_commands_are_found_in_the_pages() -> None:
-    found = [words for page in PAGES for words in shown(page.read_text(encoding="utf-8"))]
-    assert {"bench", "up", "sim", "plan"} <= {words[0] for words in found if words}
+    found = [words for page in PAGES for _, words in shown(page.read_text(encoding="utf-8"))]
+    assert {"bench", "up", "sim", "plan", "moves", "versus"} <= {words[0] for words in found if words}
     assert sum(any(word.startswith("--") for word in words) for words in found) > 10
 
 

@@ -10,11 +10,11 @@ import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
+from pdserve.base.errors import ConfigError
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import API_KEY, RouterFlags, key_for
 from pdserve.cli.processes import CONFIGS
-from pdserve.config import ProcessConfig, WorkerConfig
-from pdserve.errors import ConfigError
+from pdserve.settings.config import ProcessConfig, WorkerConfig
 
 RUNNER = CliRunner()
 

@@ -7,12 +7,12 @@ import grpc
 import pytest
 from sleeping_cluster import SLEEPER, deaf_workers, let_workers_run, sleeping_cluster
 
-from pdserve.launch.admin import LauncherClient
+from pdserve.base.roles import Role
 from pdserve.launch.folder import write_secret
+from pdserve.net.operator_client import LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceStub
-from pdserve.roles import Role
 
 pytestmark = pytest.mark.slow
 

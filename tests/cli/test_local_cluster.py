@@ -14,9 +14,8 @@ import grpc
 import pytest
 from cluster_states import cluster_state
 
-from pdserve import rpc
-from pdserve.clock import MonotonicClock
-from pdserve.errors import ConfigError
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import ConfigError
 from pdserve.launch.folder import (
     ClusterState,
     claimed_folder,
@@ -30,6 +29,7 @@ from pdserve.launch.folder import (
 from pdserve.launch.local import LaunchError, Listener, LocalCluster
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.supervisor import Backoff, Supervisor
+from pdserve.net import rpc
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server

@@ -7,8 +7,8 @@ import pytest
 
 from pdserve.autoscaler.actuator import PoolSizes, sizes_at_start
 from pdserve.autoscaler.schema import RayActuator, load
+from pdserve.base.errors import ConfigError
 from pdserve.cli.cluster import Platform, check_platform, policy_on_ray
-from pdserve.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from pdserve.base.errors import ConfigError
+from pdserve.base.ids import Incarnation
 from pdserve.cli.flags import config_flags
 from pdserve.cli.processes import CONFIGS
-from pdserve.config import ProcessConfig, WorkerConfig, load_config
-from pdserve.errors import ConfigError
-from pdserve.ids import Incarnation
 from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, threads_each
 from pdserve.router.config import RouterConfig
+from pdserve.settings.config import ProcessConfig, WorkerConfig, load_config
 
 WIRING = Wiring(ClusterSpec("m", "m"), public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
 MODEL = '/models/it\'s; a "model" $(x)'

@@ -3,9 +3,9 @@
 import pytest
 
 from pdserve.cli.running import _pool
-from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.wire import layout_to_proto
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.link import layout_to_proto
 
 LAYOUT = layout_to_proto(KvLayout("w", 1, 1, 8, 16, "float32"))
 

@@ -6,10 +6,10 @@ from typing import cast
 import grpc
 import pytest
 
-from pdserve.ids import Incarnation
-from pdserve.launch.admin import AdminClient
+from pdserve.base.ids import Incarnation
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.supervisor import ChildExit, report_end
+from pdserve.net.operator_client import AdminClient
 
 
 class Refusing:

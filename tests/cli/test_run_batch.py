@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from pdserve import batch
-from pdserve.batch import Tally, check, check_output, run_batch
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
+from pdserve.cli import batch
+from pdserve.cli.batch import Tally, check, check_output, run_batch
 
 Answer = Callable[[httpx2.Request], httpx2.Response | Awaitable[httpx2.Response]]
 URL = "/v1/chat/completions"

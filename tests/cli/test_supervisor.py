@@ -10,8 +10,8 @@ import psutil
 import pytest
 from supervised_children import Record, supervised
 
-from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError, ConfigError
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, ProcessRole
 from pdserve.launch.supervisor import Backoff, Stage, Supervisor
@@ -145,7 +145,7 @@ async def test_cancelling_leaves_no_child(tmp_path: Path) -> None:
 async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     parent_code = (
         "import os, subprocess, sys\n"
-        "wrapper = [sys.executable, '-P', '-m', 'pdserve.signals', str(os.getpid())]\n"
+        "wrapper = [sys.executable, '-P', '-m', 'pdserve.base.signals', str(os.getpid())]\n"
         f"child = subprocess.Popen([*wrapper, sys.executable, '-I', '-c', 'print(1, flush=True); {SLEEP}'],"
         " stdout=subprocess.PIPE)\n"
         "print(child.stdout.readline(), flush=True)\n"

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pdserve.errors import ConfigError
-from pdserve.yaml_models import FieldError, read_model
+from pdserve.base.errors import ConfigError
+from pdserve.base.yaml_models import FieldError, read_model
 
 
 class Part(BaseModel):

@@ -17,9 +17,9 @@ from live_cluster import LiveCluster, is_idle, live_cluster
 from looking import until
 from scraping import scrape
 
-from pdserve import metrics
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.launch.folder import free_port
+from pdserve.observe import metrics
 
 pytestmark = [
     pytest.mark.skipif("PDSERVE_CLIENTS" not in os.environ, reason="make test-clients sets it"),

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from pdserve.autoscaler.kubernetes import PodActuator
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import KubernetesActuator, ScaleTarget
+from pdserve.base.roles import Role
 from pdserve.kubernetes.client import Client
-from pdserve.roles import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -12,9 +12,9 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from transformers import PreTrainedModel
 
-from pdserve.certificates import Part, public_files
 from pdserve.launch.authority import write_certificates
 from pdserve.launch.folder import free_port
+from pdserve.net.certificates import Part, public_files
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 60

@@ -1,22 +1,18 @@
-"""What clients leave behind, and what dying workers take with them: nothing."""
+"""What clients leave behind: nothing."""
 
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic
 
 import grpc
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster
-from looking import until
 from model_zoo import assert_right, prompt
 from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.router.config import Limits
 
 FREED_WITHIN_S = 2
 LONG = 3000  # tokens: some seconds of work, for the small model too
@@ -59,10 +55,6 @@ def prefilling(status: admin.ClusterStatus) -> bool:
     return any(w.load.waiting_tokens > 0 for w in status.workers if w.registration.worker_id.startswith("prefill"))
 
 
-def decoding(status: admin.ClusterStatus) -> bool:
-    return sum(w.load.num_running for w in status.workers if w.registration.worker_id.startswith("decode")) == 4
-
-
 def transferring(status: admin.ClusterStatus) -> bool:
     return any(w.load.pages_granted > 0 for w in status.workers)
 
@@ -75,31 +67,6 @@ def test_a_cancelled_prompt_frees_every_page(cluster: LiveCluster, oracle: PreTr
     call = cluster.start(greedy(prompt(4000), 50))
     cluster.wait_for(moment, 10)
     call.cancel()
-    others.assert_undisturbed()
-    cluster.wait_for(is_idle, FREED_WITHIN_S)
-
-
-@pytest.mark.long
-def test_a_stream_cancelled_while_it_decodes_frees_every_page(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
-    others = Bystanders(cluster, oracle, max_tokens=300)
-    call = cluster.start(greedy(prompt(40), LONG))
-    for _ in range(5):
-        next(call)
-    call.cancel()
-    others.assert_undisturbed()
-    cluster.wait_for(is_idle, FREED_WITHIN_S)
-
-
-@pytest.mark.long
-def test_a_request_ends_at_its_deadline_with_what_it_had(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
-    others = Bystanders(cluster, oracle, max_tokens=300)
-    request = greedy(prompt(40), LONG)
-    request.deadline_ms = 2000
-    answer = Answer()
-    with pytest.raises(grpc.RpcError) as error:
-        answer.read(cluster.start(request))
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert answer.tokens[0]
     others.assert_undisturbed()
     cluster.wait_for(is_idle, FREED_WITHIN_S)
 
@@ -117,43 +84,6 @@ def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_waits(
         with pytest.raises(grpc.RpcError) as error:
             list(call)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
-    cluster: LiveCluster, oracle: PreTrainedModel, victim: str
-) -> None:
-    others = Bystanders(cluster, oracle, count=6, max_tokens=400)
-    long = [prompt(2500, f"{victim} {i}") for i in range(4)]  # prompts that are being computed when it dies
-    with ThreadPoolExecutor(len(long)) as pool:
-        pending = [pool.submit(cluster.generate, greedy(asked, 20)) for asked in long]
-        cluster.wait_for(prefilling, 10)
-        cluster.signal(victim, signal.SIGKILL)
-        for asked, answer in zip(long, pending, strict=True):
-            assert_right(oracle, asked, answer.result().tokens[0], 20)
-    others.assert_undisturbed()
-    cluster.wait_for(is_idle, FREED_WITHIN_S)
-
-
-@pytest.mark.long
-def test_a_router_that_stood_still_longer_than_workers_may_be_silent_keeps_them(
-    cluster: LiveCluster, oracle: PreTrainedModel
-) -> None:
-    others = Bystanders(cluster, oracle)
-    cluster.wait_for(decoding, 20)
-    with cluster.frozen("router"):
-        since_s = monotonic()
-        until(lambda: monotonic() - since_s > Limits().worker_silence_s + 1)
-    assert [answer.ledger.attempts for answer in others.assert_undisturbed()] == [1] * 4
-
-
-@pytest.mark.long
-def test_a_request_waits_while_the_only_worker_of_a_pool_starts_again(model: Path, tmp_path: Path) -> None:
-    with live_cluster(tmp_path, model, "--dtype", "float32") as small:
-        small.signal("decode-0", signal.SIGKILL)
-        small.wait_for(lambda status: sum(w.registration.ready for w in status.workers) < 2, 5)
-        assert len(small.generate(greedy(prompt(10), 5)).tokens[0]) == 5
 
 
 def test_a_hundred_requests_end_as_the_status_says(cluster: LiveCluster) -> None:

@@ -26,16 +26,16 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from sockets import listening
 from tls_cluster import TlsCluster
 
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.kvtransfer import wire
-from pdserve.kvtransfer.session import Hello, Introduction, Peer
+from pdserve.kvtransfer.session import Hello, Introduction
 from pdserve.launch.folder import free_port
+from pdserve.net.rpc import Metadata, join_address, split_address
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import open_inference_pb2 as open_inference
-from pdserve.rpc import Metadata, join_address, split_address
+from pdserve.protocol.kvlayout import KvLayout
 
 SECONDS = float(os.environ.get("PDSERVE_FUZZ_S", "15"))
 SEED = os.environ.get("PDSERVE_FUZZ_SEED", "0")

@@ -76,22 +76,6 @@ def test_a_moved_answer_is_the_one_that_was_not_moved(cluster: WiredCluster, nam
     assert {each.index for each in moved.ledger.moves} == set(range(count))
 
 
-@pytest.mark.long
-def test_an_answer_that_moves_there_and_back_and_there_again_stays_whole(
-    cluster: WiredCluster, oracle: PreTrainedModel
-) -> None:
-    asked, request = long_answer("there and back", 2 * moving.LONG)
-    running = Running.of(cluster, request)
-    places = [running.source, running.target]
-    for number in range(3):
-        assert moving.move(cluster, places[number % 2], places[(number + 1) % 2]) == 1
-        cluster.wait_for(lambda status, n=number: num_moved(status) > num_moved(running.before) + n, MOVED_WITHIN_S)
-    answer = running.end()
-    assert_right(oracle, asked, answer.tokens[0], 2 * moving.LONG)
-    assert [each.source for each in answer.ledger.moves] == [places[number % 2] for number in range(3)]
-    assert running.num_replaced() == 0
-
-
 def kill(cluster: WiredCluster, running: Running, victim: str) -> None:
     """Kill a worker, and with it what is under way on the hand-off stream; say so as a launcher does."""
     cluster.kill(victim)
@@ -129,23 +113,6 @@ def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
     may_be_reported = who == "target" and stage in ("before the grant", "while pages are copied")
     most = 2 * num_replaced  # the reset may cut the stream of the next placement, too
     assert num_replaced - may_be_reported <= running.num_replaced() <= most
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("stage", "who", "num_replaced"), LOSSES)
-def test_a_worker_frozen_in_any_stage_of_a_move_costs_no_token(
-    cluster: WiredCluster, oracle: PreTrainedModel, stage: str, who: str, num_replaced: int
-) -> None:
-    asked, request = long_answer(f"frozen {who} {stage}")
-    running = Running.of(cluster, request)
-    victim = running.source if who == "source" else running.target
-    direction, kind = STAGES[stage]
-    with running.proxy.holding(direction, is_message(direction, kind)) as gate:
-        running.move()
-        gate.wait_until_caught()
-        with cluster.frozen(victim):
-            assert_right(oracle, asked, running.end().tokens[0], moving.LONG)
-    assert running.num_replaced() <= num_replaced  # none where the answer ended before the silence was noticed
 
 
 @pytest.mark.long

@@ -199,19 +199,3 @@ def test_what_is_nasty_is_refused_and_harms_no_stream(cluster: LiveCluster) -> N
     for answer, call in streams:
         answer.read(call)
         assert len(answer.tokens[0]) == 60
-
-
-@pytest.mark.timeout(1500)
-def test_a_thousand_answers_match_their_schemas(cluster: LiveCluster) -> None:
-    """100 of them lose their decode worker in mid-stream, and 100 move."""
-    num_begun = num_replaced = num_moved = 0
-    while num_replaced < 100 or num_moved < 100 or num_begun < 1000:
-        numbers = range(num_begun, num_begun + 25)
-        num_begun += len(numbers)
-        if num_moved < 100:
-            num_moved += move_all(cluster, numbers)
-        elif num_replaced < 100:
-            num_replaced += kill_one(cluster, numbers)
-        else:
-            for number, answer in zip(numbers, cluster.generate_all([request_for(n) for n in numbers]), strict=True):
-                check(number, answer)

@@ -16,11 +16,11 @@ from scraping import scrape
 from sockets import assert_listens_where_it_says
 from tls_cluster import TlsCluster
 
-from pdserve.certificates import Part, public_files
-from pdserve.launch.admin import LauncherClient
 from pdserve.launch.authority import Authority, write_certificates
+from pdserve.net.certificates import Part, public_files
+from pdserve.net.operator_client import LauncherClient
+from pdserve.net.rpc import split_address
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.rpc import split_address
 
 pytestmark = pytest.mark.long
 

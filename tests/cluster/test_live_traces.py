@@ -13,7 +13,7 @@ import waiting_client
 from live_cluster import greedy, live_cluster
 from otlp_sink import Received, collector_beside
 
-from pdserve.tracecontext import TraceContext
+from pdserve.observe.trace_context import TraceContext
 
 pytestmark = pytest.mark.slow
 CLIENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1)

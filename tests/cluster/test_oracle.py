@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 PAGE_SIZE = 16
 CHUNK = 128
@@ -55,15 +55,6 @@ def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, asked: list[lis
     cluster.wait_for(is_idle, 5)
     status = cluster.wait_for(lambda status: sum(len(worker.pairs) for worker in status.workers) == len(workers), 5)
     assert {pair.carrier for worker in status.workers for pair in worker.pairs} == {"not tcp"}
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_smollm2_in_float32_answers_as_transformers_does(smollm2: Path, tmp_path: Path) -> None:
-    with live_cluster(tmp_path, smollm2, "--prefill", "2", "--decode", "2", *FLOAT32) as cluster:
-        asked = prompts(40000, 700, of_each=1, num_sharing=6)
-        assert_greedy(cluster, load_oracle(smollm2), asked, num_tokens=16)
 
 
 @pytest.mark.slow

@@ -29,12 +29,13 @@ from lone_process import (
 from probing import health_flags, served, until_served
 from proofs import operators_proof
 
+from pdserve.base.processes import DRAIN_TIMED_OUT_STATUS
+from pdserve.base.signals import SAME_REQUEST_S, Request, StopRequests
 from pdserve.launch.folder import ClusterState, write_secret
 from pdserve.launch.plan import PDSERVE, flag_arguments
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.signals import DRAIN_TIMED_OUT_STATUS, SAME_REQUEST_S, Request, StopRequests
 
 AT_ONCE_S = 10  # a busy machine; a drain would take longer
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -112,7 +113,7 @@ def test_a_signal_that_comes_twice_is_one_request() -> None:
     ],
 )
 def test_a_process_ends_though_its_log_takes_nothing_more(code: str, status: int) -> None:
-    program = f"import os, signal; from pdserve.signals import *; {code}; signal.pause()"
+    program = f"import os, signal; from pdserve.base.signals import *; {code}; signal.pause()"
     with (
         Path("/dev/full").open("wb") as full,
         subprocess.Popen([sys.executable, "-P", "-c", program], stderr=full) as p,
@@ -188,6 +189,7 @@ def test_an_autoscaler_ends_after_its_step(tmp_path: Path) -> None:
         assert ends(running) == 0
 
 
+@pytest.mark.long
 def test_a_worker_that_has_not_drained_in_time_ends(model: Path, tmp_path: Path) -> None:
     with endless_router(tmp_path / "run" / "secret") as (router, address):
         flags = {"routers": (address,), "lease_s": 600.0, "drain_timeout_s": 0.5}
@@ -262,15 +264,7 @@ def test_a_router_drains_when_its_terminal_closes_and_a_later_hangup_does_not_cu
             held.cancel()
 
 
-def test_a_worker_drains_when_its_terminal_closes(model: Path, tmp_path: Path) -> None:
-    with endless_router(tmp_path / "run" / "secret") as (router, address):
-        flags = {"routers": (address,), "lease_s": 600.0, **LONG}
-        with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
-            assert router.holds_request.wait(90)
-            running.send_signal(signal.SIGHUP)
-            assert router.drains.wait(AT_ONCE_S)
-
-
+@pytest.mark.long
 def test_a_process_under_nohup_goes_on(model: Path, tmp_path: Path) -> None:
     arguments = ["nohup", *command(ROUTER, tmp_path / "run", model)]
     with process(arguments, tmp_path) as running:

@@ -30,16 +30,6 @@ def assert_serves(cluster: WiredCluster) -> None:
     assert (len(answer.tokens[0]), answer.ledger.attempts) == (5, 1)
 
 
-def test_a_process_declared_dead_that_lives_ends_and_says_why(cluster: WiredCluster) -> None:
-    process, _ = cluster.wiring.started[NAME]
-    cluster.report_gone(NAME)
-    assert process.wait(20) == DISMISSED_EXIT_STATUS
-    assert "its process is known to have ended: this process ends" in cluster.wiring.log_of(NAME)
-    cluster.wiring.start_again(NAME)
-    cluster.wait_for(all_ready(2), 60)
-    assert_serves(cluster)
-
-
 def test_a_process_that_thaws_when_it_has_a_successor_ends_though_the_router_knows_neither(
     cluster: WiredCluster,
 ) -> None:

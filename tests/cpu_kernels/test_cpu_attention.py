@@ -14,12 +14,13 @@ import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.attention import SPLIT, PagedAttention, Rows, serves
+from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, PagedAttention, Rows, serves
 from pdserve.kernels.cpu.calls import Immediate
 
 NUM_LAYERS = 2
 LAYER = 1
 EPS = 1e-6
+SCALE = 1.25  # of scores, times the usual one
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
 CONTEXTS = [1, 2, 15, 16, 17, 100, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5]
 HEADS = [(1, 1), (3, 3), (6, 2), (8, 2), (14, 2), (10, 1)]  # of q, of K and V
@@ -31,7 +32,7 @@ class Case:
 
     pool: Tensor
     qkv: Tensor
-    norms: tuple[Tensor, Tensor] | None
+    norms: HeadNorms | None
     cos_sin: Tensor
     targets: np.ndarray
     rows: Rows
@@ -44,7 +45,7 @@ def random_case(
     heads: tuple[int, int],
     page_size: int,
     window: int | None = None,
-    normed: bool = False,
+    norms: str = "none",
 ) -> Case:
     generator = torch.Generator().manual_seed(head_dim + page_size)
     num_heads, num_kv_heads = heads
@@ -52,7 +53,8 @@ def random_case(
     num_pages = sum(-(-end // page_size) for end in CONTEXTS) + 1
     pool = torch.full((num_pages, NUM_LAYERS, 2, num_kv_heads, page_size, head_dim), math.nan, dtype=dtype)
     supply = torch.randperm(num_pages, generator=generator).tolist()
-    norms = (torch.rand(2, head_dim, generator=generator) + 0.5).to(dtype).unbind(0) if normed else None
+    weights = (torch.rand(2, head_dim, generator=generator) + 0.5).to(dtype).unbind(0)
+    head_norms = None if norms == "none" else HeadNorms(*weights, EPS, after_rope=norms == "after")
     table = np.zeros((len(CONTEXTS), columns), dtype=np.int64)
     targets, qkvs, angles, expected = [], [], [], []
     for row, end in enumerate(CONTEXTS):
@@ -68,18 +70,24 @@ def random_case(
         turns = torch.rand(head_dim // 2, generator=generator) * 6
         angles.append(torch.cat((turns.cos(), turns.sin())))
         q, last = q.double(), k[-1].double()
-        if norms is not None:
-            q, last = (reference.rms_norm(x, w.double(), EPS) for x, w in zip((q, last), norms, strict=True))
+        if norms == "before":
+            q, last = (reference.rms_norm(x, w.double(), EPS) for x, w in zip((q, last), weights, strict=True))
         q, last = (reference.rope(x[None], angles[-1].double()[None])[0].to(dtype).double() for x in (q, last))
+        if norms == "after":
+            q, last = (reference.rms_norm(x, w.double(), EPS) for x, w in zip((q, last), weights, strict=True))
         keys = torch.cat((k[:-1].double(), last[None]))
         rows = reference.attention(
-            q[None], keys.transpose(0, 1), v.double().transpose(0, 1), scale=head_dim**-0.5, window=window
+            q[None],
+            keys.transpose(0, 1),
+            v.double().transpose(0, 1),
+            scale=SCALE * head_dim**-0.5,
+            window=window,
         )
         expected.append(rows.flatten())
     ends = np.array(CONTEXTS)
     begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     return Case(
-        pool, torch.stack(qkvs), norms, torch.stack(angles), np.array(targets), Rows(table, begins, ends),
+        pool, torch.stack(qkvs), head_norms, torch.stack(angles), np.array(targets), Rows(table, begins, ends),
         torch.stack(expected),
     )  # fmt: skip
 
@@ -87,11 +95,12 @@ def random_case(
 def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None)) -> Tensor:
     """Return what some of the case's rows attend to, as one step."""
     num_heads = case.qkv.shape[1] - 2 * case.pool.shape[3]
-    paged = PagedAttention(case.pool, num_heads)
+    paged = PagedAttention(case.pool, num_heads, SCALE * case.pool.shape[-1] ** -0.5, num_ropes=2)
     chosen = Rows(case.rows.page_table[rows], case.rows.begins[rows], case.rows.ends[rows])
-    paged.plan(case.cos_sin[rows], case.targets[rows], chosen)
+    other = torch.full_like(case.cos_sin[rows], math.nan)
+    paged.plan([other, case.cos_sin[rows]], case.targets[rows], chosen)
     qkv = case.qkv[rows].clone()
-    return paged.run(Immediate(loaded), LAYER, qkv, case.norms, EPS)
+    return paged.run(Immediate(loaded), LAYER, qkv, case.norms, rope=1)
 
 
 GRID = [
@@ -120,9 +129,15 @@ def test_each_row_is_the_formula_over_its_own_keys(
 def test_vectors_of_any_width_attend_alike(
     narrow: ctypes.CDLL, dtype: torch.dtype, head_dim: int, heads: tuple[int, int]
 ) -> None:
-    case = random_case(dtype, head_dim, heads, 16, normed=True)
+    case = random_case(dtype, head_dim, heads, 16, norms="before")
     close = 2 * CLOSE[dtype]
     torch.testing.assert_close(attended(narrow, case).double(), case.expected, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("norms", ["before", "after"])
+def test_norms_come_before_or_after_the_rotation(loaded: ctypes.CDLL, norms: str) -> None:
+    case = random_case(torch.float32, 64, (6, 2), 16, norms=norms)
+    torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("left_behind", [30.0, math.inf, -math.inf])
@@ -140,7 +155,7 @@ def test_a_row_sees_no_more_than_its_window(loaded: ctypes.CDLL, window: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_and_keys_are_normed_first(loaded: ctypes.CDLL, dtype: torch.dtype) -> None:
-    case = random_case(dtype, 64, (6, 2), 16, normed=True)
+    case = random_case(dtype, 64, (6, 2), 16, norms="before")
     close = 2 * CLOSE[dtype]
     torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=close, rtol=close)
 
@@ -173,7 +188,7 @@ def test_only_the_slots_of_the_tokens_are_written(loaded: ctypes.CDLL) -> None:
 def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
     case = random_case(torch.float32, 64, (6, 2), 16)
     paged = PagedAttention(case.pool, 6)
-    paged.plan(case.cos_sin, case.targets, case.rows)
+    paged.plan([case.cos_sin], case.targets, case.rows)
     calls = Immediate(loaded)
     short = Rows(case.rows.page_table[:, :2], case.rows.begins, case.rows.ends)
     empty = Rows(case.rows.page_table, case.rows.ends, case.rows.ends)
@@ -182,15 +197,16 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
         (lambda: PagedAttention(case.pool.transpose(3, 4), 6), "pool must be contiguous"),
         (lambda: PagedAttention(case.pool, 5), "num_heads must be a multiple of 2"),
         (lambda: PagedAttention(case.pool[..., :63].contiguous(), 6), "head_dim must be"),
-        (lambda: paged.plan(case.cos_sin, case.targets, short), "page_table must be"),
-        (lambda: paged.plan(case.cos_sin, case.targets, empty), "kv_lens must count"),
-        (lambda: paged.plan(case.cos_sin[:1], case.targets, case.rows), "targets must be"),
-        (lambda: paged.run(calls, LAYER, case.qkv.double(), None, EPS), "qkv must be one of"),
-        (lambda: paged.run(calls, NUM_LAYERS, case.qkv, None, EPS), "layer must be below 2"),
-        (lambda: paged.run(calls, LAYER, case.qkv[:3], None, EPS), f"qkv must be of {len(CONTEXTS)} tokens"),
-        (lambda: paged.run(calls, LAYER, case.qkv, (ones, ones[:63]), EPS), "k_norm must have shape"),
-        (lambda: paged.run(calls, LAYER, case.qkv, (ones.bfloat16(), ones), EPS), "q_norm must be one of"),
-        (lambda: paged.run(calls, LAYER, case.qkv, (ones, wide), EPS), "k_norm must have stride 1"),
+        (lambda: paged.plan([case.cos_sin], case.targets, short), "page_table must be"),
+        (lambda: paged.plan([case.cos_sin], case.targets, empty), "kv_lens must count"),
+        (lambda: paged.plan([case.cos_sin[:1]], case.targets, case.rows), "cos_sin must have"),
+        (lambda: paged.run(calls, LAYER, case.qkv.double()), "qkv must be one of"),
+        (lambda: paged.run(calls, NUM_LAYERS, case.qkv), "layer must be below 2"),
+        (lambda: paged.run(calls, LAYER, case.qkv, rope=1), "rope must be below 1"),
+        (lambda: paged.run(calls, LAYER, case.qkv[:3]), f"qkv must be of {len(CONTEXTS)} tokens"),
+        (lambda: paged.run(calls, LAYER, case.qkv, HeadNorms(ones, ones[:63], EPS)), "k_norm must have shape"),
+        (lambda: paged.run(calls, LAYER, case.qkv, HeadNorms(ones.bfloat16(), ones, EPS)), "q_norm must be one of"),
+        (lambda: paged.run(calls, LAYER, case.qkv, HeadNorms(ones, wide, EPS)), "k_norm must have stride 1"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

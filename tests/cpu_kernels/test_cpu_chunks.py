@@ -50,8 +50,8 @@ class Prompts:
         nothing = np.zeros(0, dtype=np.int64)
         chunks = Chunks(self.table[[row for row, _, _ in cuts]], starts, np.array([cut[1] for cut in cuts]), window)
         paged = PagedAttention(self.pool, self.num_heads)
-        paged.plan(angles, targets, Rows(self.table[:0], nothing, nothing), chunks)
-        return paged.run(Immediate(loaded), LAYER, qkv, None, EPS)
+        paged.plan([angles], targets, Rows(self.table[:0], nothing, nothing), chunks)
+        return paged.run(Immediate(loaded), LAYER, qkv)
 
     def expected(self, row: int, begin: int, window: int | None) -> Tensor:
         heads = self.qkvs[row].double().transpose(0, 1)
@@ -114,7 +114,7 @@ def test_chunks_that_do_not_fit_are_refused_by_name(loaded: ctypes.CDLL) -> None
     narrow = Chunks(prompts.table[:, :2], np.array([0, 40]), np.array([0]))
     for chunks, message in ((short, "chunks must be tokens 0 to 40, got"), (narrow, "page_table must be")):
         with pytest.raises(ValueError, match=message):
-            paged.plan(torch.ones(40, 64), targets, rows, chunks)
+            paged.plan([torch.ones(40, 64)], targets, rows, chunks)
 
 
 def test_heads_that_share_more_than_a_stack_holds_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

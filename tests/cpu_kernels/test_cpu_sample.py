@@ -8,7 +8,7 @@ import torch
 
 from pdserve.kernels import rng
 from pdserve.kernels.cpu.sample import RowSampler
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 FILTERS = [
     SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.errors import ConfigError
+from pdserve.base.yaml_models import read_model
 from pdserve.cli.options import OperatorFlags
 from pdserve.cli.processes import known_settings
 from pdserve.doctor import gathering
@@ -22,9 +24,7 @@ from pdserve.doctor.machine import (
     shown_address,
 )
 from pdserve.doctor.settings import Settings, expiry_finding, key_findings, settings_findings
-from pdserve.errors import ConfigError
 from pdserve.launch.folder import state_file
-from pdserve.yaml_models import read_model
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from held_weights import scaled
 
-from pdserve.engine.alone import LoneEngine
+from pdserve.engine.offline import LoneEngine
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 def engine(head: float) -> LoneEngine:
     """Return an engine whose logits are multiplied."""
-    weights = ((name, w * (head if name == "lm_head.weight" else 4)) for name, w in dummy_weights(CONFIG))
+    weights = scaled(dummy_weights(CONFIG), lm_head=head)
     return LoneEngine(load_model(CONFIG, weights, torch.float32), (), 32)
 
 

@@ -4,7 +4,6 @@ What nobody wrote, and what other sequences left in a page, may be NaN or infini
 """
 
 import math
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.ids import PageId
 from pdserve.kernels.cpu.attention import serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate
@@ -63,13 +62,13 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
 
 
-def compiled(config: ModelConfig, kv: Tensor, rope: Rope) -> CompiledAttention:
+def compiled(config: ModelConfig, kv: Tensor, ropes: list[Rope]) -> CompiledAttention:
     loaded = library()
     assert not isinstance(loaded, Missing), loaded
     with_chunks = kv.dtype == torch.bfloat16
     if with_chunks and not serves_chunks(kv.shape[-1], 3, kv.dtype):
         pytest.skip("this processor has matrix units: torch attends")
-    return CompiledAttention(Immediate(loaded), config, kv, rope, with_chunks=with_chunks)
+    return CompiledAttention(Immediate(loaded), config, kv, ropes, with_chunks=with_chunks)
 
 
 KINDS = {  # the attention, the type, the width of a head, and how close it comes
@@ -85,12 +84,13 @@ def test_every_query_sees_its_own_sequence_and_no_more(
     case: str, window: int | None, left_behind: float, kind: str
 ) -> None:
     attention_of, dtype, dim, close = KINDS[kind]
-    config = replace(ModelConfig.from_hf(HF_CONFIG | {"hidden_size": 6 * dim}), sliding_window=window)
+    windowed = {"architectures": ["MistralForCausalLM"], "hidden_size": 6 * dim, "sliding_window": window}
+    config = ModelConfig.from_hf(HF_CONFIG | windowed)
     random = np.random.default_rng(5)
     generator = torch.Generator().manual_seed(5)
     kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, dim), left_behind, dtype=dtype)
     supply = random.permutation(NUM_PAGES).tolist()
-    rope = Rope(config, torch.device("cpu"))
+    rope = Rope(config.head_dim, config.design.layers[0].attention.rope, torch.device("cpu"))
     chunks, expected = [], []
     for start, length in CASES[case]:
         end = start + length
@@ -104,7 +104,7 @@ def test_every_query_sees_its_own_sequence_and_no_more(
         rows = expected_rows(rotated[start:, :6], rotated[:, 6:8], rotated[:, 8:], window)
         chunks.append((Chunk([0] * length, start, pages, ()), qkv[start:]))
         expected.append(rows)
-    attention = attention_of(config, kv, rope)
+    attention = attention_of(config, kv, [rope] * config.num_layers)
     batch = Batch.of(StepPlan(tuple(chunk for chunk, _ in chunks)), PoolShape(NUM_PAGES, PAGE_SIZE, 10))
     attention.plan(batch)
     out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import PageId
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
-from pdserve.errors import InvariantError
-from pdserve.ids import PageId
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 POOL = PoolShape(num_pages=50, page_size=4, vocab_size=100)
 
@@ -86,6 +86,7 @@ def test_arrays_say_what_a_loop_over_tokens_says(plan: StepPlan) -> None:
         Chunk((1,), 0, pages(-1), ()),
         Chunk((100,), 0, pages(1), ()),
         Chunk((-1,), 0, pages(1), ()),
+        Chunk((1,), 0, pages(1), (), other_pages=(pages(2),)),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_our_own_fault(chunk: Chunk) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from listed_answers import Listed
 
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.masks import NO_MASKS, allowed, packed, token_masks
 from pdserve.engine.runner import Runner
@@ -21,11 +22,11 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
 from pdserve.engine.step import Bits, SampleSpec, StepPlan, StepResult
-from pdserve.ids import Attempt, RequestId
+from pdserve.executor.failing import Isolating
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.sampling import SamplingParams
-from pdserve.worker.failing import Isolating
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SamplingParams
 
 VOCAB, END = 70, 5
 ANSWERS = {(1, 2, 3, END), (1, 2, 60, 61, 62, END), (1, 63, 64, 65, 66, END), (41, 42, 43, 44, 45, 46, END)}
@@ -89,7 +90,7 @@ class Bench:
 
     def __init__(self, num_pages: int = 40, depth: int = 1) -> None:
         model = load_model(CONFIG, dummy_weights(CONFIG), torch.float32)
-        self.scheduler = Scheduler(KvCache(num_pages, 4, None), Limits(8, 64, 64, frozenset({END})))
+        self.scheduler = Scheduler(KvCache(num_pages, Paging.of(4), None), Limits(8, 64, 64, frozenset({END})))
         self.steps = Isolating(Runner(model, num_pages, 4).run)
         self.depth = depth  # steps planned before the oldest ends
         self.num_ahead = 0
@@ -123,7 +124,7 @@ class Bench:
         for outcome in self.scheduler.commit(plan, result):
             number = int.from_bytes(outcome.sequence.job.request_id)
             if isinstance(outcome, Sampled):
-                self.answers.setdefault((number, outcome.index), []).append(outcome.token.token_id)
+                self.answers.setdefault((number, outcome.index), []).extend(token.token_id for token in outcome.tokens)
                 if outcome.finish is not None:
                     self.ends[number, outcome.index] = outcome.finish
             elif isinstance(outcome, Broken):

@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.engine.pages import PagePool, Pages
-from pdserve.errors import InvariantError
-from pdserve.ids import PageId
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import PageId
+from pdserve.engine.pages import PagePool
+from pdserve.protocol.page_tables import Pages
 
 
 def test_a_refused_take_changes_nothing() -> None:

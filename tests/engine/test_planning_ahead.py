@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faultsim.engine import FakeRunner, expected
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Job, Sampled, Sequence, Split
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError
-from pdserve.ids import Attempt, RequestId
-from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.worker.failing import Isolating
+from pdserve.executor.failing import Isolating
+from pdserve.protocol.paging import PageShape, Paging
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.sampling import SampledToken, SamplingParams, TokenLogprobs
 
 VOCAB = 101
 PAGE_SIZE = 4
@@ -29,11 +31,14 @@ class Bench:
     num_pages: int = 32
     budget: int = 8
     depth: int = 2
+    most_drafts: int = 0
+    others: tuple[PageShape, ...] = ()  # groups of layers after the first
+    hasher: PrefixHasher | None = None
 
     def __post_init__(self) -> None:
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=self.budget, max_model_len=48, eos_token_ids=frozenset())
-        self.scheduler = Scheduler(KvCache(self.num_pages, PAGE_SIZE, None), limits)
-        self.runner = FakeRunner(self.num_pages, PAGE_SIZE, VOCAB)
+        limits = Limits(4, self.budget, 48, frozenset(), self.most_drafts)
+        self.runner = FakeRunner(self.num_pages, PAGE_SIZE, VOCAB, self.most_drafts, self.others)
+        self.scheduler = Scheduler(KvCache(self.num_pages, self.runner.paging, self.hasher), limits)
         self.steps = Isolating(self.runner.run)
         self.running: deque[tuple[StepPlan, StepResult]] = deque()
         self.drawn: dict[tuple[int, int], list[int]] = {}
@@ -74,7 +79,8 @@ class Bench:
     def check(self) -> None:
         """No step in flight has a page that is free; the pool adds up."""
         self.scheduler.cache.check()
-        in_flight = {page for plan, _ in self.running for chunk in plan.chunks for page in chunk.pages}
+        chunks = [chunk for plan, _ in self.running for chunk in plan.chunks]
+        in_flight = {page for chunk in chunks for pages in (chunk.pages, *chunk.other_pages) for page in pages}
         assert [page for page in in_flight if self.scheduler.cache.pool.is_free(page)] == []
 
     def _commit(self) -> None:
@@ -83,10 +89,10 @@ class Bench:
             number = int.from_bytes(outcome.sequence.job.request_id)
             assert number in self.alive, "told of a sequence that was given up"
             match outcome:
-                case Sampled(sequence, index, position, token, finish):
+                case Sampled(sequence, index, position, gained, finish):
                     tokens = self.drawn.setdefault((number, index), [])
                     assert len(tokens) == position
-                    tokens.append(token.token_id)
+                    tokens += [token.token_id for token in gained]
                     if finish is not None and sequence.indices == (index,):
                         self.alive[number].remove(sequence)
                 case Split(_, children):
@@ -228,17 +234,39 @@ JOBS = st.lists(
 )
 
 
+GROUPS = (
+    (),
+    (),
+    (PageShape(4, window=3),),
+    (PageShape(2, window=5),),
+    (PageShape(2), PageShape(1, window=2)),
+)
+
+
 @settings(deadline=None)
-@given(jobs=JOBS, num_pages=st.integers(7, 20), budget=st.integers(4, 12))
+@given(
+    jobs=JOBS,
+    num_spare=st.integers(0, 13),
+    budget=st.integers(4, 12),
+    most_drafts=st.sampled_from((0, 0, 1, 3)),
+    others=st.sampled_from(GROUPS),
+    hasher=st.sampled_from((None, PrefixHasher(b"secret", "model", PAGE_SIZE))),
+)
 def test_whatever_ends_when_tokens_are_those_of_steps_one_by_one(
-    jobs: list[tuple], num_pages: int, budget: int
-) -> None:  # type: ignore[type-arg]
-    bench = Bench(num_pages, budget)
+    jobs: list[tuple],  # type: ignore[type-arg]
+    num_spare: int,
+    budget: int,
+    most_drafts: int,
+    others: tuple[PageShape, ...],
+    hasher: PrefixHasher | None,
+) -> None:
+    num_pages = Paging((PageShape(PAGE_SIZE), *others)).num_pages(14 + 12) + num_spare
+    bench = Bench(num_pages, budget, most_drafts=most_drafts, others=others, hasher=hasher)
     wanted: dict[tuple[int, int], list[int]] = {}
     gives_up: dict[int, int] = {}
     for number, (length, count, indices, penalized, stop, patience) in enumerate(jobs):
-        prompt = [(number * 7 + i) % VOCAB for i in range(length)]
-        tokens = expected(prompt, number, count, VOCAB)
+        prompt = [(number % 2 * 7 + i) % VOCAB for i in range(length)]
+        tokens = expected(prompt, number, count, VOCAB, others)
         stops = (tokens[stop],) if stop is not None and stop < count else ()
         end = tokens.index(stops[0]) + 1 if stops else count
         if indices == (0,):
@@ -312,7 +340,7 @@ def test_a_sequence_that_goes_on_writes_beside_a_page_that_somebody_else_holds()
         bench.turn()
     while not bench.scheduler.hold(sequence):
         bench.turn()
-    pool, last = bench.scheduler.cache.pool, sequence.pages[-1]
+    pool, last = bench.scheduler.cache.pool, sequence.pages.held[-1]
     assert sequence.computed % PAGE_SIZE, "its last page is not full"
     pool.share([last])  # as a hand-off does
     kept = bytes(bench.runner.page(last))
@@ -339,7 +367,9 @@ def test_whoever_is_held_and_resumed_when_gets_the_same_tokens(data: st.DataObje
         bench.turn()
         for each in bench.scheduler.running:
             if each.is_held and bench.scheduler.hold(each):
-                assert not {p for plan, _ in bench.running for c in plan.chunks for p in c.pages} & {each.pages[-1]}
+                assert not {p for plan, _ in bench.running for c in plan.chunks for p in c.pages} & {
+                    each.pages.held[-1]
+                }
     for sequence in [s for sequences in bench.alive.values() for s in sequences if s.is_held]:
         bench.scheduler.resume(sequence)
     bench.run()

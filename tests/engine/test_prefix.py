@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.base.errors import ConfigError
 from pdserve.engine.kvcache import CacheChange, KvCache, PagesRemoved, PagesStored, Prefix
-from pdserve.errors import ConfigError
-from pdserve.prefix_hash import BLOCK_TOKENS, PrefixHash, PrefixHasher
+from pdserve.protocol.adapters import NO_ADAPTER
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import BLOCK_TOKENS, EVERYONE, CacheScope, PrefixHash, PrefixHasher
 
 PAGE_SIZE, NUM_PAGES = 4, 8
 tokens = st.lists(st.integers(0, 3), max_size=20)
@@ -21,11 +24,11 @@ def hasher(secret: bytes = b"secret", model: str = "model", block_tokens: int = 
 
 def hashes(token_ids: list[int], salt: str = "", by: PrefixHasher | None = None) -> list[PrefixHash]:
     by = by or hasher()
-    return by.extend(by.root(salt), token_ids)
+    return by.extend(by.root(CacheScope(salt)), token_ids)
 
 
 def cache(num_pages: int = NUM_PAGES, page_size: int = PAGE_SIZE) -> KvCache:
-    return KvCache(num_pages, page_size, hasher())
+    return KvCache(num_pages, Paging.of(page_size), hasher())
 
 
 @dataclass
@@ -38,15 +41,13 @@ class Served:
 
 def serve(kv: KvCache, token_ids: list[int], salt: str = "") -> Served:
     """Compute a prompt and end, reusing what is there."""
-    prefix, num_full = Prefix(token_ids, salt), len(token_ids) // kv.page_size
-    reused = kv.reuse(prefix, num_full)
-    fresh = kv.take(kv.num_pages(len(token_ids)) - len(reused))
-    if fresh is None:
-        kv.pool.release(reused)
-        return Served(prefix, len(reused))
-    kv.publish(prefix, reused + fresh, range(len(reused), num_full))
-    kv.pool.release(reused + fresh)
-    return Served(prefix, len(reused))
+    prefix, num_full = Prefix(token_ids, CacheScope(salt)), len(token_ids) // kv.page_size
+    hit = kv.hold(prefix, num_full)
+    if hit is None:
+        return Served(prefix, 0)
+    kv.publish(prefix, hit.pages, range(hit.num_spans, num_full))
+    kv.pool.release(hit.pages.held)
+    return Served(prefix, hit.num_spans)
 
 
 @given(tokens, tokens)
@@ -64,7 +65,7 @@ def test_two_prompts_share_exactly_the_hashes_of_their_common_full_blocks(first:
 @given(tokens, st.integers(0, 5))
 def test_hashes_follow_from_the_one_before_as_if_all_were_computed_at_once(sequence: list[int], blocks: int) -> None:
     first = hashes(sequence[: blocks * PAGE_SIZE])
-    parent = first[-1] if first else hasher().root("")
+    parent = first[-1] if first else hasher().root(EVERYONE)
     assert first + hasher().extend(parent, sequence[len(first) * PAGE_SIZE :]) == hashes(sequence)
 
 
@@ -74,7 +75,19 @@ def test_tenants_models_and_clusters_never_share_a_hash() -> None:
     assert own != hashes(token_ids, "b")
     assert own != hashes(token_ids, "a", hasher(model="other"))
     assert own != hashes(token_ids, "a", hasher(secret=b"other"))
-    assert hasher(model="m").root("odel") != hasher(model="mo").root("del")
+    assert hasher(model="m").root(CacheScope("odel")) != hasher(model="mo").root(CacheScope("del"))
+
+
+names = st.text(max_size=3)
+scopes = st.builds(CacheScope, names, st.one_of(st.just(NO_ADAPTER), names.map(str.encode)))
+
+
+@given(st.tuples(st.sampled_from(["m", "mo"]), scopes), st.tuples(st.sampled_from(["m", "mo"]), scopes))
+def test_a_root_is_shared_within_one_model_tenant_and_adapter_only(
+    one: tuple[str, CacheScope], other: tuple[str, CacheScope]
+) -> None:
+    roots = [hasher(model=model).root(scope) for model, scope in (one, other)]
+    assert (roots[0] == roots[1]) == (one == other)
 
 
 @given(tokens, st.sampled_from([2, 3, 5]))
@@ -87,40 +100,40 @@ def test_a_page_is_named_by_its_last_block_whatever_its_size(token_ids: list[int
 @pytest.mark.parametrize("page_size", [1, 8, 24])
 def test_a_page_that_blocks_do_not_fill_is_refused(page_size: int) -> None:
     with pytest.raises(ConfigError, match=f"page_size: {page_size} is no multiple of {BLOCK_TOKENS}"):
-        KvCache(NUM_PAGES, page_size, PrefixHasher(b"secret", "model"))
+        KvCache(NUM_PAGES, Paging.of(page_size), PrefixHasher(b"secret", "model"))
 
 
 def test_no_more_is_hashed_of_a_long_prompt_than_what_is_looked_for() -> None:
     kv, token_ids = cache(2000), list(range(1000 * PAGE_SIZE))
-    missed = Prefix(token_ids, "")
-    assert kv.reuse(missed, 1000) == ()
+    missed = Prefix(token_ids, EVERYONE)
+    assert kv.reuse(missed, 1000).num_spans == 0
     assert 0 < len(missed.hashes) < 100
     assert serve(kv, token_ids).num_reused == 0
     assert serve(kv, token_ids).num_reused == 1000
 
 
 def test_a_released_prefix_is_reused_until_its_page_is_given_out_again() -> None:
-    kv, prefix = cache(num_pages=3), Prefix(range(8), "")
+    kv, prefix = cache(num_pages=3), Prefix(range(8), EVERYONE)
     pages = kv.take(2)
     assert pages is not None
-    kv.publish(prefix, pages, range(2))
+    kv.publish(prefix, PageTables((list(pages),)), range(2))
     kv.pool.release(pages)
     assert kv.num_cached == 2
-    assert kv.reuse(prefix, 2) == pages
+    assert kv.reuse(prefix, 2).pages.held == pages
     kv.pool.release(pages)
     assert kv.take(2) is not None  # the page that was never used, then the prefix's last
-    assert kv.reuse(prefix, 2) == pages[:1]
+    assert kv.reuse(prefix, 2).pages.held == pages[:1]
     kv.check()
 
 
 def test_a_granted_page_is_not_found_by_what_it_held() -> None:
-    kv, prefix = cache(num_pages=1), Prefix(range(4), "")
+    kv, prefix = cache(num_pages=1), Prefix(range(4), EVERYONE)
     pages = kv.take(1)
     assert pages is not None
-    kv.publish(prefix, pages, range(1))
+    kv.publish(prefix, PageTables((list(pages),)), range(1))
     kv.pool.release(pages)
     assert kv.grant(1) == pages
-    assert kv.reuse(prefix, 1) == ()
+    assert not kv.reuse(prefix, 1).pages
     kv.check()
 
 
@@ -147,12 +160,12 @@ def test_replaying_all_changes_gives_what_can_be_reused(asked: list[tuple[list[i
         serve(kv, token_ids, salt)
         changes += kv.take_changes()
     present = replay(changes)
-    assert present == kv.pages.keys()
+    assert present == kv.spans.keys()
     for token_ids, salt in asked:
-        prefix = Prefix(token_ids, salt)
-        held = kv.reuse(prefix, len(token_ids) // PAGE_SIZE)
-        kv.pool.release(held)
-        assert [each in present for each in hashes(token_ids, salt)][: len(held) + 1].count(True) == len(held)
+        prefix = Prefix(token_ids, CacheScope(salt))
+        hit = kv.reuse(prefix, len(token_ids) // PAGE_SIZE)
+        kv.pool.release(hit.pages.held)
+        assert [each in present for each in hashes(token_ids, salt)][: hit.num_spans + 1].count(True) == hit.num_spans
     assert len(present) == kv.num_cached
 
 

@@ -1,50 +1,31 @@
 """A runner writes only the pages its plan names, and what it draws does not depend on who else is in the step."""
 
 import random
-from itertools import product
 
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
+from small_models import small_config, small_model
 
-from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import PageId
+from pdserve.checkpoint.checkpoint import ChosenQuantization
 from pdserve.engine.runner import Runner, is_compiled
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
-from pdserve.errors import InvariantError
-from pdserve.ids import PageId
 from pdserve.kernels.cpu.build import Missing, Reason
-from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.loading import dummy_weights, load_model
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 VOCAB = 300
 PAGE_SIZE = 8
-CONFIG = ModelConfig.from_hf(
-    {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "eos_token_id": 5,
-    }
-)
+CONFIG = small_config(VOCAB)
 PROMPT = [random.Random(2).randrange(VOCAB) for _ in range(20)]
 PAGES = tuple(PageId(page) for page in (4, 1, 7))
 
 
-def model_in(dtype: torch.dtype, quantization: ChosenQuantization = "none") -> Model:
-    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(CONFIG))
-    return load_model(CONFIG, in_form(weights, quantization), dtype)
-
-
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return model_in(torch.float32)
+    return small_model(CONFIG)
 
 
 @pytest.fixture
@@ -131,12 +112,12 @@ def test_eos_comes_from_the_caller_where_given(model: Model) -> None:
     for eos, expected in (((), PROMPT), (everything_but_7, [7])):
         runner = Runner(model, 10, PAGE_SIZE, eos)
         held_back = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=True, sequence=(0, 0))
-        ((token,),) = runner.run(StepPlan((prompt_chunk(held_back),))).tokens
+        (((token,),),) = runner.run(StepPlan((prompt_chunk(held_back),))).tokens
         assert (token.token_id == 7) == (expected == [7])
 
 
 def test_in_bfloat16_the_same_chunking_gives_the_same_text() -> None:
-    model = model_in(torch.bfloat16)
+    model = small_model(CONFIG, torch.bfloat16)
     texts = [greedy_texts(Runner(model, 60, PAGE_SIZE), [PROMPT], 32, chunk_tokens=8) for _ in range(2)]
     assert texts[0] == texts[1]
 
@@ -145,7 +126,7 @@ def test_in_bfloat16_the_same_chunking_gives_the_same_text() -> None:
 def test_a_decode_step_is_one_program_with_the_bits_of_its_operations(
     monkeypatch: pytest.MonkeyPatch, quantization: ChosenQuantization
 ) -> None:
-    model = model_in(torch.bfloat16, quantization)
+    model = small_model(CONFIG, torch.bfloat16, quantization)
     if not is_compiled(model):
         pytest.skip("this processor has no products of bfloat16")
     asked = SamplingParams(temperature=0.0, logprobs=5)
@@ -168,7 +149,7 @@ def forced_logprob(model: Model) -> float:
     asked = spec((), SamplingParams(temperature=0.0, logprobs=0))
     bias = SamplingParams(temperature=0.0, logprobs=0, logit_bias=((42, 100.0),))
     result = Runner(model, 10, PAGE_SIZE).run(StepPlan((prompt_chunk(asked, spec((), bias)),)))
-    (_, forced) = result.tokens[0]
+    (_, (forced,)) = result.tokens[0]
     assert forced.token_id == 42
     assert forced.logprobs is not None
     return forced.logprobs.chosen
@@ -176,10 +157,11 @@ def forced_logprob(model: Model) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_floats_stay_close_to_float32(model: Model, dtype: torch.dtype) -> None:
-    assert forced_logprob(model_in(dtype)) == pytest.approx(forced_logprob(model), abs=0.3)
+    assert forced_logprob(small_model(CONFIG, dtype)) == pytest.approx(forced_logprob(model), abs=0.3)
 
 
-@pytest.mark.parametrize(("page_size", "chunk_tokens"), list(product([1, 4, 16, 64], [7, 64])))
+@pytest.mark.parametrize("page_size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 16)), 64])
+@pytest.mark.parametrize("chunk_tokens", [7, 64])
 def test_neither_page_size_nor_chunking_changes_the_text(model: Model, page_size: int, chunk_tokens: int) -> None:
     prompts = [PROMPT, PROMPT[:1], PROMPT * 3]
     expected = greedy_texts(Runner(model, 60, PAGE_SIZE), prompts, 16)
@@ -187,7 +169,7 @@ def test_neither_page_size_nor_chunking_changes_the_text(model: Model, page_size
 
 
 def forget_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in ("model.ops", "engine.runner", "engine.sampler"):
+    for user in ("model.loading", "engine.runner", "engine.sampler"):
         monkeypatch.setattr(f"pdserve.{user}.library", lambda: Missing(Reason.COMPILER, "for this test"))
 
 
@@ -195,10 +177,10 @@ def test_without_compiled_kernels_the_text_is_the_same(runner: Runner, monkeypat
     prompts = [PROMPT, PROMPT[:9]]
     expected = greedy_texts(runner, prompts, 12)
     forget_library(monkeypatch)
-    assert greedy_texts(Runner(model_in(torch.float32), 60, PAGE_SIZE), prompts, 12) == expected
+    assert greedy_texts(Runner(small_model(CONFIG), 60, PAGE_SIZE), prompts, 12) == expected
 
 
 def test_without_compiled_kernels_quantized_weights_stay_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = forced_logprob(model_in(torch.float32, "int8"))
+    compiled = forced_logprob(small_model(CONFIG, torch.float32, "int8"))
     forget_library(monkeypatch)
-    assert forced_logprob(model_in(torch.float32, "int8")) == pytest.approx(compiled, abs=0.1)
+    assert forced_logprob(small_model(CONFIG, torch.float32, "int8")) == pytest.approx(compiled, abs=0.1)

@@ -18,7 +18,7 @@ from pdserve.engine.sampler import Sampler, adjust
 from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
 from pdserve.kernels.cpu.build import Missing, Reason
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 VOCAB = 400
 EOS = (3, 9)

@@ -1,16 +1,18 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from faultsim.engine import FakeRunner, expected
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine import scheduler
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence, Split, Started
-from pdserve.engine.step import StepResult
-from pdserve.ids import Attempt, RequestId
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.engine.step import Phase, StepResult
+from pdserve.protocol.paging import PageShape
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 VOCAB = 101
 PAGE_SIZE = 4
@@ -25,10 +27,12 @@ class Bench:
         budget: int = 8,
         eos: frozenset[int] = frozenset(),
         hasher: PrefixHasher | None = None,
+        most_drafts: int = 0,
+        others: tuple[PageShape, ...] = (),
     ) -> None:
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=64, eos_token_ids=eos)
-        self.scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, hasher), limits)
-        self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
+        limits = Limits(4, budget, max_model_len=64, eos_token_ids=eos, num_speculative_tokens=most_drafts)
+        self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB, most_drafts, others)
+        self.scheduler = Scheduler(KvCache(num_pages, self.runner.paging, hasher), limits)
         self.drawn: dict[int, list[int]] = {}
         self.finish: dict[int, Finish] = {}
         self.widths: list[int] = []
@@ -56,7 +60,7 @@ class Bench:
         for outcome in outcomes:
             if isinstance(outcome, Sampled):
                 number = int.from_bytes(outcome.sequence.job.request_id)
-                self.drawn.setdefault(number, []).append(outcome.token.token_id)
+                self.drawn.setdefault(number, []).extend(token.token_id for token in outcome.tokens)
                 if outcome.finish is not None:
                     self.finish[number] = outcome.finish
         return list(outcomes)
@@ -81,7 +85,7 @@ def test_very_many_pages_that_become_full_at_once_are_published_over_several_ste
     monkeypatch.setattr(scheduler, "_PUBLISHED_AT_ONCE", 2 * PAGE_SIZE)
     bench = Bench(budget=64, hasher=PrefixHasher(b"secret", "model", PAGE_SIZE))
     bench.add(1, list(range(20)), max_tokens=8)
-    published = [len(bench.scheduler.cache.pages) for _ in iter(bench.step, [])]
+    published = [len(bench.scheduler.cache.spans) for _ in iter(bench.step, [])]
     assert published[:4] == [2, 4, 5, 5]
     assert published[-1] == 6
 
@@ -94,6 +98,97 @@ def test_running_sequences_go_on_while_a_prompt_is_computed() -> None:
     bench.run()
     assert bench.widths[1:4] == [8, 8, 7]  # one token of the first, the rest of the budget for the second
     assert bench.drawn[1] == expected([1], 1, 10, VOCAB)
+
+
+def test_guesses_that_are_right_save_steps_and_change_no_token() -> None:
+    alone, guessing = Bench(), Bench(most_drafts=3)
+    for bench in (alone, guessing):
+        bench.add(1, [1, 2, 3], max_tokens=40)
+        bench.run()
+        assert bench.drawn[1] == expected([1, 2, 3], 1, 40, VOCAB)
+    assert len(alone.widths) == 40
+    assert len(guessing.widths) < 32
+    assert max(guessing.widths[1:]) == 4
+
+
+def test_guesses_take_no_page_that_the_next_token_of_another_needs() -> None:
+    bench = Bench(num_pages=3)
+    bench.scheduler.limits = replace(bench.scheduler.limits, num_speculative_tokens=3)
+    guessing, other = bench.add(1, [1] * 3, max_tokens=9), bench.add(2, [2] * 4, max_tokens=9)
+    bench.step()
+    guessing.drafts = (5, 6, 7)  # the second and third would begin a page, as the other's next token does
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    assert [chunk.num_drafts for chunk in plan.chunks] == [0, 0]
+    assert bench.scheduler.num_preemptions == 0
+    assert len(other.pages.held) == 2
+
+
+def test_guesses_get_what_the_next_token_of_each_sequence_leaves_of_the_budget() -> None:
+    bench = Bench(budget=5, most_drafts=3)
+    for number in range(4):
+        bench.add(number, [number], max_tokens=12 if number else 36)
+    planned = []
+    while (plan := bench.scheduler.plan()) is not None:
+        planned.append([(chunk.phase, chunk.num_drafts) for chunk in plan.chunks])
+        bench.scheduler.commit(plan, bench.runner.run(plan))
+    assert all(len(step) == 4 for step in planned[:3]), "all are in every step"
+    guesses = [[count for phase, count in step if phase is Phase.DECODE] for step in planned]
+    assert max(map(sum, guesses[:3])) == 1
+    assert max(map(max, filter(None, guesses))) == 3, "the longest has the budget to itself in the end"
+
+
+def test_no_more_guesses_are_computed_than_the_limit_however_many_come() -> None:
+    bench = Bench(most_drafts=2)
+    bench.runner = FakeRunner(32, PAGE_SIZE, VOCAB, 5)
+    sequence, planned = bench.add(1, [9, 8, 7], max_tokens=40), list[int]()
+    while bench.step():
+        planned.append(len(sequence.drafts))
+    assert max(planned) == 2
+    assert bench.drawn[1] == expected([9, 8, 7], 1, 40, VOCAB)
+
+
+def test_nobody_is_preempted_for_a_guess() -> None:
+    bench = Bench(num_pages=4, most_drafts=3)
+    for number in range(2):
+        bench.add(number, [number] * 5, max_tokens=4)  # two pages each, no third one
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    assert bench.drawn == {number: expected([number] * 5, number, 4, VOCAB) for number in range(2)}
+
+
+def test_an_answer_ends_with_the_first_kept_token_that_ends_it() -> None:
+    tokens = expected([9, 8, 7], 1, 40, VOCAB)
+    for last in range(1, 40):
+        bench = Bench(most_drafts=3)
+        bench.add(1, [9, 8, 7], max_tokens=40, stop_token_ids=(tokens[last],))
+        bench.run()
+        assert bench.drawn[1] == tokens[: tokens.index(tokens[last]) + 1]
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 100}, {"max_tokens": 9}])
+def test_no_guess_is_computed_behind_the_last_token_that_is_allowed(limits: dict[str, int]) -> None:
+    bench = Bench(num_pages=256, most_drafts=3)
+    for number in range(12):
+        bench.add(number, list(range(50)), **limits)
+    last = min(64, 50 + limits["max_tokens"])
+    while (plan := bench.scheduler.plan()) is not None:
+        assert all(chunk.start + len(chunk.token_ids) < last for chunk in plan.chunks), "the last token needs no KV"
+        bench.scheduler.commit(plan, bench.runner.run(plan))
+
+
+def test_a_prompt_stays_a_prompt_to_its_last_token_and_after_a_preemption() -> None:
+    bench = Bench(num_pages=9, budget=16)
+    prompts = [bench.add(number, [number] * 6, max_tokens=20) for number in range(3)]
+    single = bench.add(4, [4], max_tokens=2)
+    assert [sequence.phase for sequence in (*prompts, single)] == [Phase.PROMPT] * 4
+    computed: Counter[Phase] = Counter()
+    while (plan := bench.scheduler.plan()) is not None:
+        computed.update(chunk.phase for chunk in plan.chunks for _ in chunk.token_ids)
+        bench.scheduler.commit(plan, bench.runner.run(plan))
+    assert bench.scheduler.num_preemptions > 0
+    assert computed[Phase.PROMPT] > 3 * 6 + 1, "what is computed again is a prompt's"
+    assert computed[Phase.DECODE] < 3 * 19 + 1, "and the last token computed again samples what follows"
 
 
 def test_urgent_requests_start_first() -> None:
@@ -159,7 +254,7 @@ def test_a_sequence_that_cannot_be_computed_leaves_the_others_of_its_step_as_the
     result = bench.runner.run(plan)
     outcomes = bench.scheduler.commit(plan, replace(result, tokens=((), result.tokens[1]), failed={0: "poison"}))
     assert [o.reason for o in outcomes if isinstance(o, Broken)] == ["poison"]
-    (drawn,) = [o.token.token_id for o in outcomes if isinstance(o, Sampled)]
+    (drawn,) = [token.token_id for o in outcomes if isinstance(o, Sampled) for token in o.tokens]
     bench.scheduler.remove(broken)
     bench.run()
     assert [drawn, *bench.drawn[2]] == expected([1, 2, 3], 2, 4, VOCAB)
@@ -173,7 +268,7 @@ def test_a_sequence_removed_during_its_step_keeps_its_pages_until_that_is_over()
     gone = bench.add(1, list(range(8)), max_tokens=4)
     plan = bench.scheduler.plan()
     assert plan is not None
-    pages = tuple(gone.pages)
+    pages = gone.pages.held
     bench.scheduler.remove(gone)
     assert all(pool.holders(page) == 1 for page in pages)
     assert bench.scheduler.commit(plan, bench.runner.run(plan)) == ()

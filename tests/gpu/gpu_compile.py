@@ -20,7 +20,7 @@ from gpu_report import Case, Row
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import SampleSpec
 from pdserve.kernels.cpu.library import library
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 T = TypeVar("T")
 Job = Callable[[Device], T]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import reference_kernels as reference
 import torch
@@ -28,8 +29,10 @@ from gpu_models import (
     sequence_of,
 )
 from gpu_report import Case, Row
+from held_weights import held, scaled
 from torch import Tensor
 
+from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import graph_sizes
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
@@ -37,11 +40,11 @@ from pdserve.engine.runner_cuda import CudaRunner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
-from pdserve.ids import PageId
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 VOCAB = 300
 CHECK_PAGE_SIZE, CHECK_PAGES = 16, 80
@@ -85,8 +88,8 @@ def cases(device: Device) -> Iterator[Case]:
     for family in device.sized(tuple(FAMILIES), tuple(FAMILIES)[:1]):
         yield f"engine {family}", partial(_texts_agree, device, family)
     config = config_of(device, QWEN3_8B, FEW_LAYERS)
-    weights = dict(random_weights(config, device))
-    model = load_model(config, weights.items(), device.half, device=device.torch)
+    weights = {name: cast("Tensor", stored.read(())) for name, stored in random_weights(config, device).items()}
+    model = load_model(config, held(weights), device.half, device=device.torch)
     yield "bf16 logits against float64", lambda: [_logits_agree(device, model, weights)]
     weights.clear()
     yield "graph equals eager", lambda: _graphs_agree(device, model)
@@ -115,7 +118,7 @@ class Texts:
         plain = Runner(_small_model(family, torch.device("cpu")), CHECK_PAGES, CHECK_PAGE_SIZE)
 
         def texts(runner: CudaRunner | OneByOne, depth: int) -> dict[int, list[int]]:
-            scheduler = Scheduler(KvCache(CHECK_PAGES, CHECK_PAGE_SIZE, None), CHECK_LIMITS)
+            scheduler = Scheduler(KvCache(CHECK_PAGES, Paging.of(CHECK_PAGE_SIZE), None), CHECK_LIMITS)
             return drive(runner, scheduler, _mixed_sequences(prompt_lens, num_tokens), depth).texts
 
         ahead, one_by_one, theirs = texts(kernels, 2), texts(kernels, 1), texts(OneByOne(plain), 1)
@@ -132,8 +135,7 @@ def small_runner(family: str, device: torch.device) -> CudaRunner:
 
 def _small_model(family: str, device: torch.device) -> Model:
     config = ModelConfig.from_hf({**SHAPE, **FAMILIES[family]})
-    weights = ((name, w if w.ndim == 1 else w * WEIGHT_SCALE) for name, w in dummy_weights(config))
-    return load_model(config, weights, torch.float32, device=device)
+    return load_model(config, scaled(dummy_weights(config), WEIGHT_SCALE), torch.float32, device=device)
 
 
 def _mixed_sequences(prompt_lens: Seq[int], num_tokens: int) -> Iterator[Sequence]:
@@ -187,14 +189,17 @@ def reference_logits(
     config: ModelConfig, weights: Mapping[str, Tensor], prompt: Seq[int], dtype: torch.dtype
 ) -> Tensor:
     """Compute a Llama or Qwen3 model's logits of a whole prompt in plain torch: [num_tokens, vocab_size]."""
-    eps, heads = config.rms_norm_eps, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    eps, heads = config.design.head.norm.eps, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     device = weights["model.norm.weight"].device
 
     def weight(name: str) -> Tensor:
         return weights[f"{name}.weight"].to(dtype)
 
     exponents = torch.arange(0, config.head_dim, 2, device=device).double() / config.head_dim
-    turns = torch.arange(len(prompt), device=device).double()[:, None] / config.rope_theta**exponents
+    turns = (
+        torch.arange(len(prompt), device=device).double()[:, None]
+        / config.design.layers[0].attention.rope.theta ** exponents
+    )
     cos_sin = torch.cat((turns.cos(), turns.sin()), -1).to(dtype)
     x = weight("model.embed_tokens")[torch.tensor(prompt, device=device)]
     for layer in range(config.num_layers):
@@ -204,7 +209,7 @@ def reference_logits(
             (normed @ weight(f"{name}.self_attn.{part}_proj").T).view(len(prompt), count, config.head_dim)
             for part, count in zip("qkv", heads, strict=True)
         )
-        if config.qk_norm:
+        if config.design.layers[0].attention.qk_norm:
             q = reference.rms_norm(q, weight(f"{name}.self_attn.q_norm"), eps)
             k = reference.rms_norm(k, weight(f"{name}.self_attn.k_norm"), eps)
         q, k = reference.rope(q, cos_sin), reference.rope(k, cos_sin)
@@ -230,7 +235,7 @@ def _graphs_agree(device: Device, model: Model) -> Iterator[Row]:
         kv.normal_(generator=torch.Generator(device.torch).manual_seed(2))
     for size in graph_sizes(max_num_seqs):
         plan = _decode_plan(size, context, engine.num_pages // max_num_seqs, engine.page_size)
-        ours, theirs = ([tokens[0] for tokens in runner.run(plan).tokens] for runner in (engine.runner, eager))
+        ours, theirs = ([tokens[0][0] for tokens in runner.run(plan).tokens] for runner in (engine.runner, eager))
         largest = max(abs(_chosen(a) - _chosen(b)) for a, b in zip(ours, theirs, strict=True))
         same = sum(a.token_id == b.token_id for a, b in zip(ours, theirs, strict=True))
         yield Row(f"graph of {size}", {"nats at most": largest}, f"{same} of {size} tokens", failed=not largest < 0.05)

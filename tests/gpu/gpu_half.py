@@ -25,15 +25,15 @@ from gpu_models import (
     sequence_of,
 )
 
+from pdserve.base.ids import Attempt, AttemptKey, PageId, Peer, RequestId, WorkerId
 from pdserve.engine.sequence import Sequence
-from pdserve.ids import Attempt, PageId, RequestId, WorkerId
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pdserve.kvtransfer.backends.backend import Backend
     from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
     from pdserve.kvtransfer.region import Region
-    from pdserve.kvtransfer.session import Peer
 
 SHARE = 0.4  # of the device's memory, for each of two
 STOPPED_S = 60.0  # longest wait for a copy
@@ -61,10 +61,9 @@ class Half:
     """A prefill or a decode worker: what is particular to a role is asked of that one alone."""
 
     def __init__(self, device: Device, name: str, kind: str) -> None:
-        from pdserve.clock import new_incarnation  # noqa: PLC0415 - imports what only a mover needs
+        from pdserve.base.clock import new_incarnation  # noqa: PLC0415 - imports what only a mover needs
         from pdserve.kvtransfer.device_region import device_region  # noqa: PLC0415
         from pdserve.kvtransfer.mover import Mover  # noqa: PLC0415
-        from pdserve.kvtransfer.session import Peer  # noqa: PLC0415
 
         device.limit_share(SHARE)
         config = config_of(device, QWEN3_0_6B)
@@ -90,25 +89,23 @@ class Half:
 
     # ---- pages
 
-    def attach(self, peer: "Peer", description: bytes) -> None:
+    def attach(self, peer: Peer, description: bytes) -> None:
         self._mover.attach(peer, description)
 
-    def probe(self, peer: "Peer") -> dict[str, float]:
+    def probe(self, peer: Peer) -> dict[str, float]:
         speed = self._mover.probe(peer).result(timeout=STOPPED_S)
         return {name: value for name in speed.__slots__ if isinstance(value := getattr(speed, name), float)}
 
-    def send(self, peer: "Peer", src: Pages, dst: Pages) -> tuple[tuple[int, ...], float]:
+    def send(self, peer: Peer, src: Pages, dst: Pages) -> tuple[tuple[int, ...], float]:
         """Write pages into the peer's; return their digests and the seconds that took."""
-        from pdserve.kvtransfer.session import HandoffKey  # noqa: PLC0415
-
         started_s = time.perf_counter()
-        self._mover.write(peer, HandoffKey(RequestId(bytes(16)), Attempt(0)), src, dst)
+        self._mover.write(peer, AttemptKey(RequestId(bytes(16)), Attempt(0)), src, dst)
         stopped: CopyStopped = self._stopped.get(timeout=STOPPED_S).event  # type: ignore[assignment]
         if stopped.digests is None:
             raise RuntimeError(stopped.reason)
         return stopped.digests, time.perf_counter() - started_s
 
-    def send_for(self, peer: "Peer", src: Pages, dst: Pages, seconds: float) -> int:
+    def send_for(self, peer: Peer, src: Pages, dst: Pages, seconds: float) -> int:
         """Write the same pages again and again; return how often."""
         until_s, count = time.perf_counter() + seconds, 0
         while time.perf_counter() < until_s:
@@ -134,7 +131,7 @@ class Half:
         sequence = sequence_of(order, prompt, _greedy(num_tokens), stop_after_prompt=True)
         driven = drive(self._engine.runner, self._scheduler, [sequence], 1)
         self._sequences[order] = sequence
-        return driven.texts[order][0], tuple(sequence.pages)
+        return driven.texts[order][0], sequence.pages.held
 
     def release(self, order: int) -> None:
         self._scheduler.release(self._sequences.pop(order))
@@ -150,7 +147,7 @@ class Half:
         """Compute the rest of an answer whose prompt has landed in `pages`."""
         sequence = sequence_of(order, prompt, _greedy(num_tokens))
         sequence.tokens.append(first)
-        sequence.pages, sequence.computed, sequence.has_run = list(pages), len(prompt), True
+        sequence.pages, sequence.computed, sequence.has_run = PageTables((list(pages),)), len(prompt), True
         self._scheduler.join(sequence)
         return [first, *drive(self._engine.runner, self._scheduler, [], 2).texts.get(order, [])]
 

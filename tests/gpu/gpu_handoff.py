@@ -20,7 +20,7 @@ from gpu_device import Device
 from gpu_half import Pages
 from gpu_report import Case, Row
 
-from pdserve.ids import PageId
+from pdserve.base.ids import PageId
 
 READY_S, ANSWER_S = 120.0, 120.0
 RATE_BYTES = 1 << 30

@@ -6,9 +6,9 @@ from gpu_device import Device
 from gpu_models import QWEN3_8B, Engine, config_of, kv_bytes_per_token, limits_of, needed_bytes, random_model
 from gpu_report import Case, Row
 
+from pdserve.base.ids import PageId
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
-from pdserve.ids import PageId
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 LONG, CHUNK, SEQS = 131_072, 2_048, 256
 GIB = 1 << 30
@@ -27,7 +27,7 @@ def _largest_step(device: Device) -> Row:
     with_model = device.memory()
     limits = limits_of(seqs, chunk + seqs, long)
     page_size = device.sized(64, 16)
-    needed = needed_bytes(config, limits)
+    needed = needed_bytes(model, limits)
     page_bytes = kv_bytes_per_token(config) * page_size
     fit = with_model.pages_that_fit(0.9, device.sized(needed, 0), page_bytes)
     device.forget_peak()

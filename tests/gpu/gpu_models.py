@@ -4,15 +4,17 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from gpu_device import Device
 from torch import Tensor
 
+from pdserve.base.ids import Attempt, PageId, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.replays import Replays
 from pdserve.engine.runner import Runner
@@ -20,11 +22,12 @@ from pdserve.engine.runner_cuda import CudaRunner, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
-from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.loading import DUMMY_STD, FAMILIES, load_model
-from pdserve.sampling import SamplingParams
+from pdserve.model.loading import DUMMY_STD, load_model, shapes_of
+from pdserve.model.weights import Part, Stored, Weights
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SamplingParams
 
 Shape = Mapping[str, object]
 PAGE_SIZE = 64
@@ -74,12 +77,16 @@ def config_of(device: Device, shape: Shape, num_layers: int | None = None) -> Mo
     return ModelConfig.from_hf({**shape, **device.sized(layers, dict(TINY))})
 
 
-def random_weights(config: ModelConfig, device: Device, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield random tensors made on the device: norms near one, the rest small and normal."""
-    generator = torch.Generator(device.torch).manual_seed(seed)
-    for name, shape in FAMILIES[config.architecture].shapes(config).items():
+def random_weights(config: ModelConfig, device: Device) -> Weights:
+    """Return random tensors, made on the device when they are read: norms near one, the rest small and normal."""
+
+    def read(name: str, number: int, shape: tuple[int, ...], part: Part) -> Tensor:
+        generator = torch.Generator(device.torch).manual_seed(number)
         noise = torch.randn(shape, generator=generator, device=device.torch) * DUMMY_STD
-        yield name, (noise + 1.0 if name.endswith("norm.weight") else noise).to(device.half)
+        return (noise + 1.0 if name.endswith("norm.weight") else noise).to(device.half)[part]
+
+    shapes = enumerate(shapes_of(config).items())
+    return {name: Stored(shape, partial(read, name, number, shape)) for number, (name, shape) in shapes}
 
 
 def random_model(config: ModelConfig, device: Device) -> Model:
@@ -94,10 +101,10 @@ def limits_of(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
     return Limits(max_num_seqs, max_num_batched_tokens, max_model_len, eos_token_ids=frozenset())
 
 
-def needed_bytes(config: ModelConfig, limits: Limits) -> int:
+def needed_bytes(model: Model, limits: Limits) -> int:
     """Return what an engine sets aside for its steps."""
     sizes = limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len
-    return step_bytes(config, *sizes, torch.bfloat16.itemsize)
+    return step_bytes(model, *sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class Engine:
         """Set up as many pages as the sequences may need, or as fit into a share of the device; capture the steps."""
         page_size = device.sized(PAGE_SIZE, DRY_PAGE_SIZE)
         enough = limits.max_num_seqs * -(-limits.max_model_len // page_size)
-        needed = needed_bytes(model.config, limits)
+        needed = needed_bytes(model, limits)
         fit = device.memory().pages_that_fit(
             share, device.sized(needed, 0), kv_bytes_per_token(model.config) * page_size
         )
@@ -125,7 +132,7 @@ class Engine:
         return cls(runner, limits, num_pages, page_size)
 
     def scheduler(self) -> Scheduler:
-        return Scheduler(KvCache(self.num_pages, self.page_size, None), self.limits)
+        return Scheduler(KvCache(self.num_pages, Paging.of(self.page_size), None), self.limits)
 
     def drive(self, sequences: Iterable[Sequence], depth: int) -> "Driven":
         return drive(self.runner, self.scheduler(), sequences, depth)
@@ -243,6 +250,6 @@ def drive(
         driven.num_steps += 1
         for outcome in scheduler.commit(in_flight.popleft(), result):
             if isinstance(outcome, Sampled):
-                driven.texts.setdefault(outcome.sequence.order, []).append(outcome.token.token_id)
+                driven.texts.setdefault(outcome.sequence.order, []).extend(token.token_id for token in outcome.tokens)
                 driven.came_s.setdefault(outcome.sequence.order, []).append(finished_s - started_s)
         driven.committing_s += time.perf_counter() - finished_s

@@ -13,7 +13,7 @@ from gpu_report import Case, Row
 
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import SampleSpec
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 VOCAB, DRY_VOCAB = 151_936, 500
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 500

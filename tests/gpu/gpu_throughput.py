@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from gpu_device import Device
 from gpu_models import (
     QWEN3_0_6B,
@@ -29,8 +28,8 @@ from gpu_rows_bench import COPY_BYTES, copy_time_us
 
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.sequence import Sequence
-from pdserve.model.config import ModelConfig
-from pdserve.sampling import SamplingParams
+from pdserve.model.family import Model
+from pdserve.protocol.sampling import SamplingParams
 
 NUM_SEQS = 256
 SHORTEST, LONGEST = 100, 1024
@@ -97,27 +96,26 @@ def end_to_end(device: Device) -> Iterator[Case]:
             "greedy, one step at a time": (GREEDY, ONE_BY_ONE),
         },
     )
-    engine, config = _engine(device, QWEN3_8B, LARGE_LIMITS)
+    engine, model = _engine(device, QWEN3_8B, LARGE_LIMITS)
     for num_seqs, answer_len in device.sized(((1, 128), (32, 256), (256, 256)), ((1, 2),)):
-        work = equal_work(num_seqs, device.sized(1000, 20), answer_len, config.vocab_size)
+        work = equal_work(num_seqs, device.sized(1000, 20), answer_len, model.config.vocab_size)
         yield f"8B, {num_seqs} sequences", partial(_run, engine, f"8B, {num_seqs} x 1000+{answer_len}", work)
 
 
 def _small(device: Device, ways: dict[str, tuple[SamplingParams, int]]) -> Iterator[Case]:
     bytes_per_s = 2e6 * device.sized(COPY_BYTES, 1 << 20) / copy_time_us(device)  # while there is room for it
-    engine, config = _engine(device, QWEN3_0_6B, STEP_LIMITS)
+    engine, model = _engine(device, QWEN3_0_6B, STEP_LIMITS)
     work = device.sized(nano_vllm_work(), DRY_WORK)
-    bound_s = work.decode_bytes(kv_bytes_per_token(config), weight_bytes(config)) / bytes_per_s
+    bound_s = work.decode_bytes(kv_bytes_per_token(model.config), model.bytes_read(len(work.prompts))) / bytes_per_s
     warm_up = Work(work.prompts[:8], (2,) * len(work.prompts[:8]))
     for name, (params, depth) in ways.items():
         engine.drive(warm_up.sequences(params), depth)  # compiles what capturing did not
         yield name, partial(_run, engine, f"0.6B, {name}", work, params, depth, bound_s)
 
 
-def _engine(device: Device, shape: Shape, limits: Limits) -> tuple[Engine, ModelConfig]:
-    config = config_of(device, shape)
-    model = random_model(config, device)
-    return Engine.of(device, model, device.sized(limits, DRY_LIMITS)), config
+def _engine(device: Device, shape: Shape, limits: Limits) -> tuple[Engine, Model]:
+    model = random_model(config_of(device, shape), device)
+    return Engine.of(device, model, device.sized(limits, DRY_LIMITS)), model
 
 
 def _run(
@@ -143,11 +141,3 @@ def _run(
 
 def _steps(driven: Driven) -> str:
     return f"{driven.num_tokens} tokens in {driven.num_steps} steps"
-
-
-def weight_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the matrices that a decode step reads whole."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    elements = config.num_layers * per_layer + config.vocab_size * config.hidden_size
-    return elements * torch.bfloat16.itemsize

@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 from small_vocabulary import END, small_tokenizer
 
-from pdserve.errors import RequestError, Status
 from pdserve.grammar import checker as module
 from pdserve.grammar.checker import Checker
-from pdserve.sampling import Format, StructuredOutput
+from pdserve.protocol.refusal import RefusedError, Status
+from pdserve.protocol.sampling import Format, StructuredOutput
 
 TOKENIZER = small_tokenizer()
 GOOD = StructuredOutput("regex", ("a+",))
@@ -69,11 +69,11 @@ def schema(value: object) -> tuple[Format, str]:
 async def test_what_cannot_be_is_refused_and_names_its_field(
     checker: Checker, structured: tuple[Format, str], problem: str
 ) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RefusedError) as caught:
         await checker.check(StructuredOutput(structured[0], (structured[1],)), "")
-    assert caught.value.status is Status.INVALID_ARGUMENT
-    assert caught.value.message.startswith(f"structured_output.{structured[0]}: ")
-    assert problem in caught.value.message
+    assert caught.value.refused.status is Status.INVALID_ARGUMENT
+    assert caught.value.refused.message.startswith(f"structured_output.{structured[0]}: ")
+    assert problem in caught.value.refused.message
     await checker.check(StructuredOutput("choice", ("yes",)), "")
 
 
@@ -99,10 +99,10 @@ async def test_a_child_that_takes_too_long_is_killed_and_others_are_served(
     structured = StructuredOutput("regex", ("b+",))
     with monkeypatch.context() as stalled:
         stalled.setattr(module, "COMPILE_S", 1e-6)
-        with pytest.raises(RequestError, match=r"regex: it takes longer than 1e-06 s"):
+        with pytest.raises(RefusedError, match=r"regex: it takes longer than 1e-06 s"):
             await checker.check(structured, "")
     await checker.check(StructuredOutput("regex", ("c+",)), "")
-    with pytest.raises(RequestError, match="longer"):
+    with pytest.raises(RefusedError, match="longer"):
         await checker.check(structured, "")  # remembered
 
 
@@ -114,7 +114,7 @@ async def test_a_good_expression_is_served_again_after_a_stall(
     with monkeypatch.context() as stalled:
         stalled.setattr(module, "COMPILE_S", 1e-6)
         stalled.setattr(module, "FORGET_S", 0.0)
-        with pytest.raises(RequestError, match="longer"):
+        with pytest.raises(RefusedError, match="longer"):
             await checker.check(structured, "")
     await checker.check(structured, "")
 
@@ -175,13 +175,13 @@ async def test_what_a_tenant_s_slow_schemas_hold_is_not_the_places_of_others(
     await checker.check(honest, "honest")
     assert not all(task.done() for task in attack)
     results = await asyncio.gather(*attack, return_exceptions=True)
-    statuses = Counter(result.status for result in results if isinstance(result, RequestError))
+    statuses = Counter(result.refused.status for result in results if isinstance(result, RefusedError))
     assert set(statuses) == {Status.INVALID_ARGUMENT, Status.RESOURCE_EXHAUSTED}
     assert statuses[Status.INVALID_ARGUMENT] >= 4, (
         "so many are compiled at once: one after another, the others had no place"
     )
     assert statuses.total() == 12
-    messages = [result.message for result in results if isinstance(result, RequestError)]
+    messages = [result.refused.message for result in results if isinstance(result, RefusedError)]
     assert any(
         "json_schema: it takes longer than 1 s" in message or "0.5 s of a processor" in message for message in messages
     )
@@ -198,16 +198,16 @@ async def test_a_process_that_was_killed_is_started_again(monkeypatch: pytest.Mo
         await asyncio.sleep(0)
     (child,) = set(psutil.Process().children()) - set(before)
     child.kill()
-    with pytest.raises(RequestError):  # of the fork, which may have been done, or of its parent's end
+    with pytest.raises(RefusedError):  # of the fork, which may have been done, or of its parent's end
         await compiled
     await waiting
     (child,) = set(psutil.Process().children()) - set(before)
     child.kill()
-    results: list[RequestError | None] = []
+    results: list[RefusedError | None] = []
     while None not in results:  # what comes until its end is known here is refused, and may be tried again
         check = checker.check(StructuredOutput("choice", (f"after {len(results)}",)), "")
         results += await asyncio.gather(check, return_exceptions=True)
-    assert {result.status for result in results if result is not None} <= {Status.UNAVAILABLE}
+    assert {result.refused.status for result in results if result is not None} <= {Status.UNAVAILABLE}
     await checker.close()
     assert psutil.Process().children() == before
 
@@ -221,12 +221,12 @@ async def test_checks_that_wait_are_bounded(
     outputs = [StructuredOutput("choice", (f"{limit}{i}",)) for i in range(len(tenants))]
     checks = [checker.check(output, tenant) for output, tenant in zip(outputs, tenants, strict=True)]
     results = await asyncio.gather(*checks, return_exceptions=True)
-    refused = [result.status if isinstance(result, RequestError) else result for result in results]
+    refused = [result.refused.status if isinstance(result, RefusedError) else result for result in results]
     assert refused == [None, None, Status.RESOURCE_EXHAUSTED, None][: len(tenants)]
 
 
 async def test_a_model_without_an_end_has_no_structured_output() -> None:
     checker = Checker(TOKENIZER.to_json, ())
-    with pytest.raises(RequestError, match="no end-of-sequence token"):
+    with pytest.raises(RefusedError, match="no end-of-sequence token"):
         await checker.check(GOOD, "")
     await checker.close()

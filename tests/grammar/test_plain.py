@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_vocabulary import END, small_tokenizer
 
+from pdserve.base.errors import GrammarError
 from pdserve.engine.masks import allowed
-from pdserve.errors import GrammarError
 from pdserve.grammar.compiler import Compiler
 from pdserve.grammar.disjoint import Prover
 from pdserve.grammar.matching import Grammars
 from pdserve.grammar.plain import FORMATS, UNSUPPORTED, plain
-from pdserve.sampling import StructuredOutput
+from pdserve.protocol.sampling import StructuredOutput
 
 TOKENIZER = small_tokenizer()
 VOCAB = TOKENIZER.vocab_size

@@ -15,7 +15,7 @@ from schema_values import Values
 
 from pdserve.autoscaler.pools import DAYS
 from pdserve.autoscaler.schema import Policy
-from pdserve.yaml_models import FieldError
+from pdserve.base.yaml_models import FieldError
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 POLICY = SCHEMA["properties"]["autoscaling"]["properties"]["policy"]

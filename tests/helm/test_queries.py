@@ -13,7 +13,7 @@ from helm_chart import CHART, of_kind, rendered
 from promql_parser import parse
 from shown_metrics import SHOWN
 
-from pdserve.metrics import Kind, Metric
+from pdserve.observe.metrics import Kind, Metric
 
 RULES = CHART / "files" / "rules.yaml"
 _SUFFIXES = {Kind.GAUGE: ("",), Kind.COUNTER: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}

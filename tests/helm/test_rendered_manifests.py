@@ -14,9 +14,9 @@ from kubernetes_validate.utils import all_versions
 
 from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import KubernetesActuator, Policy
-from pdserve.config import AutoscalerConfig, WatcherConfig, WorkerConfig, load_config
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.router.config import FrontendConfig, RouterConfig
+from pdserve.settings.config import AutoscalerConfig, WatcherConfig, WorkerConfig, load_config
 
 NEWEST = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())][-3:]  # each is listed twice
 NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ each time

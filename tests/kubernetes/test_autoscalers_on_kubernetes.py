@@ -14,8 +14,8 @@ from kube_stage import NAMES
 
 from pdserve.autoscaler.loop import Target
 from pdserve.autoscaler.server import serve
-from pdserve.config import AutoscalerConfig
 from pdserve.launch.folder import write_secret
+from pdserve.settings.config import AutoscalerConfig
 
 POLICY = """
 apiVersion: pdserve/v1alpha1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kube_api import Fault
 from kube_cluster import REAL, KubeCluster
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
 from pdserve.kubernetes.client import Client
 from pdserve.kubernetes.election import DURATION_S, RENEW_WITHIN_S, Election, Leadership
 from pdserve.kubernetes.objects import Lease, LeaseSpec, Metadata

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.workload import MARK, STALE_S, Workload
+from pdserve.base.roles import Role
 from pdserve.kubernetes.objects import (
     DELETION_COST,
     Condition,
@@ -19,7 +20,6 @@ from pdserve.kubernetes.objects import (
     ScaleSpec,
     ScaleStatus,
 )
-from pdserve.roles import Role
 
 
 @dataclass

@@ -14,8 +14,8 @@ from kube_stage import KubeStage, kube_stage
 
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.observation import State
+from pdserve.base.roles import Role
 from pdserve.kubernetes.objects import ACTUATOR, ROLE_LABEL
-from pdserve.roles import Role
 
 TEMPLATE = "pod-template-hash"
 

@@ -11,12 +11,12 @@ from admin_stub import Router, serving
 from kube_api import Fault, KubeApi
 from kube_cluster import FINALIZER, REAL, KubeCluster
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
 from pdserve.kubernetes.client import Client
 from pdserve.kubernetes.objects import WATCHER
 from pdserve.kubernetes.watcher import PodWatcher
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import write_secret
+from pdserve.net.operator_client import AdminClient
 
 double_only = pytest.mark.skipif(bool(REAL), reason="a fault, or what the server was asked")
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"

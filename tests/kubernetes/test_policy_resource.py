@@ -18,10 +18,10 @@ from pdserve.autoscaler.definition import definition
 from pdserve.autoscaler.loop import Target
 from pdserve.autoscaler.resource import PolicyResource
 from pdserve.autoscaler.server import serve
-from pdserve.config import AutoscalerConfig
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.kubernetes.objects import RESOURCE
 from pdserve.launch.folder import write_secret
+from pdserve.settings.config import AutoscalerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.loop import Loop

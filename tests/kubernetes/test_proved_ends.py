@@ -1,11 +1,18 @@
 """A process is reported only once it cannot run any more."""
 
+import signal
 from typing import Any
 
 import msgspec
+import pytest
 
+from pdserve.base.ids import Incarnation
+from pdserve.base.processes import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
+from pdserve.base.roles import Role
 from pdserve.kubernetes.ends import GAP_S, MARGIN_S, MAX_GONE, Ended, Ends
 from pdserve.kubernetes.objects import Pod
+from pdserve.launch.plan import ChildSpec
+from pdserve.launch.supervisor import ChildExit
 
 GRACE_S = 30.0
 NEEDED_S = GRACE_S + MARGIN_S
@@ -53,6 +60,12 @@ def test_a_terminated_container_names_its_process_once() -> None:
     assert ends.changed(pod(state=ended(5))) == [Ended("pod-u1", 5, from_outside=True)]
     assert ends.changed(pod(last=ended(5))) == []
     assert ends.changed(pod(last=ended(5), state=ended(9, 1))) == [Ended("pod-u1", 9, from_outside=False)]
+
+
+@pytest.mark.parametrize("status", [0, DRAIN_TIMED_OUT_STATUS, *map(exit_status, (*STOP_SIGNALS, signal.SIGKILL))])
+def test_a_drain_and_each_signal_that_stops_a_process_count_as_from_outside(status: int) -> None:
+    assert running(5).changed(pod(state=ended(5, status))) == [Ended("pod-u1", 5, from_outside=True)]
+    assert ChildExit(ChildSpec("w", Role.DECODE, ()), Incarnation(1), status, None).from_outside, "a launcher's view"
 
 
 def test_processes_before_one_that_has_ended_in_the_same_pod_have_ended_too() -> None:

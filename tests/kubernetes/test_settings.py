@@ -18,11 +18,11 @@ from kube_account import kubeconfig, write_kubeconfig
 from kube_api import KubeApi
 from kubernetes.aio.config import incluster_config
 
-from pdserve.certificates import IDENTITY_FILES
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.kubernetes import client as client_module
 from pdserve.kubernetes.client import Client, UnreachableError
 from pdserve.launch.authority import Authority
+from pdserve.net.certificates import IDENTITY_FILES
 
 PODS = "/api/v1/namespaces/chat/pods"
 DAY = timedelta(days=1)

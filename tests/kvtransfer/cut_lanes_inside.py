@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 
-from pdserve.clock import new_incarnation
-from pdserve.ids import Attempt, PageId, RequestId, WorkerId
+from pdserve.base.clock import new_incarnation
+from pdserve.base.ids import Attempt, AttemptKey, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
-from pdserve.kvtransfer.session import HandoffKey, Peer
 
-HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
+HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 20
 PAGES = tuple(PageId(n) for n in range(NUM_PAGES))

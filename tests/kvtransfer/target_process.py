@@ -8,12 +8,11 @@ import sys
 
 import numpy as np
 
-from pdserve.clock import new_incarnation
-from pdserve.ids import WorkerId
+from pdserve.base.clock import new_incarnation
+from pdserve.base.ids import Peer, WorkerId
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.session import Peer
 
 
 def mover_of(kind: str, region: Region) -> Mover:

@@ -9,9 +9,8 @@ from capsules import capsule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import receiver as r
-from pdserve.kvtransfer import sender as s
+from pdserve.base.ids import Attempt, AttemptKey, Generation, Incarnation, PageId, Peer, RequestId, WorkerId
+from pdserve.decode_worker import receiver as r
 from pdserve.kvtransfer.doors import (
     CheckDigests,
     CopyStopped,
@@ -28,43 +27,47 @@ from pdserve.kvtransfer.session import (
     FromReceiver,
     FromSender,
     Grant,
-    HandoffKey,
-    Pages,
     PagesLanded,
-    Peer,
     Quiesced,
     Taken,
     Withdrawn,
+    of_parts,
 )
+from pdserve.prefill_worker import sender as s
+from pdserve.protocol.page_tables import Pages
+from pdserve.protocol.paging import PageOrder, Paging
 
 PEER = Peer(WorkerId("p0"), Incarnation(1))
-KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
+KEY = AttemptKey(RequestId(bytes(16)), Attempt(0))
 SRC = tuple(PageId(n) for n in (5, 6, 7))
 DST = tuple(PageId(n) for n in (20, 21))
 GRANT = Grant(1, DST, (Generation(3), Generation(9)), b"c" * 16, 4.0)
 
 
-def content(page: PageId) -> int:
-    return 1000 + page
+def content(page: PageId, part: int) -> int:
+    return 1000 + 7 * part + page
 
 
 @dataclass
 class World:
     """Everything around one hand-off. Messages are lost only with the whole stream, as in gRPC."""
 
-    sender: s.Sender = field(default_factory=lambda: s.Sender(PEER, KEY))
-    receiver: r.Receiver = field(default_factory=lambda: r.Receiver(KEY, GRANT, 16))
+    num_parts: int = 1
+    receiver: r.Receiver = field(default_factory=lambda: r.Receiver(KEY, GRANT, PageOrder(Paging.of(16), 0)))
     up: deque[FromSender] = field(default_factory=deque)
     down: deque[FromReceiver] = field(default_factory=deque)
     attached: bool = False
     alive: bool = True  # the sender's process
-    copies: deque[tuple[Pages, Pages]] = field(default_factory=deque)
-    memory: dict[PageId, int] = field(default_factory=dict)
+    memory: dict[tuple[PageId, int], int] = field(default_factory=dict)  # by page and part
     checking: CheckDigests | None = None
     num_ready: int = 0
     done: bool = False
     num_released: int = 0
     ends: list[str] = field(default_factory=list)  # of the granted pages
+
+    def __post_init__(self) -> None:
+        self.sender = s.Sender(PEER, KEY, self.num_parts)
+        self.copies = [deque[tuple[Pages, Pages]]() for _ in range(self.num_parts)]  # of each part
 
     # What the sender's process does.
 
@@ -75,11 +78,12 @@ class World:
             match command:
                 case StartCopy(_, _, src, dst):
                     assert not self.ends, "a copy into pages that were given away"
-                    self.copies.append((src, dst))
+                    for copies in self.copies:
+                        copies.append((src, dst))
                 case PagesLanded() | Commit() | Quiesced() if self.attached:
                     self.up.append(command)
                 case s.ReleasePages():
-                    assert not self.copies
+                    assert not any(self.copies)
                     self.num_released += 1
                 case _:
                     pass
@@ -96,25 +100,30 @@ class World:
         if self.sender.state is not s.State.CLOSED:
             self.to_sender(event)
 
-    def land(self) -> None:
-        if self.copies:
-            src, dst = self.copies.popleft()
+    def land(self, part: int = 0) -> None:
+        if self.copies[part]:
+            src, dst = self.copies[part].popleft()
             for source, target in zip(src, dst, strict=True):
                 assert not self.ends, "a write to pages that were given away"
-                self.memory[target] = content(source)
-            self.to_sender(CopyStopped(tuple(content(page) for page in src)))
+                self.memory[target, part] = content(source, part)
+            self.to_sender(CopyStopped(tuple(content(page, part) for page in src), part=part))
+
+    def land_last(self) -> None:
+        """A copy of the last rank lands."""
+        self.land(self.num_parts - 1)
 
     def tear(self) -> None:
-        """One copy fails, leaving a page half written."""
-        if self.copies:
-            _, dst = self.copies.popleft()
+        """One copy fails on the last rank, leaving a page half written."""
+        part = self.num_parts - 1
+        if self.copies[part]:
+            _, dst = self.copies[part].popleft()
             assert not self.ends
-            self.memory[dst[0]] = -1
-            self.to_sender(CopyStopped(None, "torn"))
+            self.memory[dst[0], part] = -1
+            self.to_sender(CopyStopped(None, "torn", part=part))
 
     def corrupt(self) -> None:
-        if DST[0] in self.memory and not self.ends:
-            self.memory[DST[0]] = -2
+        if (DST[0], 0) in self.memory and not self.ends:
+            self.memory[DST[0], 0] = -2
 
     def sender_gives_up(self) -> None:
         self.note(RequestEnded("cancelled"))
@@ -122,7 +131,8 @@ class World:
     def die(self) -> None:
         if self.alive:
             self.alive = False
-            self.copies.clear()
+            for copies in self.copies:
+                copies.clear()
             self.cut()
             self.to_receiver(PeerGone(PEER))
 
@@ -136,12 +146,16 @@ class World:
                 case CheckDigests():
                     self.checking = command
                 case r.Admit():
-                    assert self.memory == {DST[0]: content(SRC[1]), DST[1]: content(SRC[2])}
+                    parts = range(self.num_parts)
+                    wanted = {(DST[page], part): content(SRC[page + 1], part) for page in (0, 1) for part in parts}
+                    assert self.memory == wanted
                     self.ends.append("sequence")
                 case r.FreePages(num_checked):
-                    assert not self.copies
+                    assert not any(self.copies)
                     for page, source in zip(DST[:num_checked], SRC[1:], strict=False):
-                        assert self.memory[page] in (content(source), -2), "a page that is not whole counts as checked"
+                        for part in range(self.num_parts):
+                            whole = (content(source, part), -2)
+                            assert self.memory[page, part] in whole, "a page that is not whole counts as checked"
                     self.ends.append("free")
                 case _:
                     pass
@@ -149,7 +163,8 @@ class World:
 
     def check(self) -> None:
         if self.checking is not None:
-            landed = tuple(self.memory.get(page, 0) for page in self.checking.pages)
+            pages, parts = self.checking.pages, range(self.num_parts)
+            landed = of_parts([tuple(self.memory.get((page, part), 0) for page in pages) for part in parts])
             pairs = zip(landed, self.checking.digests, strict=True)
             self.checking = None
             self.to_receiver(DigestsChecked(KEY, next((i for i, (a, b) in enumerate(pairs) if a != b), None)))
@@ -201,12 +216,16 @@ class World:
     def settle(self) -> None:
         """Let everything that is under way come to its end."""
         for _ in count():
-            before = (len(self.up), len(self.down), len(self.copies), self.num_ready, self.done, self.attached)
-            for act in (self.attach, self.compute, self.land, self.check, self.deliver_up, self.deliver_down):
+            before = self._progress()
+            acts = (self.attach, self.compute, self.land, self.land_last)
+            for act in (*acts, self.check, self.deliver_up, self.deliver_down):
                 act()
-            after = (len(self.up), len(self.down), len(self.copies), self.num_ready, self.done, self.attached)
-            if before == after and not (self.up or self.down or self.copies or self.checking):
+            if before == self._progress() and not (self.up or self.down or any(self.copies) or self.checking):
                 return
+
+    def _progress(self) -> tuple[object, ...]:
+        copies = tuple(map(len, self.copies))
+        return (len(self.up), len(self.down), copies, self.num_ready, self.done, self.attached)
 
 
 ACTS: tuple[Callable[[World], None], ...] = (
@@ -215,6 +234,7 @@ ACTS: tuple[Callable[[World], None], ...] = (
     World.compute,
     World.compute,
     World.land,
+    World.land_last,
     World.check,
     World.deliver_up,
     World.deliver_down,
@@ -228,13 +248,15 @@ ACTS: tuple[Callable[[World], None], ...] = (
     World.receiver_gives_up,
     World.die,
 )
-QUIET = ACTS[:8]
+QUIET = ACTS[:9]
 
 
 @settings(max_examples=2000, deadline=None)
-@given(st.lists(st.sampled_from(ACTS), min_size=8, max_size=40))
-def test_no_fault_gives_wrong_or_half_written_pages_to_anybody(acts: list[Callable[[World], None]]) -> None:
-    world = World()
+@given(st.lists(st.sampled_from(ACTS), min_size=8, max_size=40), st.integers(1, 2))
+def test_no_fault_gives_wrong_or_half_written_pages_to_anybody(
+    acts: list[Callable[[World], None]], num_parts: int
+) -> None:
+    world = World(num_parts)
     for act in acts:
         act(world)
     world.settle()
@@ -244,9 +266,9 @@ def test_no_fault_gives_wrong_or_half_written_pages_to_anybody(acts: list[Callab
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(QUIET), max_size=40))
-def test_without_faults_every_order_ends_in_the_sequence(acts: list[Callable[[World], None]]) -> None:
-    world = World()
+@given(st.lists(st.sampled_from(QUIET), max_size=40), st.integers(1, 2))
+def test_without_faults_every_order_ends_in_the_sequence(acts: list[Callable[[World], None]], num_parts: int) -> None:
+    world = World(num_parts)
     for act in acts:
         act(world)
     world.settle()

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from half_slice import MEETING
 
-from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends import collective, pairing
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, greet, meet
@@ -27,12 +27,11 @@ from pdserve.kvtransfer.backends.staging import HostRows, Rows
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Description, Region
-from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.secret_proof import NONCE_BYTES, PROOF_BYTES, proof_of
+from pdserve.net.secret_proof import NONCE_BYTES, PROOF_BYTES, proof_of
 
 pytestmark = pytest.mark.slow
 
-HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
+HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 16
 TARGET = Peer(WorkerId("target"), Incarnation(1))

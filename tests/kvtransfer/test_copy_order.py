@@ -3,12 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.copies import OLDEST_EVERY, Copy, CopyQueue
-from pdserve.kvtransfer.session import HandoffKey, Peer
 
 PEER = Peer(WorkerId("peer"), Incarnation(1))
-KEYS = [HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]
+KEYS = [AttemptKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]
 
 
 def copy(key: int, num_pages: int) -> Copy:
@@ -16,7 +15,7 @@ def copy(key: int, num_pages: int) -> Copy:
     return Copy(PEER, KEYS[key], pages, pages)
 
 
-def posted_in_turn(copies: CopyQueue, count: int) -> list[HandoffKey]:
+def posted_in_turn(copies: CopyQueue, count: int) -> list[AttemptKey]:
     """Post so many slices of a page each, and let each land at once."""
     keys = []
     for _ in range(count):

@@ -10,13 +10,12 @@ import torch
 from gpu_pages import num_wrong_rows
 from half_slice import MEETING, greeted, half_slice
 
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend, Writer
 from pdserve.kvtransfer.backends.pairing import Framed
 from pdserve.kvtransfer.backends.staging import STAGE_BYTES, HostRows, Rows
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
-from pdserve.kvtransfer.session import Peer
 
 pytestmark = pytest.mark.slow
 

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.dialling import MAX_QUEUED, Close, Command, Dial, DialId, Dialling, Finish, Send
 from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost
-from pdserve.kvtransfer.session import HandoffKey, HelloAck, Introduction, Peer, Quiesced
+from pdserve.kvtransfer.session import HelloAck, Introduction, Quiesced
+from pdserve.protocol.kvlayout import KvLayout
 
 LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
 ME = Introduction(Peer(WorkerId("p0"), Incarnation(1)), LAYOUT)
 D = Peer(WorkerId("d0"), Incarnation(2))
 ACK = HelloAck(Introduction(D, LAYOUT), b"address")
-KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
+KEY = AttemptKey(RequestId(bytes(16)), Attempt(0))
 QUIESCED = Quiesced("late")
 FIRST = DialId(1)
 

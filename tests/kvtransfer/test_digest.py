@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pdserve.ids import PageId
+from pdserve.base.ids import PageId
 from pdserve.kvtransfer.region import Region
 
 PAGES = tuple(map(PageId, (3, 0, 7)))

@@ -4,16 +4,15 @@ import queue
 
 import numpy as np
 
-from pdserve.clock import new_incarnation
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.clock import new_incarnation
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.session import HandoffKey, Peer
 
-HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
+HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 
 PEER = Peer(WorkerId("peer"), Incarnation(1))
 NUM_COPIES = 320

@@ -13,15 +13,14 @@ import pytest
 import torch
 from mover_settings import PAGE_BYTES
 
-from pdserve.clock import new_incarnation
-from pdserve.errors import ProtocolError
-from pdserve.ids import WorkerId
+from pdserve.base.clock import new_incarnation
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Peer, WorkerId
 from pdserve.kvtransfer.backends import nixl as backends
 from pdserve.kvtransfer.backends.nixl import NixlBackend, start_agent
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.session import Peer
 
 
 def test_the_movers_thread_takes_the_gpus_context_first(monkeypatch: pytest.MonkeyPatch) -> None:

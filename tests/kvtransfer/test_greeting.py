@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.session import Hello, HelloAck, Introduction, Peer, check_ack, check_hello
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.kvtransfer.session import Hello, HelloAck, Introduction, check_ack, check_hello
+from pdserve.protocol.kvlayout import KvLayout
 
 LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
 SENDER = Introduction(Peer(WorkerId("p0"), Incarnation(1)), LAYOUT)

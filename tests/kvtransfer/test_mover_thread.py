@@ -6,12 +6,11 @@ import threading
 import pytest
 from scripted_backend import DESCRIPTION, FIRST, HANDOFF, OTHER, SECOND, Rig
 
-from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.errors import InvariantError, ProtocolError
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.kvtransfer.channels import MAX_SLICES_IN_FLIGHT, MIN_SLICE_PAGES, SLICE_BYTES
 from pdserve.kvtransfer.doors import CopyStopped
 from pdserve.kvtransfer.mover import MAX_OUTSTANDING
-from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.speed import WINDOW_S
 
 

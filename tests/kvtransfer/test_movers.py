@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mover_settings import HANDOFF, NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Target, pages
 
-from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import Attempt
+from pdserve.base.errors import InvariantError, ProtocolError
+from pdserve.base.ids import Attempt
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.speed import ProbeError

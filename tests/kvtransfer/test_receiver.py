@@ -8,18 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 from capsules import capsule
 
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.doors import (
-    CheckDigests,
-    DigestsChecked,
-    NotAdmitted,
-    PeerGone,
-    RequestEnded,
-    SenderAttached,
-    SenderLost,
-)
-from pdserve.kvtransfer.receiver import (
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Generation, Incarnation, PageId, Peer, RequestId, WorkerId
+from pdserve.decode_worker.receiver import (
     Admit,
     Command,
     Event,
@@ -29,12 +20,22 @@ from pdserve.kvtransfer.receiver import (
     Receiver,
     State,
 )
-from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced, Taken, Withdrawn
-from pdserve.reports import Failure
+from pdserve.kvtransfer.doors import (
+    CheckDigests,
+    DigestsChecked,
+    NotAdmitted,
+    PeerGone,
+    RequestEnded,
+    SenderAttached,
+    SenderLost,
+)
+from pdserve.kvtransfer.session import Commit, Grant, PagesLanded, Quiesced, Taken, Withdrawn
+from pdserve.protocol.paging import PageOrder, Paging
+from pdserve.protocol.reports import Failure
 
 PAGE_SIZE = 16
 PEER = Peer(WorkerId("p0"), Incarnation(1))
-KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
+KEY = AttemptKey(RequestId(bytes(16)), Attempt(0))
 GRANT = Grant(1, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 LANDED = PagesLanded((21, 22))
 COMMIT = Commit(GRANT.capability, capsule(40, (0, 7), (2, 8)))
@@ -43,7 +44,7 @@ SHORTER = Commit(GRANT.capability, capsule(32, (0, 7)))
 
 def fed(*events: Event) -> tuple[Receiver, list[Command]]:
     """Return a receiver that has seen these events, and all that it answered."""
-    receiver = Receiver(KEY, GRANT, PAGE_SIZE)
+    receiver = Receiver(KEY, GRANT, PageOrder(Paging.of(PAGE_SIZE), 0))
     return receiver, [command for event in events for command in receiver.handle(event)]
 
 
@@ -204,7 +205,7 @@ def test_a_capability_is_good_for_one_commit() -> None:
 
 
 def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
-    receiver = Receiver(KEY, GRANT, PAGE_SIZE, checks_digests=False)
+    receiver = Receiver(KEY, GRANT, PageOrder(Paging.of(PAGE_SIZE), 0), checks_digests=False)
     receiver.handle(SenderAttached(PEER))
     assert receiver.handle(LANDED) == ()
     assert receiver.handle(COMMIT) == (Admit(COMMIT.capsule, 2), Taken())
@@ -212,7 +213,7 @@ def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
 
 
 def test_pages_that_were_not_checked_are_not_known_to_be_whole() -> None:
-    receiver = Receiver(KEY, GRANT, PAGE_SIZE, checks_digests=False)
+    receiver = Receiver(KEY, GRANT, PageOrder(Paging.of(PAGE_SIZE), 0), checks_digests=False)
     assert [receiver.handle(event) for event in (SenderAttached(PEER), LANDED, PeerGone(PEER))][-1][-1] == FreePages(0)
 
 
@@ -237,7 +238,7 @@ EVENTS: tuple[Event, ...] = (
 class Seen:
     """What the world around a receiver knows. `proven`: no write to the pages can be outstanding."""
 
-    receiver: Receiver = field(default_factory=lambda: Receiver(KEY, GRANT, PAGE_SIZE))
+    receiver: Receiver = field(default_factory=lambda: Receiver(KEY, GRANT, PageOrder(Paging.of(PAGE_SIZE), 0)))
     proven: bool = True
     num_landed: int = 0
     num_checked: int = 0

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.kvtransfer.doors import PeerGone, SenderAttached, SenderLost
 from pdserve.kvtransfer.roster import Close, Command, Roster, StreamId
-from pdserve.kvtransfer.session import Hello, Introduction, Peer
+from pdserve.kvtransfer.session import Hello, Introduction
+from pdserve.protocol.kvlayout import KvLayout
 
 ME = Introduction(Peer(WorkerId("d0"), Incarnation(100)), KvLayout("w", 2, 2, 4, 4, "float32"))
 

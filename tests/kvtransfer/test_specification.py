@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from capsules import capsule
 
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import receiver as r
-from pdserve.kvtransfer import sender as s
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Generation, Incarnation, PageId, Peer, RequestId, WorkerId
+from pdserve.decode_worker import receiver as r
 from pdserve.kvtransfer.doors import (
     CopyStopped,
     DigestsChecked,
@@ -21,13 +20,15 @@ from pdserve.kvtransfer.doors import (
     SenderAttached,
     SenderLost,
 )
-from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced, Taken, Withdrawn
-from pdserve.reports import Failure
+from pdserve.kvtransfer.session import Commit, Grant, PagesLanded, Quiesced, Taken, Withdrawn
+from pdserve.prefill_worker import sender as s
+from pdserve.protocol.paging import PageOrder, Paging
+from pdserve.protocol.reports import Failure
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
 
 PEER = Peer(WorkerId("p0"), Incarnation(1))
-KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
+KEY = AttemptKey(RequestId(bytes(16)), Attempt(0))
 GRANT = Grant(0, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 CAPSULE = capsule(40, (0, 7))
 COMMIT = Commit(GRANT.capability, CAPSULE)
@@ -106,7 +107,7 @@ def receiver_table() -> list[list[str]]:
     for name, event in RECEIVER_EVENTS.items():
         row = [name]
         for state, path in RECEIVER_STATES.items():
-            half = reached(r.Receiver(KEY, GRANT, 64), path)
+            half = reached(r.Receiver(KEY, GRANT, PageOrder(Paging.of(64), 0)), path)
             assert half.state.name == state
             row.append(cell(half, event))
         rows.append(row)

@@ -17,7 +17,7 @@ from stream_ends import (
     raw_stream,
 )
 
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.doors import (
     ReceiverAttached,
@@ -28,9 +28,9 @@ from pdserve.kvtransfer.doors import (
     SenderLost,
     SenderMessage,
 )
-from pdserve.kvtransfer.session import HandoffKey, Peer, Quiesced, Taken, Withdrawn
+from pdserve.kvtransfer.session import Quiesced, Taken, Withdrawn
 
-HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
+HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 
 
 async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:

@@ -7,15 +7,14 @@ import numpy as np
 import psutil
 import pytest
 
-from pdserve.clock import new_incarnation
-from pdserve.errors import ConfigError
-from pdserve.ids import WorkerId
+from pdserve.base.clock import new_incarnation
+from pdserve.base.errors import ConfigError
+from pdserve.base.ids import Peer, WorkerId
 from pdserve.kvtransfer.backends import ucx
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network, listeners
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.session import Peer
 
 
 def addresses_of_machine() -> list[str]:

@@ -3,16 +3,16 @@
 import pytest
 from capsules import capsule
 
-from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt, Generation, PageId, RequestId
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Generation, PageId, RequestId
 from pdserve.kvtransfer import wire
-from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Withdrawn
+from pdserve.kvtransfer.session import Commit, Grant, Withdrawn
 from pdserve.proto.v1 import handoff_pb2 as handoff
-from pdserve.reports import Stage
+from pdserve.protocol.reports import Stage
 from pdserve.worker.messages import Progress, RouterRef
 from pdserve.worker.wire import step_report
 
-KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
+KEY = AttemptKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
 GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16, 4.0)
 
 

@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 from cluster_states import cluster_state
 
-from pdserve.capacity.loads import Findings, Trial, served, shape_of
-from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError, ConfigError
-from pdserve.kvlayout import KvLayout
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import CommandError, ConfigError
 from pdserve.launch.folder import write_secret
 from pdserve.measure.client import Client, connect
 from pdserve.measure.live import LiveCluster
 from pdserve.measure.outcomes import Objective, Outcome, summarize
+from pdserve.measure.overload import Findings, Trial, served
 from pdserve.measure.profile import bursts, learnt_profile
 from pdserve.measure.workload import fixed_lengths
 from pdserve.perfmodel.curve import Curve
 from pdserve.perfmodel.profile import read_profile, write_profile
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.wire import layout_to_proto
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.link import layout_to_proto
 
 OBJECTIVE = Objective(ttft_s=0.5, tpot_s=0.1)
 LAYOUT = layout_to_proto(KvLayout("w", 30, 3, 64, 16, "bfloat16"))
@@ -108,11 +108,6 @@ def test_a_learnt_profile_is_of_the_kind_of_workers_of_which_most_was_seen() -> 
 def test_no_profile_is_made_of_a_router_that_has_seen_too_little() -> None:
     with pytest.raises(ConfigError, match="the router has seen 3 prefill and 3 decode steps; 8 of each"):
         learnt_profile(status(3), "a test")
-
-
-def test_the_simulator_is_given_the_live_clusters_shape() -> None:
-    shape = shape_of(status(100))
-    assert (shape.prefill, shape.decode, shape.prefill_chunk, shape.decode_chunk) == (1, 1, 2048, 512)
 
 
 def test_a_sweep_has_single_prompts_and_batches_and_fits_the_model() -> None:

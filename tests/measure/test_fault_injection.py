@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from cluster_states import cluster_state
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
 from pdserve.launch.folder import ClusterState, ProcessState
 from pdserve.measure.chaos import FaultInjector, FaultPlan
 from pdserve.proto.v1 import admin_pb2 as admin

@@ -7,13 +7,13 @@ from math import inf
 import pytest
 from cluster_states import printed
 
-from pdserve.capacity.loads import Findings
+from pdserve.base.errors import CommandError
 from pdserve.cli.results import fail_unless_right
-from pdserve.errors import CommandError
 from pdserve.measure.chaos import Fault, Verdict, tally
 from pdserve.measure.client import Door
 from pdserve.measure.frontend import FrontendCost, Load
 from pdserve.measure.outcomes import ANY, Objective, Outcome, Percentiles, summarize
+from pdserve.measure.overload import Findings
 from pdserve.measure.tables import as_json, compared
 
 OBJECTIVE = Objective(ttft_s=0.5)

@@ -5,12 +5,13 @@ import asyncio
 import pytest
 from virtual_loop import LoopClock, run_virtually
 
-from pdserve.errors import CommandError, Status
+from pdserve.base.errors import CommandError
 from pdserve.measure.client import OpenLoop
 from pdserve.measure.live import FIRST_IN_FLIGHT, MOST_IN_FLIGHT, Ramp, saturate
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import Status
 
 SERVICE_S = 0.25
 

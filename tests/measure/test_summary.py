@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.measure.outcomes import (
     ANY,
     PARTS,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.autoscaler.schema import Policy
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.measure import read_workload as module
 from pdserve.measure.read_workload import warm_up
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.measure.read_workload import parse_workload, read_trace, trace_path
 from pdserve.measure.workload import Arrival, Workload, random_lengths, random_prompts
 

@@ -11,6 +11,7 @@ from greedy_runs import greedy_texts, spec
 from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.engine import sampler
 from pdserve.engine.attention_torch import TorchAttention
@@ -20,12 +21,12 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Scored, Sequence
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.ids import Attempt, RequestId
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.sampling import SamplingParams, TokenLogprobs
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.sampling import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 def test_logits_of_every_position_are_those_of_transformers(pair: Pair) -> None:
     prompt = prompts_of(150)[0]
     kv = Runner(pair.model, 10, PAGE_SIZE).kv
-    attention = TorchAttention(pair.model.config, kv, pair.model.rope)
+    attention = TorchAttention(pair.model.config, kv, pair.model.ropes)
     plan = StepPlan((Chunk(prompt, 0, tuple(range(10)), (spec(),)),))
     attention.plan(Batch.of(plan, PoolShape(10, PAGE_SIZE, VOCAB)))
     ours = pair.model.forward(torch.tensor(prompt), attention, None)
@@ -100,7 +101,7 @@ def test_prompts_are_scored_as_by_transformers_whatever_is_cached(
     monkeypatch.setattr(sampler, "SLICE_BYTES", 4 * VOCAB * 7)  # seven rows a slice
     prompt, other = prompts_of(70, 40)
     limits = Limits(4, chunk_tokens, 200, frozenset())
-    scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, PrefixHasher(b"secret", "model")), limits)
+    scheduler = Scheduler(KvCache(NUM_PAGES, Paging.of(PAGE_SIZE), PrefixHasher(b"secret", "model")), limits)
     runner, scores = Runner(pair.model, NUM_PAGES, PAGE_SIZE), dict[int, list[TokenLogprobs]]()
     for number, tokens in enumerate((prompt, other, prompt)):
         job = Job(RequestId(bytes([number] * 16)), Attempt(0), tokens, len(tokens), SamplingParams(max_tokens=2), (0,))

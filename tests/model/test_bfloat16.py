@@ -9,7 +9,7 @@ from one_engine import OneEngine
 
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.long
 

@@ -9,7 +9,7 @@ from one_engine import OneEngine
 
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.text.chat import ChatMessage
 
 QUESTIONS = Path(__file__).with_name("first_questions.txt")

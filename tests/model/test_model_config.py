@@ -1,10 +1,16 @@
+import math
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from pdserve.errors import ConfigError
-from pdserve.model.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from pdserve.base.errors import ConfigError
+from pdserve.model.config import FAMILIES, INERT, INERT_PREFIXES, ModelConfig
+from pdserve.model.design import Activation, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential
+from pdserve.model.rope_config import LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,33 +36,72 @@ def read(**changes: object) -> ModelConfig:
     return ModelConfig.from_hf(LLAMA | changes)
 
 
+def layer_of(**changes: object) -> Sequential:
+    first, *others = read(**changes).design.layers
+    assert isinstance(first, Sequential)
+    assert all(other == first for other in others)
+    return first
+
+
+def rope_of(**changes: object) -> RopeConfig:
+    return layer_of(**changes).attention.rope
+
+
 def test_a_plain_llama_has_neither_biases_nor_norms_nor_a_window() -> None:
     config = read()
     assert config.head_dim == 16
     assert config.eos_token_ids == (3, 4)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False, False, False, False)
     assert config.sliding_window is None
-    assert config.rope_scaling is None
+    assert layer_of() == Sequential(SelfAttention(RopeConfig(10000.0)), GatedMlp(128), RmsNorm(1e-5))
 
 
 def test_rope_reads_the_same_from_transformers_4_and_5() -> None:
-    old = read(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3})
-    new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
+    old = rope_of(rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3})
+    new = rope_of(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
     assert old == new
-    assert (old.rope_theta, old.rope_scaling) == (5e5, Llama3Rope(8.0, 1.0, 4.0, 8192))
+    assert old == RopeConfig(5e5, Llama3Rope(8.0, 1.0, 4.0, 8192))
 
 
 def test_linear_and_yarn_scalings_are_read() -> None:
-    assert read(rope_scaling={"rope_type": "linear", "factor": 2}).rope_scaling == LinearRope(2.0)
-    yarn = read(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512})
-    assert yarn.rope_scaling == YarnRope(4.0, 512, 32.0, 1.0, None, True)
+    assert rope_of(rope_scaling={"rope_type": "linear", "factor": 2}).scaling == LinearRope(2.0)
+    yarn = rope_of(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512})
+    assert yarn.scaling == YarnRope(4.0, 512, 32.0, 1.0, 0.1 * math.log(4.0) + 1.0, True)
+
+
+def test_yarn_scales_cosines_by_what_is_given_or_by_mscale() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    for stated, factor in (
+        ({"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 1.5),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4.0) + 1.0) / (0.1 * math.log(4.0) + 1.0)),
+        ({"mscale": 2.0}, 0.1 * math.log(4.0) + 1.0),
+    ):
+        scaling = rope_of(rope_scaling=yarn | stated).scaling
+        assert isinstance(scaling, YarnRope)
+        assert math.isclose(scaling.attention_factor, factor)
+
+
+def test_ropes_that_change_with_the_context_serve_contexts_in_which_they_do_not() -> None:
+    plain = read(max_position_embeddings=4096)
+    assert read(max_position_embeddings=4096, rope_scaling={"type": "dynamic", "factor": 2.0}) == plain
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 1024}
+    config = read(max_position_embeddings=4096, rope_scaling={"type": "longrope", **factors})
+    assert config.max_position_embeddings == 1024, "longer contexts turn every key in the pages otherwise"
+    scaling = config.design.layers[0].attention.rope.scaling
+    assert scaling == LongRope((1.0,) * 8, math.sqrt(1 + math.log(4.0) / math.log(1024)), 1024)
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 7, None, ["1"] * 8, 1.0])
+def test_long_ropes_have_a_factor_for_each_pair_of_features(factors: object) -> None:
+    rope = {"type": "longrope", "short_factor": factors, "long_factor": [1.0] * 8}
+    with pytest.raises(ConfigError, match="short_factor"):
+        read(rope_scaling=rope)
 
 
 def test_qwen2_has_biases_on_qkv_alone_and_qwen3_norms_each_head() -> None:
-    qwen2 = read(architectures=["Qwen2ForCausalLM"])
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    qwen3 = read(architectures=["Qwen3ForCausalLM"], head_dim=32)
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 32)
+    qwen2 = layer_of(architectures=["Qwen2ForCausalLM"]).attention
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, None)
+    qwen3 = layer_of(architectures=["Qwen3ForCausalLM"]).attention
+    assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, HeadNorms(1e-5))
 
 
 def test_only_mistral_has_a_window_unless_asked() -> None:
@@ -81,7 +126,7 @@ def test_qwen_windows_count_only_when_used_in_every_layer() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"architectures": None}, "architectures"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "relu"}, "hidden_act"),
         ({"vocab_size": None}, "vocab_size"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -89,10 +134,13 @@ def test_qwen_windows_count_only_when_used_in_every_layer() -> None:
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "num_attention_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, r"rope_scaling\.rope_type"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, r"rope_parameters\.low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}}, r"rope_scaling\.mscale"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscales": 1.0}}, r"rope_scaling\.mscales"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, object], named: str) -> None:
@@ -100,6 +148,124 @@ def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, object], na
         read(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
+        ({"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["GemmaForCausalLM"], "hidden_act": "relu"}, "hidden_act"),
+        ({"architectures": ["PhiForCausalLM"], "rms_norm_eps": None, "qk_layernorm": True}, "qk_layernorm"),
+        ({"architectures": ["PhiForCausalLM"], "rms_norm_eps": None, "tie_word_embeddings": True}, "tie_word"),
+        ({"architectures": ["Phi3ForCausalLM"], "attention_bias": True}, "attention_bias"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0.0}, "logits_scaling"),
+        ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla"),
+        ({"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu", "post_norm": True}, "post_norm"),
+        ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "hidden_act"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        read(**changes)
+
+
+def test_hunyuans_alpha_slows_the_rope_by_a_constant() -> None:
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0}
+    rope = rope_of(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=scaling)
+    assert rope == RopeConfig(10000.0 * 1000.0 ** (16 / 14))
+
+
+def test_a_family_has_defaults_of_its_own() -> None:
+    gemma = {"architectures": ["GemmaForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16}
+    config = read(**gemma, hidden_act="gelu")
+    assert (config.head_dim, config.tie_word_embeddings) == (256, True)
+    assert config.design.layers[0].mlp == GatedMlp(128, Activation.GELU_TANH)
+    assert read(**gemma, head_dim=32, tie_word_embeddings=False).head_dim == 32
+
+
+OWN_KEYS = {  # keys of the list below that a family knows
+    "GraniteForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling"},
+    "SmolLM3ForCausalLM": {"no_rope_layers"},
+    "HunYuanDenseV1ForCausalLM": {"use_qk_norm"},
+}
+OWN_EPS = {  # keys of norms in the place of `rms_norm_eps`
+    "NemotronForCausalLM": {"rms_norm_eps": None},
+    "PhiForCausalLM": {"rms_norm_eps": None},
+    "Starcoder2ForCausalLM": {"rms_norm_eps": None},
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    "key",
+    {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "clip_qkv": 8.0,
+        "num_local_experts": 8,
+        "n_routed_experts": 64,
+        "kv_lora_rank": 512,
+        "no_rope_layers": [1, 1, 0],
+        "use_qk_norm": False,
+        "quantization": {"bits": 4},
+        "vision_config": {},
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_key_that_a_family_does_not_know_is_refused_by_name(architecture: str, key: tuple[str, object]) -> None:
+    if key[0] in OWN_KEYS.get(architecture, ()):
+        return
+    known = {"architectures": [architecture], **OWN_EPS.get(architecture, {})}
+    with pytest.raises(ConfigError, match=f"^{key[0]}: .* is not supported"):
+        read(**known, **dict([key]))
+    read(**known, **{key[0]: None})
+
+
+def test_keys_that_change_no_result_are_passed_over() -> None:
+    inert = dict.fromkeys(INERT - {"architectures", "dtype", "torch_dtype"}, 1)
+    own_words = {"_name_or_path": "x", "unsloth_fixed": True, "transformers.js_config": {}, "rope_interleaved": False}
+    own_words |= {"attention_dropout": 0.1, "embd_pdrop": 0.1, "tokenizer_class": "LlamaTokenizer", "pruned_heads": {}}
+    assert read(**inert, **own_words) == read()
+
+
+@given(st.text(min_size=1), st.one_of(st.booleans(), st.integers(), st.text(), st.lists(st.integers())))
+def test_whatever_nobody_has_looked_up_is_refused(key: str, value: object) -> None:
+    assume(not key.startswith(INERT_PREFIXES))
+    with pytest.raises(ConfigError, match="is not supported"):
+        read(**{f"{key}~": value})
+
+
 def test_reading_a_config_does_not_import_torch() -> None:
     code = "import sys, pdserve.model.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+KEYS = [
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings"),
+    *("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
+    *("partial_rotary_factor", "sliding_window", "max_window_layers", "layer_types", "no_rope_layers"),
+    *("no_rope_layer_interval", "hidden_act", "attention_multiplier", "logits_scaling", "residual_multiplier"),
+    *("embedding_multiplier", "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id", "bos_token_id"),
+]
+VALUES = st.one_of(
+    *(st.none(), st.booleans(), st.text(max_size=3), st.just([]), st.just({})),
+    st.sampled_from([0, -1, 10**9, 10**400, -(10**400), 0.0, -1.5, 1e300, math.inf, math.nan]),
+)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@given(data=st.data())
+def test_whatever_a_key_holds_a_config_is_read_or_refused_by_name(architecture: str, data: st.DataObject) -> None:
+    known = {"architectures": [architecture], **OWN_EPS.get(architecture, {})}
+    read(**known)
+    with suppress(ConfigError):
+        config = read(**(known | {data.draw(st.sampled_from(KEYS)): data.draw(VALUES)}))
+        assert len(config.design.layers) == config.num_layers < 10_000

@@ -39,7 +39,7 @@ def logits_of(checkpoint: Checkpoint, form: ChosenQuantization, dtype: torch.dty
     """Return float32 [num_tokens, vocab_size]."""
     model = load_model(checkpoint.config, weights_in_form(checkpoint, form), dtype)
     pages = tuple(range(-(-len(token_ids) // PAGE_SIZE)))
-    attention = TorchAttention(model.config, Runner(model, len(pages), PAGE_SIZE).kv, model.rope)
+    attention = TorchAttention(model.config, Runner(model, len(pages), PAGE_SIZE).kv, model.ropes)
     shape = PoolShape(len(pages), PAGE_SIZE, model.config.vocab_size)
     attention.plan(Batch.of(StepPlan((Chunk(token_ids, 0, pages, (spec(),)),)), shape))
     return model.forward(torch.tensor(token_ids), attention, None).float()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts, attention_work
 from pdserve.perfmodel.model import ENOUGH_STEPS, LATELY_S, Fit, LearntCosts, LearntLinks, nonnegative_minimum
 from pdserve.perfmodel.profile import read_profile
@@ -131,6 +131,23 @@ def test_a_mean_batch_costs_what_batches_around_it_cost_on_average() -> None:
     for low in (1, 3):
         costs_s = [learnt.decode_s(size, 100 * size) for size in (low, low + 1)]
         assert learnt.decode_s(low + 0.25, 100 * (low + 0.25)) == pytest.approx(0.75 * costs_s[0] + 0.25 * costs_s[1])
+
+
+def test_a_token_takes_a_steps_time_over_the_tokens_that_it_brings() -> None:
+    costs = LearntCosts()
+    for number in range(1000):
+        size = 4 + number % 4
+        step = Step(sequences=4 * size, kv_tokens=400 * size, guesses=3 * size, kept_guesses=size)
+        costs.observe(step, 0.010 + 0.001 * 4 * size, float(number))
+    assert costs.tokens_a_step == pytest.approx(2.0, rel=1e-3)
+    assert costs.token_s(6, 2400) == pytest.approx((0.010 + 0.001 * 24) / 2, rel=0.02)
+
+
+def test_a_token_takes_a_step_where_nothing_is_guessed() -> None:
+    costs = LearntCosts()
+    for number in range(50):
+        costs.observe(Step(sequences=2 + number % 2, kv_tokens=300), 0.02, float(number))
+    assert costs.token_s(3, 300) == costs.decode_s(3, 300)
 
 
 def test_what_large_batches_cost_is_known_after_a_long_time_of_small_ones() -> None:

@@ -3,12 +3,12 @@
 import pytest
 from router_driver import LENGTH, Driver
 
-from pdserve.errors import Status
-from pdserve.ids import RequestId
-from pdserve.reports import Stage
-from pdserve.router.admission import MAX_OVERTAKEN
+from pdserve.base.ids import RequestId
+from pdserve.protocol.refusal import Status
+from pdserve.protocol.reports import Stage
 from pdserve.router.config import Limits
-from pdserve.router.events import LinkId
+from pdserve.router.requests.admission import MAX_OVERTAKEN
+from pdserve.router.requests.events import LinkId
 
 PATIENT = 1e9
 
@@ -78,16 +78,6 @@ def test_a_request_that_can_no_longer_meet_its_objective_is_refused_though_it_is
     assert refusal.predicted_ttft_s is not None
     assert 0.5 < refusal.predicted_ttft_s < 0.6
     assert refusal.retry_after_s is not None
-
-
-def test_a_hopeless_request_is_refused_at_once_though_the_limit_is_reached() -> None:
-    d = Driver(Limits(max_num_requests=1, worker_silence_s=PATIENT), policy="goodput")
-    d.pair()
-    d.teach(prefill_token_s=0.01, decode_step_s=0.01)
-    d.arrive()
-    refusal = d.refusal(d.arrive(ttft_s=0.001))
-    assert "cannot be met here" in refusal.message
-    assert refusal.predicted_ttft_s is not None
 
 
 def test_a_request_crowded_out_is_told_what_it_waited_for() -> None:
@@ -186,17 +176,6 @@ def test_a_request_that_was_gone_past_is_placed_as_soon_as_there_is_room_for_it(
     first = next(iter(d.core.placements.requests.values())).request_id
     d.tokens(LinkId(1), first, 0, 9, end=LENGTH)
     assert next(place.spec.request_id for place in d.placements()) == large
-
-
-def test_requests_that_wait_for_a_decode_worker_keep_none_that_needs_none() -> None:
-    d = Driver()
-    d.attach("p0")
-    waiting = [d.arrive() for _ in range(3)]
-    for _ in range(2 * MAX_OVERTAKEN):
-        single = d.arrive(max_tokens=1)
-        assert d.placed().spec.request_id == single
-    d.attach("d0", max_num_seqs=64)
-    assert [place.spec.request_id for place in d.placements()] == waiting, "they were not forgotten"
 
 
 # ---- tenants

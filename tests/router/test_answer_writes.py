@@ -7,21 +7,21 @@ from typing import cast
 import pytest
 from router_fakes import TOKENIZER
 
-from pdserve.errors import Status
-from pdserve.ids import new_request_id
+from pdserve.base.ids import new_request_id
+from pdserve.net.rpc import AnyContext
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.protocol.refusal import Cause, Refused, Status
+from pdserve.protocol.sampling import PromptLogprobs, SamplingParams
 from pdserve.router.frontend.answer import Answer, Gain, Pace, Sink
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.grpc_endpoint import CallSink, reply_bytes
-from pdserve.router.timeline import Ledger, Usage
-from pdserve.rpc import AnyContext
-from pdserve.sampling import PromptLogprobs, SamplingParams
+from pdserve.router.requests.commands import Deliver, Finished
+from pdserve.router.requests.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.router.requests.timeline import Ledger, Usage
 from pdserve.text.stop import OutputText
 
 FINISHED = Finished(Usage(1, 3, 0), Ledger())
-CUT_OFF = Refused(Status.RESOURCE_EXHAUSTED, "too slow")
+CUT_OFF = Refused(Cause.SLOW_READER, "too slow")
 
 
 class Door:

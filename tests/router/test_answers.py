@@ -6,8 +6,8 @@ import pytest
 from goodput_cluster import COSTS, Cluster, placed
 
 from pdserve.perfmodel.curve import Step
-from pdserve.router.events import StepReported
-from pdserve.router.learnt import AnswerLengths
+from pdserve.router.placement.learnt import AnswerLengths
+from pdserve.router.requests.events import StepReported
 
 
 @dataclass(frozen=True)

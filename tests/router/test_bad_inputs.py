@@ -6,10 +6,10 @@ import grpc
 import pytest
 from router_fakes import MODEL, StartRouter, collect, error_of, tokens_in
 
-from pdserve.errors import MAX_ECHO_CHARS
+from pdserve.base.errors import MAX_ECHO_CHARS
+from pdserve.net.rpc import MAX_STATUS_BYTES, PUBLIC_MESSAGE_BYTES
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import MAX_STATUS_BYTES, PUBLIC_MESSAGE_BYTES
 
 Chat = inference.Chat
 Message = inference.ChatMessage

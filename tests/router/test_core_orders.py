@@ -10,15 +10,26 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from router_driver import LENGTH, Driver
 
+from pdserve.base.ids import Attempt, Incarnation, Peer, RequestId, WorkerId
+from pdserve.base.roles import Role
 from pdserve.capacity.wires import Delta
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
-from pdserve.reports import Failure, ReportedLoad, Stage
-from pdserve.roles import Role
-from pdserve.router.commands import CancelAttempt, Command, Deliver, DropLink, End, Finished, Place, SequenceSpec
+from pdserve.protocol.reports import Failure, ReportedLoad, Stage
 from pdserve.router.config import Limits
-from pdserve.router.events import (
+from pdserve.router.placement.policies import POLICIES
+from pdserve.router.placement.routing import Decision, Demand, Group, Placed
+from pdserve.router.requests.commands import (
+    CancelAttempt,
+    Command,
+    Deliver,
+    DropLink,
+    End,
+    Finished,
+    Place,
+    SequenceSpec,
+)
+from pdserve.router.requests.events import (
     AttemptFailed,
     ClientGone,
     Event,
@@ -31,8 +42,6 @@ from pdserve.router.events import (
     StepReported,
     StopStringFound,
 )
-from pdserve.router.policies import POLICIES
-from pdserve.router.routing import Decision, Demand, Group, Placed
 
 LIMITS = Limits(max_num_requests=4, max_num_held=2)
 DEADLINE_S = 30.0
@@ -254,7 +263,7 @@ def _act_of_worker(  # noqa: C901 - one match
             world.post(LinkLost(worker.link, "died"))
             del world.workers[worker.link]
         case "gone":
-            world.post(ProcessEnded(worker.worker_id, Incarnation(worker.link)))
+            world.post(ProcessEnded(Peer(worker.worker_id, Incarnation(worker.link))))
         case "fail":
             worker.specs.pop(key)
             failure = data.draw(st.sampled_from(Failure))

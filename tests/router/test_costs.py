@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from goodput_cluster import Cluster, placed
 
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.ids import Incarnation, WorkerId
+from pdserve.base.roles import Role
 from pdserve.perfmodel.curve import Step, TimedStep
-from pdserve.reports import ReportedLoad
-from pdserve.roles import Role
-from pdserve.router.events import LinkId, LinkLost, LoadReported, StepReported
-from pdserve.router.learnt import MAX_KINDS, CostsByKind
-from pdserve.router.view import WorkerView
+from pdserve.protocol.reports import ReportedLoad
+from pdserve.router.placement.learnt import MAX_KINDS, CostsByKind
+from pdserve.router.placement.view import WorkerView
+from pdserve.router.requests.events import LinkId, LinkLost, LoadReported, StepReported
 
 
 def attach(cluster: Cluster, name: str, device: str, trial: Sequence[TimedStep] = ()) -> WorkerView:

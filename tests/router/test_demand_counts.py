@@ -3,11 +3,11 @@
 import pytest
 from router_driver import LENGTH, Driver, placed_request
 
-from pdserve.errors import ProtocolError
-from pdserve.reports import NUM_BANDS, Demand, band_of
+from pdserve.base.errors import ProtocolError
+from pdserve.protocol.admin import demand_from_proto, demand_to_proto
+from pdserve.protocol.reports import NUM_BANDS, Demand, band_of
 from pdserve.router.config import Limits
-from pdserve.router.events import ClientGone, LinkLost
-from pdserve.wire import demand_from_proto, demand_to_proto
+from pdserve.router.requests.events import ClientGone, LinkLost
 
 BANDS = range(NUM_BANDS)
 

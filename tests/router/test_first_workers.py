@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from router_driver import Driver
 
-from pdserve.clock import MonotonicClock
-from pdserve.errors import Status
+from pdserve.base.clock import MonotonicClock
+from pdserve.protocol.refusal import Status
 from pdserve.router.config import Limits, RouterConfig
-from pdserve.router.events import LinkLost
-from pdserve.router.hub import Hub
+from pdserve.router.local_backend import LocalBackend
+from pdserve.router.requests.events import LinkLost
 from pdserve.router.shell import Shell
 
 ZERO = Limits(scale_to_zero=True, worker_silence_s=1e6, max_hold_s=1e6)
@@ -87,15 +87,15 @@ async def test_a_router_without_workers_is_ready_if_its_pools_scale_to_zero(*, s
     d = Driver()
     config = RouterConfig(model="m", secret_file=Path("secret"), scale_to_zero=scale_to_zero, pool_grace_s=0.0)
     is_stopping = False
-    hub = Hub(Shell(d.core, MonotonicClock()), config, "m", lambda: is_stopping)
-    assert (hub.readiness().is_ready, hub.readiness().can_serve) == (scale_to_zero, scale_to_zero)
+    backend = LocalBackend(Shell(d.core, MonotonicClock()), config, "m", lambda: is_stopping)
+    assert (backend.readiness().is_ready, backend.readiness().can_serve) == (scale_to_zero, scale_to_zero)
     links = d.pair()
-    length = hub.readiness().max_model_len
+    length = backend.readiness().max_model_len
     assert length is not None
     for link in links:
         d.post(LinkLost(link, "it was drained"))
-    assert hub.readiness().can_serve is scale_to_zero
-    assert hub.readiness().max_model_len == length
+    assert backend.readiness().can_serve is scale_to_zero
+    assert backend.readiness().max_model_len == length
     is_stopping = True
-    assert not hub.readiness().is_ready
-    assert not hub.readiness().can_serve
+    assert not backend.readiness().is_ready
+    assert not backend.readiness().can_serve

@@ -9,17 +9,17 @@ import pytest
 from frontend_streams import ONE, Core, Reader, arrival, new_frontend, settle
 from router_driver import LENGTH, PROMPT
 
-from pdserve.errors import Status
-from pdserve.metrics import ANSWER_TOKENS, FINISHED, Distribution
-from pdserve.router import hub as hub_module
-from pdserve.router.commands import Finished, Refused, reads_too_slowly
-from pdserve.router.events import ClientTooSlow, Resumed, StopStringFound
+from pdserve.observe.metrics import ANSWER_TOKENS, FINISHED, Distribution
+from pdserve.protocol.refusal import Cause, Refused, reads_too_slowly
+from pdserve.protocol.token_ids import pack
+from pdserve.router import local_backend as hub_module
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.channel import PROTOCOL_VERSION, STREAM_ENDED, Channel, core_decoder
 from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.frontend_link import MAX_UNANSWERED
-from pdserve.router.timeline import Ledger, Usage
-from pdserve.token_ids import pack
+from pdserve.router.requests.commands import Finished
+from pdserve.router.requests.events import ClientTooSlow, Resumed, StopStringFound
+from pdserve.router.requests.timeline import Ledger, Usage
 
 LIMITS = TenantLimits(max_concurrent=1, tokens_per_s=10)
 HELLO = messages.Attached("frontend-0", PROTOCOL_VERSION)
@@ -140,7 +140,7 @@ async def test_nonsense_ends_the_channel_that_it_came_on_alone(
     link.end()
     core.check_nothing_held(link)
     reader = Reader(other)
-    other.admit(arrival(), reader)
+    other.submit(arrival(), reader)
     await settle(other)
     core.tokens(9)
     assert isinstance(await reader.ended, Finished)
@@ -160,7 +160,7 @@ async def test_frontends_share_a_look_at_the_live_page(core: Core, monkeypatch: 
     monkeypatch.setattr(hub_module, "PERIOD_S", 60.0)
     (one, _), (other, _) = await core.frontend(), await core.frontend()
     before = await one.live()
-    one.admit(arrival(), Reader(one))
+    one.submit(arrival(), Reader(one))
     await settle(one)
     assert await other.live() == before
     monkeypatch.setattr(hub_module, "PERIOD_S", 0.0)
@@ -183,7 +183,7 @@ async def test_news_of_requests_that_are_over_is_no_nonsense(core: Core) -> None
 async def test_one_frontend_has_no_say_in_the_requests_of_another(core: Core) -> None:
     (one, of_one), (other, of_other) = await core.frontend(), await core.frontend()
     reader = Reader(one)
-    one.admit(arrival(), reader)
+    one.submit(arrival(), reader)
     await settle(one)
     for foreign in (messages.Leave(ONE), messages.TooSlow(ONE, 5), messages.Stopped(ONE, 0)):
         other.post(foreign)
@@ -192,7 +192,7 @@ async def test_one_frontend_has_no_say_in_the_requests_of_another(core: Core) ->
     assert isinstance(await reader.ended, Finished)
     await settle(one)
     core.check_nothing_held(of_one.link)
-    one.admit(arrival(), Reader(one))
+    one.submit(arrival(), Reader(one))
     await settle(one)
     other.post(arrive())
     assert "has come before" in "".join(await of_other.lost())
@@ -204,7 +204,7 @@ async def test_one_frontend_has_no_say_in_the_requests_of_another(core: Core) ->
 async def test_a_client_that_leaves_as_its_answer_ends_leaves_nothing(core: Core) -> None:
     routers, attached = await core.frontend()
     reader = Reader(routers)
-    routers.admit(arrival(), reader)
+    routers.submit(arrival(), reader)
     await settle(routers)
     routers.leave(ONE)
     core.tokens(9)
@@ -219,14 +219,14 @@ async def test_what_a_reader_does_ends_its_answer(core: Core, stops: bool) -> No
     routers, attached = await core.frontend()
     news = StopStringFound(ONE, 0) if stops else ClientTooSlow(ONE, 77)
     reader = Reader(routers, news)
-    routers.admit(arrival(n=2), reader)
+    routers.submit(arrival(n=2), reader)
     await settle(routers)
     core.tokens(9, end=LENGTH if stops else 0)
     if stops:
         core.tokens(8, index=1, end=LENGTH)
     outcome = await reader.ended
     if not stops:
-        assert outcome == Refused(Status.RESOURCE_EXHAUSTED, "client reads too slowly: 77 bytes of its answer wait")
+        assert outcome == Refused(Cause.SLOW_READER, "client reads too slowly: 77 bytes of its answer wait")
     await settle(routers)
     core.check_nothing_held(attached.link)
 
@@ -250,13 +250,13 @@ async def test_a_client_that_leaves_before_it_may_begin_uses_nothing(core: Core)
 async def test_what_died_with_a_frontend_counts_as_if_its_clients_had_left(core: Core, max_tokens: int) -> None:
     routers, attached = await core.frontend()
     assert await routers.tenants.begin("acme", LIMITS) is None
-    routers.admit(arrival(max_tokens=max_tokens), Reader(routers))
+    routers.submit(arrival(max_tokens=max_tokens), Reader(routers))
     await settle(routers)
     core.tokens(*range(11))
     await attached.lose("its process was killed")
     core.check_nothing_held(attached.link)
     assert core.count(FINISHED, "m", "length") == (max_tokens == 11)
-    over = core.hub.tenants.admit("acme", LIMITS)
+    over = core.backend.tenants.begin_now("acme", LIMITS)
     assert over is not None
     assert over.message == "tokens_per_s: this tenant may use 10 tokens a second", "it had 11 at once, and no request"
 
@@ -264,7 +264,7 @@ async def test_what_died_with_a_frontend_counts_as_if_its_clients_had_left(core:
 async def test_answers_count_as_long_as_clients_have_them(core: Core) -> None:
     routers, attached = await core.frontend()
     for read in (Finished(Usage(3, 5, 0), Ledger()), reads_too_slowly(77)):
-        routers.admit(arrival(max_tokens=11), Reader(routers, reads=read))
+        routers.submit(arrival(max_tokens=11), Reader(routers, reads=read))
         await settle(routers)
         core.tokens(*range(11))
         await settle(routers)
@@ -311,4 +311,4 @@ async def test_connections_to_all_frontends_are_counted_together(core: Core) -> 
             routers.connections.note_call(f"ipv4:192.0.2.1:{number}")
             attached.link.ping()
             await settle(routers)
-        assert (core.hub.connections.num_opened, core.hub.connections.num_called) == (4 * number, 2 * number)
+        assert (core.backend.connections.num_opened, core.backend.connections.num_called) == (4 * number, 2 * number)

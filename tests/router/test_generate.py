@@ -1,7 +1,5 @@
 """Answers, as clients of a real router see them."""
 
-import asyncio
-
 import grpc
 import pytest
 from router_fakes import (
@@ -18,7 +16,6 @@ from router_fakes import (
 )
 
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.proto.v1 import link_pb2 as link
 
 
 def ids(text: str) -> list[int]:
@@ -147,29 +144,6 @@ async def test_log_probabilities_of_the_prompt_come_before_the_first_token(start
     assert not any(reply.prompt_logprobs for reply in replies[first + 1 :])
 
 
-async def test_a_client_that_cancels_frees_both_workers(start_router: StartRouter) -> None:
-    router = await start_router()
-    prefill, decode = await router.pair()
-    prefill.is_paused = True
-    call = router.generate(text="hello", max_tokens=5)
-    await decode.until(lambda: bool(decode.decodes))
-    call.cancel()
-    for worker in (prefill, decode):
-        await worker.until(lambda worker=worker: len(worker.cancels) == 1)
-        assert worker.cancels[0].request_id == prefill.prefills[0].spec.request_id
-
-
-async def test_the_deadline_of_the_request_ends_it(start_router: StartRouter) -> None:
-    router = await start_router()
-    prefill, decode = await router.pair()
-    decode.max_step = 2
-    call = router.generate(text="hello", max_tokens=9, deadline_ms=1500)
-    code, message = await error_of(call)
-    assert (code, message) == (grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed after 3 tokens")
-    await decode.until(lambda: len(decode.cancels) == 1)
-    assert prefill.prefills[0].spec.deadline_ms <= 1500
-
-
 async def test_the_deadline_of_the_call_ends_the_request(start_router: StartRouter) -> None:
     router = await start_router()
     _, decode = await router.pair()
@@ -213,22 +187,6 @@ async def test_tokens_that_wait_for_the_client_come_in_one_reply(start_router: S
     del prefill
 
 
-async def test_requests_over_the_limits_are_refused_and_held_ones_served(start_router: StartRouter) -> None:
-    router = await start_router(max_num_requests=1, max_num_held=1)
-    prefill, _ = await router.pair()
-    prefill.is_paused = True
-    first = router.generate(text="a", max_tokens=1)
-    await prefill.until(lambda: len(prefill.prefills) == 1)
-    second = asyncio.ensure_future(collect(router.generate(text="b", max_tokens=1)))
-    await router.until_status(lambda status: status.num_held == 1)
-    code, message = await error_of(router.generate(text="c", max_tokens=1))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert message == "max_num_requests: 1 requests are placed already; max_num_held: 1 more wait"
-    prefill.is_paused = False
-    first.cancel()
-    assert tokens_in(await second) == tokens_of(ids("b"), 1)
-
-
 async def test_the_models_are_listed(start_router: StartRouter) -> None:
     router = await start_router(template=None)
     await router.pair()
@@ -236,16 +194,6 @@ async def test_the_models_are_listed(start_router: StartRouter) -> None:
     assert [(m.name, m.max_model_len, m.vocab_size, m.has_chat_template) for m in reply.models] == [
         (MODEL, 2048, 256, False)
     ]
-
-
-@pytest.mark.parametrize("role", [link.ROLE_PREFILL, link.ROLE_DECODE])
-async def test_without_a_worker_of_each_kind_requests_are_refused(start_router: StartRouter, role: link.Role) -> None:
-    router = await start_router(pool_grace_s=0)
-    await router.worker(role, "w")
-    await router.until_status(lambda status: len(status.workers) == 1)
-    code, message = await error_of(router.generate(text="a"))
-    missing = "decode" if role == link.ROLE_PREFILL else "prefill"
-    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, f"no {missing} worker is ready")
 
 
 async def test_a_conversations_tools_documents_and_arguments_reach_the_template(start_router: StartRouter) -> None:

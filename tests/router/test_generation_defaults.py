@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from router_fakes import StartRouter, collect, error_of, tokens_in
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import GenerationDefaults
-from pdserve.errors import ConfigError
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.served import load_model

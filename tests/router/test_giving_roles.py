@@ -10,16 +10,16 @@ from goodput_cluster import Cluster, placed
 from router_driver import LAYOUT, Driver
 from router_fakes import FakeWorker, RouterUnderTest
 
-from pdserve.ids import PROTOCOL_VERSION
+from pdserve.base.ids import PROTOCOL_VERSION
+from pdserve.base.roles import Role
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import ReportedLoad
-from pdserve.roles import Role
+from pdserve.protocol.link import layout_to_proto
+from pdserve.protocol.reports import ReportedLoad
 from pdserve.router import admin as endpoint
-from pdserve.router.commands import DropLink
-from pdserve.router.events import LinkId, LoadReported, RoleAsked
-from pdserve.router.policies import POLICIES
-from pdserve.wire import layout_to_proto
+from pdserve.router.placement.policies import POLICIES
+from pdserve.router.requests.commands import DropLink
+from pdserve.router.requests.events import LinkId, LoadReported, RoleAsked
 
 StartRouter = Callable[..., Awaitable[RouterUnderTest]]
 

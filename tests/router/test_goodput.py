@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 import pytest
 from goodput_cluster import Cluster, placed, refused, refused_in_the_end
 
-from pdserve.errors import Status
-from pdserve.ids import Attempt, WorkerId
+from pdserve.base.ids import Attempt, WorkerId
 from pdserve.perfmodel.curve import Step
-from pdserve.reports import LoadPart, ReportedLoad
-from pdserve.router.because import Cause
-from pdserve.router.commands import Place, Warn
+from pdserve.protocol.refusal import Cause, Status
+from pdserve.protocol.reports import LoadPart, ReportedLoad
 from pdserve.router.config import Limits
-from pdserve.router.events import LinkLost, LoadReported, PairMeasured, StepReported, Tick
-from pdserve.router.policies import POLICIES
-from pdserve.router.predict import Predictor, Prompt
+from pdserve.router.placement.policies import POLICIES
+from pdserve.router.placement.predict import Predictor, Prompt
+from pdserve.router.requests.commands import Place, Warn
+from pdserve.router.requests.events import LinkLost, LoadReported, PairMeasured, StepReported, Tick
 
 
 def test_a_request_goes_where_its_first_token_comes_soonest() -> None:
@@ -91,14 +90,12 @@ def test_a_refusal_names_what_binds_with_the_figures_and_is_counted_by_it() -> N
     cluster = Cluster()
     for _ in range(8):
         placed(cluster.arrive(1000))
-    why = refused(cluster.arrive(1000, ttft_s=0.25)).because
-    assert why is not None
+    why = refused(cluster.arrive(1000, ttft_s=0.25))
     assert why.cause is Cause.QUEUE
-    figures = re.search(r"would come after (\d+) ms, 250 were asked for", why.text)
+    figures = re.search(r"would come after (\d+) ms, 250 were asked for", why.message)
     assert figures is not None
     assert int(figures[1]) == pytest.approx(9 * 120, rel=0.1)
-    why = refused(cluster.arrive(1000, ttft_s=0.05)).because
-    assert why is not None
+    why = refused(cluster.arrive(1000, ttft_s=0.05))
     assert why.cause is Cause.IDLE_CLUSTER
     assert cluster.core.placements.refused_because == {Cause.QUEUE: 1, Cause.IDLE_CLUSTER: 1}
 

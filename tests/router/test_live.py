@@ -8,16 +8,16 @@ from router_driver import LENGTH, Driver, placed_request
 from router_fakes import StartRouter
 from scraping import snapshot
 
+from pdserve.base.roles import Role
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Failure, ReportedLoad, Stage
-from pdserve.roles import Role
-from pdserve.router.commands import Warn
+from pdserve.protocol.reports import Failure, ReportedLoad, Stage
 from pdserve.router.config import Limits
-from pdserve.router.events import ClientGone, DrainAsked, LinkLost, LoadReported
 from pdserve.router.frontend.backend import MAX_OF_STAGE, State
 from pdserve.router.live import Live, Shown
-from pdserve.router.recent import MAX_ENDED, MAX_HAPPENINGS, MAX_SECONDS, Kind, Recent
+from pdserve.router.requests.commands import Warn
+from pdserve.router.requests.events import ClientGone, DrainAsked, LinkLost, LoadReported
+from pdserve.router.requests.recent import MAX_ENDED, MAX_HAPPENINGS, MAX_SECONDS, Kind, Recent
 
 UNIX_S = 1_000_000.0
 
@@ -121,24 +121,6 @@ def test_roles_drains_and_returns_are_noted_once_each() -> None:
         "drains: takes no more requests",
         "takes requests again",
     ]
-
-
-def test_a_refusal_is_shown_with_its_cause_and_a_client_that_left_counts_for_nothing() -> None:
-    d = Driver()
-    refused = d.arrive(ttft_s=1.0)
-    d.run(30.0)
-    d.pair()
-    d.now_s += 2.0
-    d.post(ClientGone(d.arrive()))
-    first, second = entries(d, "ended")
-    assert (first["request_id"], first["status"], first["because"]) == (refused.hex(), "UNAVAILABLE", "no_prefill")
-    assert first["message"]
-    assert (second["status"], second["because"]) == ("CANCELLED", "")
-    assert (first["met"], second["met"]) == (False, None)
-    known = found(d, refused.hex())
-    assert known is not None
-    assert known["slo"] == {"ttft_ms": 1000.0, "tpot_ms": None}
-    assert [counted[1:5] for counted in entries(d, "seconds")] == [[1, 1, 1, 0], [0, 0, 0, 0]]
 
 
 def test_a_refusal_without_objectives_is_counted_as_missed_and_judged_by_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from frontend_streams import ONE, Attached, Core, Reader, arrival, new_frontend, placed, settle
@@ -9,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_driver import LENGTH, PROMPT, STOP, scored_of
 
-from pdserve.errors import RequestError, Status
-from pdserve.ids import RequestId
-from pdserve.reports import Stage
-from pdserve.router.commands import Finished, Place, Refused
-from pdserve.router.events import ClientTooSlow, ShutdownAsked, StepReported, StopStringFound
+from pdserve.base.ids import RequestId
+from pdserve.protocol.adapters import Adapter
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, Status
+from pdserve.protocol.reports import Stage
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.router.frontend import channel as messages
 from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.frontend.routers import Routers
-from pdserve.router.request import ATTEMPTS_OF_A_ROUTER
-from pdserve.sampling import SamplingParams
+from pdserve.router.requests.commands import Finished, Place
+from pdserve.router.requests.events import ClientTooSlow, ShutdownAsked, StepReported, StopStringFound
+from pdserve.router.requests.request import ATTEMPTS_OF_A_ROUTER
 
 SECOND = ATTEMPTS_OF_A_ROUTER  # the first attempt of the second router that has a request
 
@@ -35,7 +37,7 @@ async def begun(cores: list[Core], **terms: object) -> tuple[Routers, Attached, 
     """Return a frontend with a request that the first of the routers has."""
     routers, attached = await cores[0].frontend()
     reader = Reader(routers)
-    routers.admit(arrival(**terms), reader)  # type: ignore[arg-type]
+    routers.submit(arrival(**terms), reader)  # type: ignore[arg-type]
     await settle(routers)
     return routers, attached, reader
 
@@ -65,6 +67,27 @@ async def test_another_router_goes_on_from_the_tokens_that_the_client_has(cores:
     assert routers.num_resumed == 1
 
 
+async def test_a_request_keeps_its_adapter_on_the_way_to_any_router(cores: list[Core]) -> None:
+    adapter = Adapter("gold", b"gold" * 8)
+    for core in cores:
+        for worker in tuple(core.core.workers):
+            core.shell.post(replace(worker.registration, adapters=(adapter,)))
+    routers, lost = await cores[0].frontend()
+    assert routers.readiness().adapters == {"gold": adapter.digest}
+    routers.submit(replace(arrival(max_tokens=4), adapter=adapter.digest), reader := Reader(routers))
+    await settle(routers)
+    cores[0].tokens(11)
+    await settle(routers)
+    places = placed(cores[1])
+    await cores[1].frontend(routers)
+    await lost.lose()
+    await settle(routers)
+    (place,) = places
+    assert place.spec.scope.adapter == adapter.digest
+    cores[1].tokens(12, 13, 14, position=1, attempt=SECOND, end=LENGTH)
+    assert isinstance(await reader.ended, Finished)
+
+
 async def test_the_successor_of_the_only_router_gets_what_waits(cores: list[Core]) -> None:
     routers, lost, reader = await begun(cores, max_tokens=3)
     cores[0].tokens(11)
@@ -72,7 +95,7 @@ async def test_the_successor_of_the_only_router_gets_what_waits(cores: list[Core
     await lost.lose()
     assert (routers.home, routers.num_waiting, routers.readiness().can_serve) == (None, 1, True)
     late = RequestId(bytes(15) + b"2")
-    routers.admit(arrival(request_id=late), later := Reader(routers))
+    routers.submit(arrival(request_id=late), later := Reader(routers))
     places = placed(cores[1])
     await cores[1].frontend(routers)
     await settle(routers)
@@ -105,7 +128,7 @@ async def test_a_router_that_has_no_workers_yet_waits_for_them_with_what_it_gets
 async def test_a_continuation_that_has_ended_is_not_computed_again(cores: list[Core], by_stop_string: bool) -> None:
     routers, lost = await cores[0].frontend()
     reader = Reader(routers, StopStringFound(ONE, 0) if by_stop_string else None)
-    routers.admit(arrival(n=2, max_tokens=3), reader)
+    routers.submit(arrival(n=2, max_tokens=3), reader)
     await settle(routers)
     cores[0].tokens(11, end=0 if by_stop_string else STOP)
     await settle(routers)
@@ -156,7 +179,7 @@ async def test_a_client_that_is_gone_or_too_slow_does_not_go_to_another_router(c
     for news in (None, ClientTooSlow(ONE, 77)):
         routers, lost = await cores[0].frontend()
         reader = Reader(routers, news)
-        routers.admit(arrival(max_tokens=4), reader)
+        routers.submit(arrival(max_tokens=4), reader)
         await settle(routers)
         if news is None:
             lost.theirs.channel.close("it is lost before it hears of this")
@@ -181,7 +204,7 @@ async def test_a_router_that_shuts_down_gets_nothing_more_and_ends_what_it_has()
     one, other = Core(is_stopping=lambda: stopping), Core()
     routers, old = await one.frontend()
     reader = Reader(routers)
-    routers.admit(arrival(max_tokens=2), reader)
+    routers.submit(arrival(max_tokens=2), reader)
     await settle(routers)
     one.tokens(11)
     _, _ = await other.frontend(routers)
@@ -189,7 +212,7 @@ async def test_a_router_that_shuts_down_gets_nothing_more_and_ends_what_it_has()
     one.shell.post(ShutdownAsked())
     places = placed(other)
     late = RequestId(bytes(15) + b"2")
-    routers.admit(arrival(request_id=late), later := Reader(routers))  # it does not know yet
+    routers.submit(arrival(request_id=late), later := Reader(routers))  # it does not know yet
     await settle(routers)
     assert [place.spec.request_id for place in places] == [late]
     assert routers.home is not old.theirs
@@ -231,8 +254,8 @@ async def test_without_a_router_requests_wait_as_long_as_the_grace_and_their_dea
     routers = new_frontend(router_grace_s=0.2)
     early, later = Reader(routers), Reader(routers)
     now_s = routers.clock.now_s()
-    routers.admit(arrival(deadline_s=now_s + 0.05), early)
-    routers.admit(arrival(request_id=RequestId(bytes(15) + b"2")), later)
+    routers.submit(arrival(deadline_s=now_s + 0.05), early)
+    routers.submit(arrival(request_id=RequestId(bytes(15) + b"2")), later)
     refused = [await early.ended, await later.ended]
     assert [each.status for each in refused if isinstance(each, Refused)] == [
         Status.DEADLINE_EXCEEDED,
@@ -244,7 +267,7 @@ async def test_without_a_router_requests_wait_as_long_as_the_grace_and_their_dea
     over = await routers.tenants.begin("acme", TenantLimits())
     assert over is not None
     assert over.status is Status.UNAVAILABLE
-    with pytest.raises(RequestError, match="no router is attached"):
+    with pytest.raises(RefusedError, match="no router is attached"):
         await routers.live()
 
 
@@ -252,7 +275,7 @@ async def test_without_a_router_a_bounded_number_of_requests_waits() -> None:
     routers = new_frontend(max_num_waiting=1)
     readers = [Reader(routers) for _ in range(2)]
     for number, reader in enumerate(readers):
-        routers.admit(arrival(request_id=RequestId(bytes(15) + bytes([number]))), reader)
+        routers.submit(arrival(request_id=RequestId(bytes(15) + bytes([number]))), reader)
     assert not readers[0].ended.done()
     outcome = readers[1].ended.result()
     assert isinstance(outcome, Refused)
@@ -268,10 +291,10 @@ async def test_what_a_router_says_of_a_request_that_it_does_not_have_ends_its_st
     routers, attached = await cores[0].frontend()
     if of == "another":
         reader = Reader(routers)
-        routers.admit(arrival(max_tokens=3), reader)
+        routers.submit(arrival(max_tokens=3), reader)
         await settle(routers)
         _, attached = await cores[1].frontend(routers)
-    ended = messages.Ended(ONE, None, Refused(Status.INTERNAL, "no"))
+    ended = messages.Ended(ONE, None, Refused(Cause.FAILED, "no"))
     attached.link.channel.post(messages_tokens(9) if of == "tokens" else ended)
     assert "is not with this router" in "".join(await attached.lost())
     routers.end_all()
@@ -312,7 +335,7 @@ class Losses:
     async def run(self, actions: list[tuple[str, ...]]) -> None:
         routers = new_frontend()
         reader = Reader(routers)
-        routers.admit(arrival(n=2, max_tokens=self.MAX_TOKENS), reader)
+        routers.submit(arrival(n=2, max_tokens=self.MAX_TOKENS), reader)
         for action in (*actions, ("attach",), *[("tokens", index, self.MAX_TOKENS) for index in (0, 1)]):
             await self._do(action, routers)
             if routers.home is not None:

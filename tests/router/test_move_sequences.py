@@ -4,10 +4,10 @@ import grpc
 import pytest
 from router_fakes import TOKENIZER, RouterUnderTest, StartRouter, tokens_in, tokens_of
 
-from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.wire import layout_to_proto
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.link import layout_to_proto
 
 PROMPT = TOKENIZER.encode("hello", add_special=False)
 

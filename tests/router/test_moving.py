@@ -3,13 +3,16 @@
 import pytest
 from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
 
-from pdserve.ids import RequestId, WorkerId
-from pdserve.reports import Failure, LoadPart, ReportedLoad, Stage
-from pdserve.roles import Role
-from pdserve.router.because import Cause
-from pdserve.router.commands import CancelAttempt, Move, Refused, Warn
+from pdserve.base.ids import RequestId, WorkerId
+from pdserve.base.roles import Role
+from pdserve.protocol.refusal import Cause, Refused
+from pdserve.protocol.reports import Failure, LoadPart, ReportedLoad, Stage
 from pdserve.router.config import Limits
-from pdserve.router.events import (
+from pdserve.router.placement.moving import MAX_MOVES
+from pdserve.router.placement.predict import Predictor, Prompt
+from pdserve.router.placement.view import WorkerView
+from pdserve.router.requests.commands import CancelAttempt, Move, Warn
+from pdserve.router.requests.events import (
     ClientGone,
     DrainAsked,
     LinkId,
@@ -20,9 +23,6 @@ from pdserve.router.events import (
     RoleAsked,
     StopStringFound,
 )
-from pdserve.router.moving import MAX_MOVES
-from pdserve.router.predict import Predictor, Prompt
-from pdserve.router.view import WorkerView
 
 LONG = 400  # tokens of answers that are worth a move
 
@@ -108,22 +108,6 @@ def test_room_is_asked_for_what_comes_while_moves_take_as_long_as_they_did_latel
         d.stage(d.t, request, Stage.COMMITTED, attempt=1)
     assert extra_tokens == sorted(set(extra_tokens))
     assert extra_tokens[-1] > 2 * LAYOUT.page_size
-
-
-def test_the_source_stays_in_charge_until_the_target_has_committed() -> None:
-    d = Moves()
-    request = d.moving()
-    d.tokens(d.s, request, 2, 2, 3)
-    d.tokens(d.t, request, 2, 2, 3, 4, attempt=1)
-    assert d.delivered[request, 0] == [0, 1, 2, 3]
-    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
-    assert d.cancels() == [CancelAttempt(d.s, request, 0)]
-    d.tokens(d.t, request, 2, 2, 3, 4, attempt=1)
-    d.tokens(d.s, request, 4, 4, 5)
-    d.tokens(d.t, request, 5, 5, attempt=1, end=STOP)
-    assert d.delivered[request, 0] == [0, 1, 2, 3, 4, 5]
-    ledger = d.answer(request).ledger
-    assert (ledger.attempts, ledger.decode_worker) == (1, "d1")
 
 
 def test_a_move_is_in_the_ledger_and_is_counted() -> None:
@@ -244,56 +228,6 @@ def test_where_the_source_fails_the_target_is_waited_for(loss: str) -> None:
     assert d.answer(request).ledger.attempts == 1
 
 
-@pytest.mark.parametrize("loss", ["lost", "failed"])
-def test_where_both_ends_fail_it_is_placed_again(loss: str) -> None:
-    d = Moves()
-    request = d.moving()
-    d.attach("d2")
-    d.fail(d.s, request, Failure.PEER_LOST)
-    if loss == "lost":
-        d.post(LinkLost(d.t, "its stream ended"))
-    else:
-        d.fail(d.t, request, Failure.PEER_LOST, attempt=1)
-        d.wait(0.05)
-    place = d.placed()
-    assert (place.spec.attempt, tuple(place.spec.token_ids)) == (2, (*PROMPT, 0, 1))
-    decode = place.decode
-    assert decode is not None
-    d.tokens(d.p, request, 2, 2, attempt=2)
-    d.stage(decode.link, request, Stage.COMMITTED, attempt=2)
-    d.tokens(decode.link, request, 3, 3, attempt=2, end=STOP)
-    assert d.delivered[request, 0] == [0, 1, 2, 3]
-    assert d.answer(request).ledger.attempts == 2
-
-
-def test_a_lost_target_may_have_it_so_it_is_placed_again_and_stopped_at_the_source() -> None:
-    d = Moves()
-    request = d.moving()
-    d.post(LinkLost(d.t, "its stream ended"))
-    assert d.cancels() == [CancelAttempt(d.s, request, 0)]
-    place = d.placed()
-    d.tokens(d.s, request, 2, 2, 3, 4)
-    d.tokens(d.p, request, 2, 2, attempt=2)
-    d.stage(d.s, request, Stage.COMMITTED, attempt=2)
-    d.tokens(d.s, request, 3, 3, attempt=2, end=STOP)
-    assert place.spec.attempt == 2
-    assert d.delivered[request, 0] == [0, 1, 2, 3]
-    d.answer(request)
-
-
-def test_after_it_has_moved_a_lost_target_is_an_ordinary_loss() -> None:
-    d = Moves()
-    request = d.moved()
-    d.tokens(d.t, request, 2, 2, attempt=1)
-    d.post(LinkLost(d.t, "its stream ended"))
-    assert tuple(d.placed().spec.token_ids) == (*PROMPT, 0, 1, 2)
-    d.tokens(d.p, request, 3, 3, attempt=2)
-    d.stage(d.s, request, Stage.COMMITTED, attempt=2)
-    d.tokens(d.s, request, 4, 4, attempt=2, end=STOP)
-    assert d.delivered[request, 0] == [0, 1, 2, 3, 4]
-    d.answer(request)
-
-
 def test_after_it_has_moved_nothing_is_lost_with_the_source() -> None:
     d = Moves()
     request = d.moved()
@@ -411,21 +345,6 @@ def test_what_finds_no_room_waits_for_loads_to_be_reported() -> None:
     d.post(LoadReported(d.t, ReportedLoad(90, others=LoadPart(num_running=1))))
     d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
     assert len(d.moves()) == 1
-
-
-def test_a_move_that_failed_is_tried_again_after_a_while() -> None:
-    d = Moves()
-    request = d.run_on_s()
-    d.attach_t()
-    d.post(DrainAsked(d.s))
-    d.fail(d.t, request, Failure.SENDER_GAVE_UP, attempt=1)
-    assert d.moves() == []
-    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
-    assert d.moves() == []
-    d.wait(1.0)
-    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
-    (move,) = d.moves()
-    assert move.spec.attempt == 2
 
 
 def test_nothing_moves_to_a_worker_that_drains() -> None:

@@ -13,12 +13,12 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from router_driver import STOP, Driver
 
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.capacity.wires import Delta
-from pdserve.ids import Attempt, RequestId
-from pdserve.reports import Failure, ReportedLoad, Stage
-from pdserve.router.commands import CancelAttempt, Command, Finished, Move, Place, SequenceSpec
+from pdserve.protocol.reports import Failure, ReportedLoad, Stage
 from pdserve.router.config import Limits
-from pdserve.router.events import (
+from pdserve.router.requests.commands import CancelAttempt, Command, Finished, Move, Place, SequenceSpec
+from pdserve.router.requests.events import (
     AttemptFailed,
     ClientGone,
     DrainAsked,

@@ -11,9 +11,9 @@ from pdserve.measure.outcomes import Objective, Outcome
 from pdserve.measure.read_workload import parse_workload
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.reports import LoadPart, ReportedLoad
-from pdserve.router.commands import Place
-from pdserve.router.events import LoadReported, StepReported
+from pdserve.protocol.reports import LoadPart, ReportedLoad
+from pdserve.router.requests.commands import Place
+from pdserve.router.requests.events import LoadReported, StepReported
 
 PROFILE = read_profile(shipped_profile())
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
 from pdserve.router.frontend import page as page_app
 from pdserve.router.frontend.backend import MAX_OF_STAGE, Readiness, State
 from pdserve.router.frontend.clients import Clients, new_key

@@ -4,10 +4,10 @@ from collections import Counter
 
 from goodput_cluster import LAYOUT, Cluster, placed
 
-from pdserve.ids import WorkerId
-from pdserve.router.commands import Place
-from pdserve.router.events import PairMeasured
-from pdserve.router.predict import Prompt
+from pdserve.base.ids import WorkerId
+from pdserve.router.placement.predict import Prompt
+from pdserve.router.requests.commands import Place
+from pdserve.router.requests.events import PairMeasured
 
 
 def measured(cluster: Cluster, prefill: str, decode: str, bytes_per_s: float) -> None:

@@ -6,20 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.errors import ProtocolError
+from pdserve.base.errors import ProtocolError
 from pdserve.perfmodel.model import LATELY_S
-from pdserve.prefix_hash import BLOCK_TOKENS, PrefixHasher, short_hashes
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.kvlayout import Tier
+from pdserve.protocol.prefix_hash import BLOCK_TOKENS, EVERYONE, CacheScope, PrefixHasher, short_hashes
 from pdserve.router import wire
-from pdserve.router.events import KvChanged, LinkId
-from pdserve.router.prefix_index import LIFE_S, Hashes, PrefixIndex, block_hashes
+from pdserve.router.placement.prefix_index import LIFE_S, Hashes, PrefixIndex, block_hashes
+from pdserve.router.requests.events import KvChanged, LinkId
 
 HASHER = PrefixHasher(b"a secret of the cluster", "model")
 LINK = LinkId(1)
 
 
 def hashes_of(token_ids: list[int], salt: str = "") -> Hashes:
-    return block_hashes(HASHER, token_ids, salt)
+    return block_hashes(HASHER, token_ids, CacheScope(salt))
 
 
 def index_of(num_workers: int = 2, num_pages: int = 1 << 16, page_size: int = BLOCK_TOKENS) -> PrefixIndex:
@@ -137,7 +138,7 @@ def test_a_prefix_is_held_exactly_as_far_as_each_of_its_pages_is(actions: list[t
 
 def test_a_reported_page_costs_no_more_than_its_hash_and_its_place_in_a_set() -> None:
     index, num_pages = index_of(), 20_000
-    packed = b"".join(HASHER.extend(HASHER.root(""), list(range(num_pages * BLOCK_TOKENS))))
+    packed = b"".join(HASHER.extend(HASHER.root(EVERYONE), list(range(num_pages * BLOCK_TOKENS))))
     tracemalloc.start()
     try:
         index.apply(KvChanged(LINK, stored=short_hashes(packed)))
@@ -152,3 +153,32 @@ def test_a_message_with_half_a_hash_is_refused(field: str) -> None:
     message = link.AttachRequest(kv_events=link.KvEvents(**{field: bytes(24)}))
     with pytest.raises(ProtocolError, match=f"kv_events.{field}: 24 bytes"):
         wire.worker_events(LINK, message)
+
+
+@pytest.mark.parametrize(
+    ("number", "tier"),
+    [
+        (link.TIER_UNSPECIFIED, Tier.DEVICE),  # a worker that knows no tiers
+        (link.TIER_DEVICE, Tier.DEVICE),
+        (link.TIER_HOST, Tier.HOST),
+        (link.TIER_DISK, Tier.DISK),
+        (9, None),  # of a later version
+    ],
+)
+def test_a_router_learns_of_which_tier_pages_are(number: int, tier: Tier | None) -> None:
+    events = link.KvEvents(stored=bytes(16), tier=number)  # type: ignore[arg-type]
+    (event,) = wire.worker_events(LINK, link.AttachRequest(kv_events=events))
+    assert isinstance(event, KvChanged)
+    assert (event.stored, event.tier) == (short_hashes(bytes(16)), tier)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK, None])
+def test_pages_of_another_tier_are_not_taken_for_those_of_the_device(tier: Tier | None) -> None:
+    index, tokens = PrefixIndex(HASHER), list(range(2 * BLOCK_TOKENS))
+    index.attach(LINK, BLOCK_TOKENS, 8)
+    hashes = hashes_of(tokens)
+    index.apply(KvChanged(LINK, stored=hashes, tier=tier))
+    assert index.match(hashes, 0.0) == {}
+    index.apply(KvChanged(LINK, stored=hashes))
+    index.apply(KvChanged(LINK, removed=hashes, tier=tier))
+    assert index.match(hashes, 0.0) == {LINK: 2 * BLOCK_TOKENS}

@@ -9,15 +9,15 @@ from router_fakes import TEMPLATE, TOKENIZER, StartRouter, collect, model_folder
 from small_vocabulary import END, small_tokenizer
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
-from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import RefusedError, Status
+from pdserve.protocol.token_ids import TokenIds
 from pdserve.router.config import RouterConfig
-from pdserve.router.events import RequestArrived
 from pdserve.router.frontend import endpoints
 from pdserve.router.frontend.prompts import Loosen, Prompts, check_terms
 from pdserve.router.frontend.served import ServedModel, load_model
+from pdserve.router.requests.events import RequestArrived
 from pdserve.text.chat import ChatTemplate
-from pdserve.token_ids import TokenIds
 
 (SPACE,) = TOKENIZER.encode(" ", add_special=False)
 Request = inference.GenerateRequest
@@ -48,10 +48,10 @@ def prompts() -> Prompts:
 )
 async def test_ids_past_the_models_vocabulary_are_refused(request_: Request, message: str) -> None:
     served = prompts()
-    with pytest.raises(RequestError) as refused:
-        await served.token_ids(request_, 100, 10.0)
+    with pytest.raises(RefusedError) as refused:
+        await served.tokenize(request_, 100, 10.0)
     await served.close()
-    assert (refused.value.status, refused.value.message) == (Status.INVALID_ARGUMENT, message)
+    assert (refused.value.refused.status, refused.value.refused.message) == (Status.INVALID_ARGUMENT, message)
 
 
 @pytest.mark.parametrize(("allowed", "num_ends"), [(False, 1), (True, 2)])
@@ -63,8 +63,8 @@ async def test_a_special_token_that_a_chats_text_spells_is_text_unless_it_is_all
     model = ServedModel("m", 100, tokenizer.vocab_size, NO_DEFAULTS, tokenizer, chat)
     served = Prompts(replace(model, allow_special_tokens_in_text=allowed), 4, 10.0)
     message = inference.ChatMessage(role="user", content="a</s>b")
-    in_chat = await served.token_ids(Request(chat=inference.Chat(messages=[message])), 100, 10.0)
-    in_text = await served.token_ids(Request(text="a</s>b"), 100, 10.0)
+    in_chat = await served.tokenize(Request(chat=inference.Chat(messages=[message])), 100, 10.0)
+    in_text = await served.tokenize(Request(text="a</s>b"), 100, 10.0)
     await served.close()
     assert list(in_chat).count(END) == num_ends
     assert list(in_text).count(END) == 1
@@ -79,7 +79,7 @@ def test_the_routers_setting_says_whether_texts_of_chats_make_special_tokens(tmp
 async def test_the_last_id_of_the_model_is_taken() -> None:
     served = prompts()
     request = Request(token_ids=inference.TokenIds(ids=[SPACE - 1]))
-    assert list(await served.token_ids(request, 100, 10.0)) == [SPACE - 1]
+    assert list(await served.tokenize(request, 100, 10.0)) == [SPACE - 1]
     await served.close()
 
 
@@ -116,9 +116,9 @@ async def test_each_step_before_admission_has_what_is_left_of_the_deadline(
             left_s.append(remaining_s)
             return await super().with_structured(event, remaining_s, loosen)
 
-        async def token_ids(self, request: Request, max_model_len: int, remaining_s: float) -> TokenIds:
+        async def tokenize(self, request: Request, max_model_len: int, remaining_s: float) -> TokenIds:
             left_s.append(remaining_s)
-            return await super().token_ids(request, max_model_len, remaining_s)
+            return await super().tokenize(request, max_model_len, remaining_s)
 
     monkeypatch.setattr(endpoints, "Prompts", Noting)
     router = await start_router()

@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fakes import RouterUnderTest, StartRouter, error_of
 
-from pdserve import health
+from pdserve.net import health
 
 SERVICE = "pdserve.v1.InferenceService"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

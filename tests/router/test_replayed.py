@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from router_fakes import MODEL, TOKENIZER, collect, running_router, text_of
 
-from pdserve.errors import CommandError
+from pdserve.base.errors import CommandError
 from pdserve.measure.frontend import GrpcStream, HttpStream
 from pdserve.measure.replayed import Replayed
-from pdserve.measure.router import measure_steps
 from pdserve.proto.v1 import link_pb2 as link
 
 ANSWER = "abcdefg"
@@ -55,9 +54,3 @@ async def test_a_connection_that_was_lost_between_two_requests_is_an_error() -> 
         await stream.lost.wait()
         with pytest.raises(CommandError, match="closed a connection"):
             await stream.ask("hello", 1)
-
-
-def test_the_core_ends_what_it_was_measured_with() -> None:
-    found = measure_steps(num_sequences=4, num_steps=3)
-    assert found.core_s > 0
-    assert found.wire_s > 0

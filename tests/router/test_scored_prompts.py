@@ -1,25 +1,10 @@
 """Log probabilities of a prompt reach the client once, in order, and before its first token."""
 
-from router_driver import LENGTH, Driver, placed_request, scored_of
+from router_driver import LENGTH, Driver, placed_request
 
-from pdserve.capacity.wires import Delta
-from pdserve.errors import Status
-from pdserve.reports import Stage
-from pdserve.router.commands import Deliver, Refused
-from pdserve.router.events import LinkLost, StepReported
-
-
-def test_a_prompt_arrives_in_parts_before_the_first_token() -> None:
-    d, prefill, decode, request = placed_request(prompt_logprobs=0)
-    assert d.placed().spec.params.prompt_logprobs == 0
-    d.score(prefill, request, 1, -1.0)
-    first = Delta(request, 0, 0, 0, (10,))
-    d.post(StepReported(prefill, [first], prompts=[scored_of(request, 0, 2, (-2.0,))]))
-    assert [command.prompt_logprobs is None for command in d.last if isinstance(command, Deliver)] == [False, True]
-    d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
-    assert d.scored[request] == [-1.0, -2.0]
-    assert d.delivered[request, 0] == [10, 11, 12, 13]
-    d.answer(request)
+from pdserve.protocol.refusal import Refused, Status
+from pdserve.protocol.reports import Stage
+from pdserve.router.requests.events import LinkLost
 
 
 def test_tokens_that_overtake_them_wait() -> None:

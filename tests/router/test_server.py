@@ -13,19 +13,26 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router_driver import Driver
 from router_fakes import RouterUnderTest, StartRouter, collect, error_of, token_ids_of, tokens_in, tokens_of
 
-from pdserve import tracing
-from pdserve.config import load_config
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
+from pdserve.base.signals import CLOSING_S
+from pdserve.net.rpc import (
+    HELLO_METADATA_KEY,
+    LAST_WORDS_S,
+    PROOF_METADATA_KEY,
+    Caller,
+    check_bind,
+    identify,
+    read_secret,
+)
+from pdserve.observe import tracing
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
-from pdserve.router.events import LinkLost
 from pdserve.router.frontend.endpoints import DIALECTS
-from pdserve.router.hub import Hub
-from pdserve.router.server import LAST_WORDS_S
+from pdserve.router.local_backend import LocalBackend
+from pdserve.router.requests.events import LinkLost
 from pdserve.router.shell import Shell
-from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
-from pdserve.signals import CLOSING_S
+from pdserve.settings.config import load_config
 
 SERVICE = "pdserve.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -77,16 +84,16 @@ class HandClock:
 async def test_a_router_that_lost_its_workers_is_ready_for_as_long_as_requests_wait_for_others() -> None:
     driver, clock = Driver(), HandClock()
     config = RouterConfig(model="m", secret_file=Path("secret"), pool_grace_s=30.0)
-    hub = Hub(Shell(driver.core, clock), config, "m", lambda: False)
-    assert not hub.readiness().is_ready, "none has come yet"
+    backend = LocalBackend(Shell(driver.core, clock), config, "m", lambda: False)
+    assert not backend.readiness().is_ready, "none has come yet"
     prefill, _ = driver.pair()
-    assert hub.readiness().is_ready
+    assert backend.readiness().is_ready
     driver.post(LinkLost(prefill, "it crashed"))
     assert not driver.core.is_ready
     clock.at_s = 29.0
-    assert hub.readiness().is_ready
+    assert backend.readiness().is_ready
     clock.at_s = 31.0
-    assert not hub.readiness().is_ready
+    assert not backend.readiness().is_ready
 
 
 async def serves(router: RouterUnderTest) -> list[str]:

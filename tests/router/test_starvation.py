@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_driver import LENGTH, Driver
 
-from pdserve.ids import RequestId
-from pdserve.router.commands import Command, End, Finished, Place
+from pdserve.base.ids import RequestId
 from pdserve.router.config import Limits
-from pdserve.router.events import Event, RequestArrived
-from pdserve.router.policies import POLICIES
+from pdserve.router.placement.policies import POLICIES
+from pdserve.router.requests.commands import Command, End, Finished, Place
+from pdserve.router.requests.events import Event, RequestArrived
 
 TENANTS = ("a", "b", "c")
 Terms = tuple[str, int, float | None]  # tenant, priority, objective for each of both times

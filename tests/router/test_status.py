@@ -6,23 +6,22 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from router_driver import Driver
 from router_fakes import StartRouter
 
-from pdserve.clock import VirtualClock
+from pdserve.base.clock import VirtualClock
+from pdserve.base.ids import PROTOCOL_VERSION, Incarnation, WorkerId
+from pdserve.base.roles import Role
 from pdserve.doctor.cluster import asked
 from pdserve.doctor.machine import Level
-from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.launch.admin import AdminClient
+from pdserve.net.operator_client import AdminClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
+from pdserve.protocol.kvlayout import KvLayout
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
-from pdserve.router.events import LinkLost, Registration
-from pdserve.router.policies import least_loaded
+from pdserve.router.placement.policies import least_loaded
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.events import Registration
 from pdserve.router.shell import Shell
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -65,21 +64,6 @@ async def test_the_work_of_a_status_grows_with_the_workers_and_not_with_their_sq
     assert [len(worker.pairs) for worker in small.workers] == [num_pairs] * num_pairs + [0] * num_pairs
     assert not any(worker.unroutable for worker in large.workers)
     assert num_more < 5 * num_calls
-
-
-def test_placements_since_the_last_one_with_a_hand_off_are_counted_and_explained() -> None:
-    d = Driver()
-    mixed = d.attach("m0")
-    d.arrive()
-    alone = d.arrive()
-    placements = d.core.placements
-    because = placements.requests[alone].ledger.decision
-    assert because
-    assert (placements.num_without_handoff, placements.without_handoff_because) == (2, because)
-    d.post(LinkLost(mixed, "its stream ended"))
-    d.pair()
-    assert len(d.placements()) == 2
-    assert (placements.num_without_handoff, placements.without_handoff_because) == (0, "")
 
 
 async def test_doctor_reads_a_routers_state_and_its_clock(start_router: StartRouter, secret_file: Path) -> None:

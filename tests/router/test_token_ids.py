@@ -5,20 +5,21 @@ import asyncio
 import pytest
 from router_fakes import TOKENIZER
 
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
+from pdserve.base.roles import Role
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
-from pdserve.errors import ProtocolError
-from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.prefix_hash import EVERYONE
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.token_ids import from_wire, largest, pack, to_wire
 from pdserve.router import wire as router_wire
-from pdserve.router.commands import Place, SequenceSpec
-from pdserve.router.events import LinkId, Registration
 from pdserve.router.frontend.prompts import SLICE_TOKENS, Prompts
 from pdserve.router.frontend.served import ServedModel
-from pdserve.sampling import SamplingParams
-from pdserve.token_ids import from_wire, largest, pack, to_wire
+from pdserve.router.requests.commands import Place, SequenceSpec
+from pdserve.router.requests.events import LinkId, Registration
 from pdserve.worker import wire as worker_wire
 from pdserve.worker.messages import Placed, RouterRef
 
@@ -34,7 +35,7 @@ def placement(token_ids: list[int]) -> link.AttachResponse:
         len(token_ids),
         SamplingParams(max_tokens=1),
         (0,),
-        "",
+        EVERYONE,
         9.0,
         0,
     )
@@ -70,7 +71,7 @@ def test_the_largest_of_token_ids_is_found_and_of_none_it_is_0() -> None:
 async def test_a_long_prompt_gives_others_their_turn() -> None:
     ids = inference.TokenIds(ids=range(8 * SLICE_TOKENS))
     prompts = Prompts(ServedModel("m", 1, len(ids.ids), NO_DEFAULTS, TOKENIZER, None), 1, 1.0)
-    reading = asyncio.create_task(prompts.token_ids(inference.GenerateRequest(token_ids=ids), len(ids.ids), 9.0))
+    reading = asyncio.create_task(prompts.tokenize(inference.GenerateRequest(token_ids=ids), len(ids.ids), 9.0))
     num_turns = 0
     while not reading.done():
         await asyncio.sleep(0)

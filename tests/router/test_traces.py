@@ -11,13 +11,13 @@ import pytest
 from otlp_sink import Received, Sink, collector
 from router_fakes import RouterUnderTest, StartRouter, collect, error_of
 
-from pdserve import tracing
+from pdserve.observe import tracing
+from pdserve.observe.logs import JsonFormatter
+from pdserve.observe.trace_context import TraceContext, read_trace
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend import records
 from pdserve.router.frontend.clients import new_key
-from pdserve.telemetry import JsonFormatter
-from pdserve.tracecontext import TraceContext, read_trace
 
 CLIENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 1, "vendor=1,other=2")
 UNSAMPLED = TraceContext(CLIENT.trace_id, CLIENT.span_id, 0)

@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_driver import Driver, placed_request
 
-from pdserve.engine.step import Chunk, StepPlan
-from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.session import HandoffKey
+from pdserve.base.ids import PROTOCOL_VERSION, Attempt, AttemptKey, Incarnation, RequestId, WorkerId
+from pdserve.base.roles import Role
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
 from pdserve.perfmodel.curve import Step, attention_work
-from pdserve.reports import Stage
-from pdserve.roles import Role
-from pdserve.router.events import LinkId, LinkLost, Registration, StageReached, StepReported
-from pdserve.router.view import PlacementKey, Share, WorkerView
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.reports import Stage
+from pdserve.protocol.sampling import SampledToken
+from pdserve.router.placement.view import Share, WorkerView
+from pdserve.router.requests.events import LinkId, LinkLost, Registration, StageReached, StepReported
 from pdserve.router.wire import worker_events
 from pdserve.worker.messages import Progress, RouterRef, StepCost
 from pdserve.worker.wire import computed, step_report
@@ -27,7 +27,7 @@ def worker() -> WorkerView:
     return WorkerView(Registration(*process, PROTOCOL_VERSION, True, "m", layout, 1000, 32, 10_000, "", BUDGET), 0.0)
 
 
-def key(number: int) -> PlacementKey:
+def key(number: int) -> AttemptKey:
     return RequestId(number.to_bytes(16)), Attempt(0)
 
 
@@ -89,16 +89,34 @@ def test_other_routers_prompts_never_make_what_is_left_negative_nor_more_than_wa
 
 
 def test_a_step_that_does_both_is_told_in_its_parts() -> None:
-    chunks = (Chunk([1] * 100, 300, (), ()), Chunk([1], 70, (), ()), Chunk([1], 50, (), ()))
+    decoding = tuple(Chunk([1], start, (), (), Phase.DECODE) for start in (70, 50))
+    chunks = (Chunk([1] * 99, 300, (), ()), Chunk([1], 399, (), ()), *decoding)
     message = step_report((StepCost(computed(StepPlan(chunks)), 0.25, 0.0),), (), (), (), 0.0)
     (event,) = worker_events(LinkId(1), message)
     assert event == StepReported(LinkId(1), message.step.deltas, Step(100, attention_work(100, 300), 2, 122), 0.25)
 
 
+def test_a_step_is_told_with_its_guesses_and_those_that_were_kept() -> None:
+    guessing = Chunk([1, 8, 9], 70, (), (), Phase.DECODE, num_drafts=2)
+    plan = StepPlan((guessing, Chunk([1], 50, (), (), Phase.DECODE)))
+    result = StepResult((((SampledToken(8), SampledToken(3)),), ((SampledToken(5),),)), 0.25)
+    message = step_report((StepCost(computed(plan, result), 0.25, 0.0),), (), (), (), 0.0)
+    (event,) = worker_events(LinkId(1), message)
+    assert isinstance(event, StepReported)
+    assert event.step == Step(sequences=4, kv_tokens=73 + 51, guesses=2, kept_guesses=1)
+
+
+def test_more_guesses_than_there_were_are_not_believed() -> None:
+    message = step_report((StepCost(Step(sequences=2, guesses=9, kept_guesses=9), 0.25, 0.0),), (), (), (), 0.0)
+    (event,) = worker_events(LinkId(1), message)
+    assert isinstance(event, StepReported)
+    assert (event.step.guesses, event.step.kept_guesses) == (1, 1)
+
+
 def test_steps_that_are_told_together_come_before_the_stages_of_the_last_one() -> None:
     decoding, computing = Step(0, 0, 2, 122), Step(100, 10_000, 2, 124)
     costs = StepCost(decoding, 0.002, 5.0), StepCost(computing, 0.012, 5.012)
-    done = Progress(RouterRef(1), HandoffKey(RequestId(bytes(16)), Attempt(0)), Stage.PREFILL_DONE, 5.012)
+    done = Progress(RouterRef(1), AttemptKey(RequestId(bytes(16)), Attempt(0)), Stage.PREFILL_DONE, 5.012)
     early, stage, last = worker_events(LinkId(1), step_report(costs, (), (done,), (), 5.013))
     assert early == StepReported(LinkId(1), (), decoding, 0.002, age_s=0.013)
     assert isinstance(stage, StageReached)

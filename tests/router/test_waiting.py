@@ -3,11 +3,12 @@
 import pytest
 from router_driver import LENGTH, Driver, placed_request
 
-from pdserve.errors import PeerFault, Status
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.router.commands import DropLink, Finished, Refused, SendProcessGone
+from pdserve.base.errors import PeerFault
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.protocol.refusal import Cause, Status
 from pdserve.router.config import Limits
-from pdserve.router.events import ClientGone, DrainAsked, LinkId, LinkLost, ProcessEnded, RequestId
+from pdserve.router.requests.commands import DropLink, Finished, SendProcessGone
+from pdserve.router.requests.events import DrainAsked, LinkId, LinkLost, ProcessEnded, RequestId
 
 PATIENT = Limits(worker_silence_s=1e6)
 
@@ -56,23 +57,6 @@ def test_a_request_whose_last_worker_is_lost_goes_on_with_the_next_one() -> None
     d.tokens(decode, request, 2, 12, 13, attempt=1, end=LENGTH)
     assert d.delivered[request, 0] == [10, 11, 12, 13]
     d.answer(request)
-
-
-def test_requests_wait_for_a_pair_no_longer_than_the_grace_and_then_none_waits() -> None:
-    d = Driver(PATIENT)
-    prefill, decode = d.pair()
-    running = d.arrive()
-    lose(d, decode)
-    d.now_s += 10.0
-    held = d.arrive()
-    assert d.core.next_wakeup_s() == 130.0
-    d.wait(20.0)
-    why = "no decode worker is ready"
-    assert d.refusal(running) == Refused(Status.UNAVAILABLE, f"d0 was lost (its stream ended), and {why}")
-    for refusal in (d.refusal(held), d.refusal(d.arrive())):
-        assert (refusal.status, refusal.message) == (Status.UNAVAILABLE, why)
-    del prefill
-    d.core.check_idle()
 
 
 def test_a_pair_renews_the_grace() -> None:
@@ -127,18 +111,6 @@ def test_no_more_requests_wait_for_a_pair_than_may_be_held() -> None:
     assert d.refusal(requests[2]).status is Status.RESOURCE_EXHAUSTED
 
 
-def test_who_leaves_while_waiting_for_a_pair_is_not_placed() -> None:
-    d, prefill, decode, running = placed_request()
-    lose(d, decode)
-    held = d.arrive()
-    d.post(ClientGone(running))
-    d.post(ClientGone(held))
-    d.attach("d0", incarnation=2)
-    assert d.placements() == []
-    del prefill
-    d.core.check_idle()
-
-
 def test_a_pool_that_drains_wholly_is_waited_for_too() -> None:
     d = Driver()
     _, decode = d.pair()
@@ -159,7 +131,7 @@ def test_a_request_present_at_two_deaths_is_not_tried_a_third_time(incarnation: 
     assert d.placed().spec.attempt == 1
     replace_decode(d, decode, 3)
     assert d.placements() == [], "it waits for a word of what ended them"
-    d.post(ProcessEnded(WorkerId("d0"), Incarnation(incarnation)))
+    d.post(ProcessEnded(Peer(WorkerId("d0"), Incarnation(incarnation))))
     d.wait(5.0)
     refusal = d.refusal(request)
     assert refusal.status is Status.INTERNAL
@@ -173,7 +145,7 @@ def test_deaths_from_outside_are_no_evidence(is_lost_first: bool) -> None:
     for incarnation in range(1, 6):
         if is_lost_first:
             lose(d, decode)
-        d.post(ProcessEnded(WorkerId("d0"), Incarnation(incarnation), from_outside=True))
+        d.post(ProcessEnded(Peer(WorkerId("d0"), Incarnation(incarnation)), from_outside=True))
         decode = d.attach("d0", incarnation=incarnation + 1)
         assert d.placed().spec.attempt == incarnation
     finish(d, prefill, decode, request, attempt=5)
@@ -187,7 +159,7 @@ def test_a_late_word_from_the_launcher_clears_a_suspect() -> None:
     replace_decode(d, decode, 3)
     assert d.placements() == []
     d.now_s += 1.0
-    d.post(ProcessEnded(WorkerId("d0"), Incarnation(2), from_outside=True))
+    d.post(ProcessEnded(Peer(WorkerId("d0"), Incarnation(2)), from_outside=True))
     assert d.placed().spec.attempt == 2
 
 
@@ -219,16 +191,16 @@ def test_the_next_process_of_a_name_proves_the_end_of_the_one_before() -> None:
     lose(d, decode)
     successor = d.attach("d0", incarnation=2)
     told = [command for command in d.last if isinstance(command, SendProcessGone)]
-    assert SendProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in told
-    assert {(gone.worker_id, gone.incarnation) for gone in told} == {("d0", 1)}
-    d.post(ProcessEnded(WorkerId("p9"), Incarnation(1)))
+    assert SendProcessGone(prefill, Peer(WorkerId("d0"), Incarnation(1))) in told
+    assert {gone.process for gone in told} == {("d0", 1)}
+    d.post(ProcessEnded(Peer(WorkerId("p9"), Incarnation(1))))
     lose(d, successor)
     d.attach("d0", incarnation=2)
-    assert SendProcessGone(prefill, WorkerId("d0"), Incarnation(2)) not in d.last, "it is the same process"
+    assert SendProcessGone(prefill, Peer(WorkerId("d0"), Incarnation(2))) not in d.last, "it is the same process"
 
 
 def told_gone(d: Driver) -> set[tuple[str, int]]:
-    return {(gone.worker_id, gone.incarnation) for gone in d.last if isinstance(gone, SendProcessGone)}
+    return {gone.process for gone in d.last if isinstance(gone, SendProcessGone)}
 
 
 def dropped(d: Driver) -> list[tuple[LinkId, PeerFault | None]]:
@@ -279,7 +251,7 @@ def test_a_process_that_is_attached_when_its_successor_comes_has_not_ended(age_s
     lose(d, successor)
     d.attach("d0", incarnation=3)
     assert told_gone(d) == {("d0", 2)}
-    d.post(ProcessEnded(WorkerId("d0"), Incarnation(1)))
+    d.post(ProcessEnded(Peer(WorkerId("d0"), Incarnation(1))))
     assert told_gone(d) == {("d0", 1)}
 
 
@@ -297,8 +269,17 @@ def test_after_a_process_known_to_have_ended_one_whose_clock_is_behind_may_attac
     d = Driver()
     d.attach("p0")
     d.attach("d0", incarnation=7)
-    d.post(ProcessEnded(WorkerId("d0"), Incarnation(7)))
+    d.post(ProcessEnded(Peer(WorkerId("d0"), Incarnation(7))))
     d.attach("d0", incarnation=5)
     assert dropped(d) == []
     d.arrive()
     assert d.placed().decode is not None
+
+
+def test_a_request_that_waits_in_vain_is_counted_by_what_it_waited_for() -> None:
+    d = Driver(Limits(pool_grace_s=60.0, max_num_held=1))
+    low, late = d.arrive(), d.arrive(priority=1, deadline_in_s=1.0)
+    d.wait(1.0)
+    assert [d.refusal(each).cause for each in (low, late)] == [Cause.TURN, Cause.DEADLINE]
+    assert all("no prefill worker is ready" in d.refusal(each).message for each in (low, late))
+    assert d.core.placements.refused_because == {Cause.NO_PREFILL: 2}

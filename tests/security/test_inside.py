@@ -10,12 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.certificates import CALLERS, Part, may_call, read_identity
-from pdserve.clock import VirtualClock
-from pdserve.credentials import PORT_KEPT_S, Connections, Credentials
-from pdserve.errors import ConfigError, PeerFault
+from pdserve.base.clock import VirtualClock
+from pdserve.base.errors import ConfigError, PeerFault
 from pdserve.launch.authority import Authority
-from pdserve.rpc import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, identify
+from pdserve.net.certificates import CALLERS, Part, may_call, read_identity
+from pdserve.net.credentials import PORT_KEPT_S, Connections, Credentials
+from pdserve.net.rpc import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, identify
 
 DAY = timedelta(days=1)
 TRUST_DOMAIN = "c.example"

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.because import Cause
+from pdserve.protocol.refusal import Cause
 from pdserve.router.frontend.clients import TenantLimits
 from pdserve.router.frontend.limits import Use
 
@@ -59,14 +59,12 @@ def test_after_the_time_that_a_refusal_names_a_request_is_taken(rate: float, bur
             use.spend(tokens)
             use.end()
             continue
-        assert refused.because is not None
-        assert refused.because.cause in (Cause.TENANT_REQUESTS, Cause.TENANT_TOKENS)
+        assert refused.cause in (Cause.TENANT_REQUESTS, Cause.TENANT_TOKENS)
         assert refused.retry_after_s is not None
         now_s += refused.retry_after_s + 1e-6
         again = use.begin(limits, now_s)
         if again is not None:  # of the other limit
-            assert again.because is not None
-            assert again.because.cause is not refused.because.cause
+            assert again.cause is not refused.cause
         else:
             use.spend(tokens)
             use.end()
@@ -79,8 +77,7 @@ def test_no_limit_refuses_nothing_and_a_limit_that_comes_later_holds_at_once() -
         use.spend(10)
     refused = use.begin(narrow, 1.0)
     assert refused is not None
-    assert refused.because is not None
-    assert refused.because.cause is Cause.TENANT_CONCURRENCY
+    assert refused.cause is Cause.TENANT_CONCURRENCY
 
 
 def test_tokens_without_a_limit_are_no_debt_under_a_later_one() -> None:

@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from router_fakes import RouterUnderTest, collect, error_of, running_router
 
-from pdserve.certificates import Part
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
 from pdserve.launch.authority import Authority
+from pdserve.net.certificates import Part
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.router.frontend.clients import new_key
@@ -115,7 +115,8 @@ async def scraped(router: RouterUnderTest, metric: str) -> str:
 async def test_each_denial_has_its_reason_and_is_counted(public: Public, keys: Keys) -> None:
     good = keys.add("acme")
     wrong = [new_key()[0], good[:-1], good + "x", good.upper(), "", "x" * 5000]
-    assert await public.ask(None) == (UNAUTHENTICATED, "no API key is shown: authorization: Bearer KEY", {})
+    answer = (UNAUTHENTICATED, "no API key is shown: authorization: Bearer KEY", {"refused-because": "no_key"})
+    assert await public.ask(None) == answer
     for key in wrong:
         assert (await public.ask(key))[:2] == (UNAUTHENTICATED, "the API key is not known here")
     assert (await public.ask(good))[0] is OK

@@ -15,6 +15,10 @@ OUT_OF_DATE = re.compile(r"(Attribute|Type|Name|Unbound\w*)Error\(")
 # What seeds find too rarely, or what a second check makes up for, a test of the machine finds.
 TESTS = Path(__file__).parents[1]
 BY_TEST = {
+    "place_where_an_adapter_is_not_loaded": (
+        "router/test_adapters.py",
+        "test_a_request_goes_to_workers_that_have_loaded_its_adapter",
+    ),
     "accept_any_capability": ("kvtransfer/test_receiver.py", "test_a_forged_commit_changes_nothing"),
     "answer_whoever_means_another_incarnation": (
         "kvtransfer/test_greeting.py",
@@ -30,7 +34,7 @@ BY_TEST = {
         "test_an_attached_process_lives_whoever_follows_it_and_is_cut_off",
     ),
     "say_nothing_of_a_lost_link": (
-        "router/test_desk.py",
+        "router/test_dispatcher.py",
         "test_a_link_is_lost_once_and_nothing_is_sent_to_it_afterwards",
     ),
     "keep_pages_before_they_are_checked": (

@@ -3,14 +3,14 @@
 import pytest
 from lone_core import LoneCore, grant, job, key_of
 
-from pdserve.errors import ProtocolError
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.base.roles import Role
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, Peer, Quiesced
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, Quiesced
 from pdserve.prefill_worker.outgoing import EARLY_GRANT_S
-from pdserve.reports import Failure
-from pdserve.roles import Role
+from pdserve.protocol.reports import Failure
 from pdserve.worker.messages import Cancelled, Failed, Ticked
 
 P, D = Peer(WorkerId("p0"), Incarnation(11)), Peer(WorkerId("d0"), Incarnation(22))

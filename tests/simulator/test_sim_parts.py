@@ -8,17 +8,19 @@ from faultsim.mover import Host, Mover
 from faultsim.network import KEEPALIVE_S, End, Network
 from faultsim.witness import WorkerWitness
 from faultsim.world import Process, ViolationError, World
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage, StartCopy
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer, Withdrawn
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.kvtransfer.session import Grant, Withdrawn
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import EVERYONE, PrefixHasher
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 from pdserve.worker.messages import Placed, RouterRef, Tokens
 
-KEY = HandoffKey(RequestId(b"request-00000001"), Attempt(0))
+KEY = AttemptKey(RequestId(b"request-00000001"), Attempt(0))
 NUM_PAGES = 4
 
 
@@ -135,7 +137,7 @@ class Transfer:
         assert 0 < self.num_written < NUM_PAGES
 
     def _equip(self, host: Host) -> KvCache:
-        cache, runner = KvCache(NUM_PAGES, 4, None), FakeRunner(NUM_PAGES, 4, 100)
+        cache, runner = KvCache(NUM_PAGES, Paging.of(4), None), FakeRunner(NUM_PAGES, 4, 100)
         host.memory = Memory(host.name, runner, cache)
         self.runners = {**getattr(self, "runners", {}), host: runner}
         return cache
@@ -189,7 +191,7 @@ def test_a_write_into_a_page_that_was_given_out_again_is_seen() -> None:
 
 
 def test_a_step_that_writes_an_announced_page_is_noticed() -> None:
-    runner, cache = FakeRunner(NUM_PAGES, 4, 97), KvCache(NUM_PAGES, 4, None)
+    runner, cache = FakeRunner(NUM_PAGES, 4, 97), KvCache(NUM_PAGES, Paging.of(4), None)
     memory = Memory("p0", runner, cache)
     pages = cache.take(2) or ()
     plan = StepPlan((Chunk((1, 2), 4, list(pages), (), None),), ())
@@ -200,11 +202,11 @@ def test_a_step_that_writes_an_announced_page_is_noticed() -> None:
 
 def test_a_cached_page_that_does_not_hold_its_prefix_is_noticed() -> None:
     hasher = PrefixHasher(b"secret", "model", block_tokens=4)
-    runner, cache = FakeRunner(NUM_PAGES, 4, 97), KvCache(NUM_PAGES, 4, hasher)
+    runner, cache = FakeRunner(NUM_PAGES, 4, 97), KvCache(NUM_PAGES, Paging.of(4), hasher)
     memory = Memory("p0", runner, cache)
     tokens, pages = (5, 6, 7, 8, 9, 10, 11, 12), cache.take(2) or ()
     runner.run(StepPlan((Chunk(tokens, 0, list(pages), (), None),), ()))
-    cache.publish(Prefix(tokens, ""), pages, range(2))
+    cache.publish(Prefix(tokens, EVERYONE), PageTables((list(pages),)), range(2))
     memory.check_cache()
     runner.page(pages[1])[0] ^= 1
     with pytest.raises(ViolationError, match="I3"):
@@ -214,7 +216,7 @@ def test_a_cached_page_that_does_not_hold_its_prefix_is_noticed() -> None:
 def handed_over() -> tuple[WorkerWitness, Sequence]:
     job = Job(KEY.request_id, KEY.attempt, (1, 2, 3), 3, SamplingParams(max_tokens=8), (0,))
     witness = WorkerWitness("d0", World(1))
-    witness.handed_over(HandoffKey(KEY.request_id, Attempt(1)), [0])
+    witness.handed_over(AttemptKey(KEY.request_id, Attempt(1)), [0])
     return witness, Sequence(job, (0,), [1, 2, 3], order=0)
 
 
@@ -227,13 +229,13 @@ def test_a_continuation_that_is_computed_after_its_commit_left_is_noticed() -> N
 def test_a_continuation_goes_on_when_its_commit_is_withdrawn() -> None:
     witness, sequence = handed_over()
     peer = Peer(WorkerId("d1"), Incarnation(2))
-    witness.sees(ReceiverMessage(peer, HandoffKey(KEY.request_id, Attempt(1)), Withdrawn("given up")))
+    witness.sees(ReceiverMessage(peer, AttemptKey(KEY.request_id, Attempt(1)), Withdrawn("given up")))
     witness.computes([sequence])
 
 
 def test_a_token_that_does_not_follow_the_last_is_noticed() -> None:
     witness, sequence = handed_over()
     witness.sees(Placed(RouterRef(1), sequence.job, 1e9))
-    witness.reports(Tokens(RouterRef(1), KEY, 0, 0, SampledToken(7), None))
+    witness.reports(Tokens(RouterRef(1), KEY, 0, 0, (SampledToken(7),), None))
     with pytest.raises(ViolationError, match="due was 1"):
-        witness.reports(Tokens(RouterRef(1), KEY, 0, 2, SampledToken(7), None))
+        witness.reports(Tokens(RouterRef(1), KEY, 0, 2, (SampledToken(7),), None))

@@ -8,7 +8,7 @@ import pytest
 from pdserve.autoscaler.actuator import Actuator
 from pdserve.autoscaler.decisions import ActuatorError
 from pdserve.autoscaler.observation import Listed, State
-from pdserve.roles import Role
+from pdserve.base.roles import Role
 
 
 class Stage(Protocol):

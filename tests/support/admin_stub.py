@@ -7,12 +7,12 @@ from pathlib import Path
 
 import grpc
 
-from pdserve import rpc
+from pdserve.base.roles import Role
+from pdserve.net import rpc
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
-from pdserve.roles import Role
-from pdserve.wire import ROLES
+from pdserve.protocol.link import ROLES
 
 
 class Router(AdminServiceServicer):

@@ -1,7 +1,7 @@
 """What goes with the pages of a prompt."""
 
 from pdserve.kvtransfer.session import Capsule, Tail
-from pdserve.sampling import SampledToken
+from pdserve.protocol.sampling import SampledToken
 
 
 def capsule(num_tokens: int, *first: tuple[int, int]) -> Capsule:

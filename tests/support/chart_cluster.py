@@ -21,9 +21,9 @@ from live_cluster import Answer, greedy
 from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 
-from pdserve.certificates import Part
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
+from pdserve.net.certificates import Part
+from pdserve.net.operator_client import AdminClient
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 PROMPTS = [[3 + (7 * number + 11 * place) % (VOCAB - 3) for place in range(20 + 30 * number)] for number in range(4)]

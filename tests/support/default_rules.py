@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from pdserve.config import WorkerConfig
-from pdserve.roles import Role
+from pdserve.base.roles import Role
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker.admission import Rules
 
 

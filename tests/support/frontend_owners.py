@@ -3,7 +3,7 @@
 import psutil
 from looking import until
 
-from pdserve.rpc import split_address
+from pdserve.net.rpc import split_address
 
 
 def frontends(launcher: int) -> list[psutil.Process]:

@@ -7,19 +7,20 @@ from pathlib import Path
 
 from router_driver import LENGTH, PROMPT, Driver
 
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.ids import RequestId
 from pdserve.capacity.wires import Delta
-from pdserve.clock import MonotonicClock
-from pdserve.ids import RequestId
-from pdserve.metrics import Distribution, Metric
-from pdserve.router.commands import Deliver, Finished, Place, Refused
+from pdserve.observe.metrics import Distribution, Metric
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.router.config import FrontendConfig, RouterConfig
-from pdserve.router.events import ClientEvent, RequestArrived, StepReported
 from pdserve.router.frontend.channel import Channel, core_decoder
 from pdserve.router.frontend.routers import RouterLink, Routers
 from pdserve.router.frontend_link import FrontendLink
-from pdserve.router.hub import Hub
+from pdserve.router.local_backend import LocalBackend
+from pdserve.router.requests.commands import Deliver, Finished, Place
+from pdserve.router.requests.events import ClientEvent, RequestArrived, StepReported
 from pdserve.router.shell import Shell
-from pdserve.sampling import SamplingParams
 
 ONE = RequestId(bytes(16))
 SECRET = Path("secret")
@@ -65,13 +66,13 @@ class Core:
         self.core = driver.core
         self.shell = Shell(driver.core, clock)
         config = RouterConfig(model="m", secret_file=SECRET, serve_clients=False)
-        self.hub = Hub(self.shell, config, "m", is_stopping)
+        self.backend = LocalBackend(self.shell, config, "m", is_stopping)
         self._channels: list[Channel] = []
 
     async def link(self, ours: Channel) -> tuple[FrontendLink, Stream]:
         """Connect a frontend's end of a channel."""
-        link = FrontendLink(self.hub, lambda _abort: None)
-        link.show(self.hub.readiness())
+        link = FrontendLink(self.backend, lambda _abort: None)
+        link.show(self.backend.readiness())
         self._channels += [ours, link.channel]
         return link, Stream(link.channel, ours)
 
@@ -110,13 +111,13 @@ class Core:
     def count(self, metric: Metric, *labels: str) -> float | Distribution:
         """Return what the router counted of its requests' ends."""
         return next(
-            each.amount for each in self.hub.outcomes.samples() if (each.metric, each.labels) == (metric, labels)
+            each.amount for each in self.backend.outcomes.samples() if (each.metric, each.labels) == (metric, labels)
         )
 
     def check_nothing_held(self, link: FrontendLink) -> None:
         assert not link._answers
         assert not link._replies
-        assert not any(use.num_running for use in self.hub.tenants._uses.values())
+        assert not any(use.num_running for use in self.backend.tenants._uses.values())
         self.core.check_idle()
         assert not self.shell.broken.done()
 

@@ -4,14 +4,15 @@ import random
 
 from router_driver import LAYOUT, Driver
 
-from pdserve.ids import Incarnation, RequestId
+from pdserve.base.ids import Incarnation, RequestId
+from pdserve.base.roles import Role
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
-from pdserve.roles import Role
-from pdserve.router.commands import Command, End, Place, Refused
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.router.config import Limits
-from pdserve.router.events import LinkId, RequestArrived, StepReported, Tick
-from pdserve.router.predict import Predictor
-from pdserve.sampling import SamplingParams
+from pdserve.router.placement.predict import Predictor
+from pdserve.router.requests.commands import Command, End, Place
+from pdserve.router.requests.events import LinkId, RequestArrived, StepReported, Tick
 
 __all__ = ["COSTS", "LAYOUT", "Cluster", "placed", "refused", "refused_in_the_end"]
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
 
+from pdserve.base.ids import PageId
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
-from pdserve.ids import PageId
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
@@ -46,5 +46,5 @@ def greedy_texts(runner: Runner, prompts: Seq[Seq[int]], num_tokens: int, chunk_
         result = runner.run(StepPlan(chunks))
         for text, chunk, drawn in zip(running, chunks, result.tokens, strict=True):
             text.computed = chunk.start + len(chunk.token_ids)
-            text.answer += [token.token_id for token in drawn]
+            text.answer += [token.token_id for gained in drawn for token in gained]
     return [text.answer for text in texts]

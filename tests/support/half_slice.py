@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch
 
+from pdserve.base.ids import Peer
 from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, Meeting, Pair, greet, meet
 from pdserve.kvtransfer.region import Description
-from pdserve.kvtransfer.session import Peer
 
 TIMEOUT = timedelta(seconds=10)
 MEETING = Meeting(b"s" * 32)

@@ -18,18 +18,17 @@ from time import perf_counter, thread_time
 
 import numpy as np
 
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Connection, Indices, Transfer
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.measure.tables import compared, output
 
 WRITER, TARGET = (Peer(WorkerId(f"benchmark-{name}"), Incarnation(1)) for name in ("writer", "target"))
-HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
+HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 WAIT_S = 60.0
 _PAGE_BYTES = (64, 368_640)  # next to nothing, which leaves the price of a page, and a page of SmolLM2-135M
 _NUM_PAGES = (1, 16, 64, 256)

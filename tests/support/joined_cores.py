@@ -13,18 +13,19 @@ from zlib import crc32
 from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
+from pdserve.base.ids import AttemptKey, PageId, Peer
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.step import SampleSpec, StepPlan, StepResult
-from pdserve.ids import PageId
+from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
+from pdserve.executor.failing import Isolating
 from pdserve.kvtransfer import doors
-from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
-from pdserve.sampling import SampledToken, TokenLogprobs
+from pdserve.kvtransfer.session import FromSender
+from pdserve.protocol.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.failing import Isolating
 from pdserve.worker.messages import Event, RouterRef
 
 VOCAB = 997
 PAGE_SIZE = 4
+MOST_DRAFTS = 3
 ROUTER = RouterRef(1)
 
 
@@ -54,8 +55,9 @@ class AttentiveRunner(FakeRunner):
         self.page(page)[:] = content
 
 
-def _attend(samples: tuple[SampleSpec, ...], tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
-    return tuple([_with_penalties(spec, token) for spec, token in zip(samples, tokens, strict=True)])
+def _attend(samples: tuple[SampleSpec, ...], tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
+    pairs = zip(samples, tokens, strict=True)
+    return tuple([tuple([_with_penalties(spec, token) for token in gained]) for spec, gained in pairs])
 
 
 def _with_penalties(spec: SampleSpec, token: SampledToken) -> SampledToken:
@@ -68,6 +70,11 @@ def _with_penalties(spec: SampleSpec, token: SampledToken) -> SampledToken:
 
 def attentive(num_pages: int) -> AttentiveRunner:
     return AttentiveRunner(num_pages, PAGE_SIZE, VOCAB)
+
+
+def guessing(num_pages: int) -> AttentiveRunner:
+    """Return a runner that guesses up to MOST_DRAFTS tokens. For jobs without penalties."""
+    return AttentiveRunner(num_pages, PAGE_SIZE, VOCAB, MOST_DRAFTS)
 
 
 class Node:
@@ -160,7 +167,7 @@ class Joined:
                 case _:
                     self.report(worker, command)
 
-    def send(self, source: str, target: str, key: HandoffKey, message: FromSender) -> None:
+    def send(self, source: str, target: str, key: AttemptKey, message: FromSender) -> None:
         if (source, target) in self.attached:
             said = doors.SenderMessage(self.nodes[source].peer, key, message)
             self.stream("hand-offs", source, target).append(said)

@@ -14,10 +14,10 @@ from pdserve.autoscaler.kubernetes import PodActuator
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schema import KubernetesActuator as Settings
 from pdserve.autoscaler.schema import ScaleTarget
+from pdserve.base.roles import Role
 from pdserve.kubernetes.client import Client
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import write_secret
-from pdserve.roles import Role
+from pdserve.net.operator_client import AdminClient
 
 NAMES = {Role.PREFILL: "chat-prefill", Role.DECODE: "chat-decode"}
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from pdserve.base.errors import GrammarError
 from pdserve.engine.masks import packed
 from pdserve.engine.step import Bits
-from pdserve.errors import GrammarError
 
 
 class Listed:

@@ -16,12 +16,12 @@ import grpc
 from proofs import operators_proof
 
 from pdserve.launch.folder import ClusterState
+from pdserve.net.rpc import Metadata
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.rpc import Metadata
 
 START_TIMEOUT_S = 90
 TAKE_TURNS = ("--placement", "least_loaded")

@@ -3,15 +3,16 @@
 from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
+from pdserve.base.ids import Attempt, AttemptKey, Generation, PageId, Peer, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.ids import Attempt, Generation, PageId, RequestId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import HEARTBEAT_S
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.sampling import SamplingParams
+from pdserve.kvtransfer.session import Grant
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Command, Event, Placed, RouterRef, Ticked
 
@@ -20,8 +21,8 @@ ROUTER = RouterRef(1)
 FAR_S = 1e9
 
 
-def key_of(number: int) -> HandoffKey:
-    return HandoffKey(RequestId(number.to_bytes(16)), Attempt(0))
+def key_of(number: int) -> AttemptKey:
+    return AttemptKey(RequestId(number.to_bytes(16)), Attempt(0))
 
 
 def job(number: int, num_tokens: int, max_tokens: int = 8, n: int = 1) -> Job:
@@ -48,7 +49,7 @@ class LoneCore:
         ends: frozenset[int] = frozenset(),
         **rules: object,
     ) -> None:
-        self.cache = KvCache(num_pages, PAGE_SIZE, hasher)
+        self.cache = KvCache(num_pages, Paging.of(PAGE_SIZE), hasher)
         self.scheduler = Scheduler(self.cache, Limits(max_num_seqs, step_tokens, max_model_len, ends))
         self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
         self.core = WorkerCore(self.scheduler, VOCAB, self.runner.page_bytes, b"key", default_rules(**rules))

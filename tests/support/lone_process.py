@@ -15,13 +15,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from proofs import KnowSecret
 
-from pdserve.ids import new_request_id
+from pdserve.base.ids import new_request_id
 from pdserve.launch.folder import write_secret
 from pdserve.launch.plan import flag_arguments
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
-from pdserve.token_ids import to_wire
+from pdserve.protocol.token_ids import to_wire
 
 DIRECT_START_S = 60
 ROUTER, PREFILL, DECODE, UP = "router", "prefill", "decode", "up"

@@ -2,11 +2,11 @@
 
 import secrets
 
+from pdserve.base.ids import Peer
 from pdserve.kvtransfer.backends.backend import Indices, PostError
 from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.session import Peer
 
 _regions: dict[bytes, Region] = {}  # of every loopback backend in this process, by its metadata
 

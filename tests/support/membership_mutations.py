@@ -6,22 +6,23 @@ from unittest.mock import patch
 
 from breaking import Original, breaks, mutation, wrap
 
-from pdserve.processes import KnownProcesses, Process
-from pdserve.router.commands import DropLink
+from pdserve.base.ids import Peer
+from pdserve.base.processes import KnownProcesses
+from pdserve.router.requests.commands import DropLink
 
 
 @breaks(KnownProcesses, "refusal")
-def let_processes_attach_in_any_order(original: Original, self: KnownProcesses, process: Process) -> str:
+def let_processes_attach_in_any_order(original: Original, self: KnownProcesses, process: Peer) -> str:
     reason: str = original(self, process)
     return "" if reason.startswith("a later process") else reason
 
 
 @breaks(KnownProcesses, "note_attached")
 def take_a_process_with_a_successor_for_ended_though_it_was_heard(
-    original: Original, self: KnownProcesses, process: Process, started_s: float, now_s: float
-) -> Process | None:
+    original: Original, self: KnownProcesses, process: Peer, started_s: float, now_s: float
+) -> Peer | None:
     """Believe that the earlier process of a worker has ended, though it is attached, or was heard since."""
-    before: Process | None = original(self, process, inf, now_s)
+    before: Peer | None = original(self, process, inf, now_s)
     return before
 
 

@@ -1,23 +1,35 @@
 """Small random models of each family, as Hugging Face directories, and what transformers makes of a text."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    GemmaConfig,
+    Glm4Config,
+    GraniteConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    NemotronConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
+    SeedOssConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 VOCAB = 512
@@ -41,27 +53,81 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+    "long_factor": [4.0] * 6,
+    "original_max_position_embeddings": 1024,
+}
+
+
+def causal(config: Callable[..., PreTrainedConfig], **own: object) -> Callable[[dict[str, Any]], PreTrainedModel]:
+    """Return what makes a model of a shape, with what the family adds to it."""
+    return lambda shape: AutoModelForCausalLM.from_config(config(**{**shape, **own}))
+
+
 FAMILIES = {
-    "llama3": lambda s: LlamaForCausalLM(LlamaConfig(**s, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)),
-    "mistral": lambda s: MistralForCausalLM(MistralConfig(**s, sliding_window=96)),
-    "qwen2": lambda s: Qwen2ForCausalLM(Qwen2Config(**s)),
-    "qwen3": lambda s: Qwen3ForCausalLM(Qwen3Config(**s, head_dim=32)),
+    "llama3": causal(LlamaConfig, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False),
+    "mistral": causal(MistralConfig, sliding_window=96),
+    "qwen2": causal(Qwen2Config),
+    "qwen3": causal(Qwen3Config, head_dim=32),
+}
+MORE_FAMILIES = {  # which run through fewer tests, since they share code with these
+    "apertus": causal(ApertusConfig, rope_parameters=LLAMA3_ROPE),
+    "arcee": causal(ArceeConfig),
+    "ernie": causal(Ernie4_5Config, head_dim=16, use_bias=True),
+    "gemma": causal(GemmaConfig, head_dim=32, tie_word_embeddings=False),
+    "glm4": causal(Glm4Config, head_dim=16),
+    "granite": causal(
+        GraniteConfig, embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.5, logits_scaling=0.5
+    ),
+    "hunyuan": causal(HunYuanDenseV1Config, head_dim=16),
+    "llama-gelu": causal(LlamaConfig, hidden_act="gelu", mlp_bias=True, attention_bias=True),
+    "llama-mscale": causal(LlamaConfig, rope_parameters={**YARN, "mscale": 4.0, "mscale_all_dim": 0.5}),
+    "nemotron": causal(NemotronConfig),
+    "olmo2": causal(Olmo2Config),
+    "phi": causal(PhiConfig),
+    "phi3": causal(Phi3Config, sliding_window=96, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75}),
+    "phi3-long": causal(
+        Phi3Config,
+        original_max_position_embeddings=1024,
+        rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
+    ),
+    "seed-oss": causal(SeedOssConfig, head_dim=32, attention_out_bias=True),
+    "smollm3": causal(SmolLM3Config, no_rope_layer_interval=2),
+    "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
 }
 
 
 def write_model(family: str, folder: Path, **shape: int) -> Path:
     """Write a random float32 model with weights large enough that its greedy text does not settle on one token."""
     torch.manual_seed(7)
-    model = FAMILIES[family]({**SHAPE, **shape}).float()
+    model = {**FAMILIES, **MORE_FAMILIES}[family]({**SHAPE, **shape}).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not name.endswith("norm.weight"):
-                parameter.mul_(4.0)
-            if name.endswith("bias"):
-                parameter.normal_(std=0.5)
+            (_scale if family in FAMILIES else _spread)(name, parameter)
     model.save_pretrained(folder)
     _write_tokenizer(folder / "tokenizer.json")
     return folder
+
+
+def _scale(name: str, parameter: torch.Tensor) -> None:
+    if not name.endswith("norm.weight"):
+        parameter.mul_(4.0)
+    if name.endswith("bias"):
+        parameter.normal_(std=0.5)
+
+
+def _spread(name: str, parameter: torch.Tensor) -> None:
+    """Let nothing be all ones or zeros, which would hide what is left out."""
+    if "embed_tokens" in name or "lm_head" in name:
+        parameter.normal_()
+    elif parameter.ndim > 1:
+        parameter.mul_(12.0)
+    else:
+        parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
 def _write_tokenizer(path: Path) -> None:

@@ -6,17 +6,17 @@ from typing import Any
 
 from breaking import Original, breaks
 
+from pdserve.decode_worker import receiver
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
-from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import NotAdmitted, Outcome, Result, Unsent
 from pdserve.kvtransfer.session import Quiesced
-from pdserve.router.commands import CancelAttempt
-from pdserve.router.placements import Placements
-from pdserve.router.request import Placement, Request
-from pdserve.router.request import Sequence as RouterSequence
+from pdserve.router.placement.placements import Placements
+from pdserve.router.requests.commands import CancelAttempt
+from pdserve.router.requests.request import Placement, Request
+from pdserve.router.requests.request import Sequence as RouterSequence
 from pdserve.worker.messages import Failed
 from pdserve.worker.moves import Moves
 
@@ -45,7 +45,7 @@ def announce_a_page_that_a_step_still_writes(original: Original, self: Scheduler
 @breaks(Moves, "_finish")
 def leave_a_token_out_of_a_tail(original: Original, self: Moves, move: Any, now_s: float) -> list[Result]:  # noqa: ANN401 - private
     """Hand a continuation over without the first token that its target does not know."""
-    move.num_tokens += 1
+    move.order = replace(move.order, num_known=move.order.num_known + 1)
     return original(self, move, now_s)
 
 

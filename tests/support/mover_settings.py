@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from loopback import loopback_mover
 
-from pdserve.clock import new_incarnation
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.clock import new_incarnation
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
@@ -22,9 +22,9 @@ from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
-from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.protocol.page_tables import Pages
 
-HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
+HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 96, 360 * 1024
 NOBODY = Peer(WorkerId("nobody"), Incarnation(1))

@@ -4,7 +4,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
+import adapter_mutations
 import fetch_mutations
+import group_mutations
 import membership_mutations
 import move_mutations
 import receiver_mutations
@@ -13,28 +15,34 @@ import role_mutations
 import stream_mutations
 from breaking import MUTATIONS, Original, breaks, mutation, wrap
 
+from pdserve.base.ids import AttemptKey
 from pdserve.decode_worker.incoming import Incoming
+from pdserve.engine.decode_room import DecodeRoom
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool
+from pdserve.engine.running_step import RunningStep
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import RunningStep, Sequence
-from pdserve.kvtransfer import sender
+from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer.doors import CopyStopped, PeerGone
-from pdserve.kvtransfer.session import HandoffKey, Pages, PagesLanded
+from pdserve.kvtransfer.session import PagesLanded
+from pdserve.prefill_worker import sender
 from pdserve.prefill_worker.outgoing import EarlyGrants, Redialling
-from pdserve.router.commands import SequenceSpec
-from pdserve.router.core import RouterCore
-from pdserve.router.delivery import Delivery
-from pdserve.router.placements import Placements
-from pdserve.router.request import Placement, Request
-from pdserve.router.request import Sequence as RouterSequence
-from pdserve.router.retry import Retry
+from pdserve.protocol.page_tables import Pages
+from pdserve.router.placement.placements import Placements
+from pdserve.router.requests.commands import SequenceSpec
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.delivery import Delivery
+from pdserve.router.requests.request import Placement, Request
+from pdserve.router.requests.request import Sequence as RouterSequence
+from pdserve.router.requests.retry import Retry
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled
 
 __all__ = [
     "MUTATIONS",
+    "adapter_mutations",
     "fetch_mutations",
+    "group_mutations",
     "membership_mutations",
     "move_mutations",
     "receiver_mutations",
@@ -65,7 +73,7 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
     def progress(original: Original, self: sender.Sender) -> tuple[sender.Command, ...]:
         commands = original(self)
         grant = self._grant
-        if self.state is sender.State.SENDING and grant and self._capsule and self._copying and not commands:
+        if self.state is sender.State.SENDING and grant and self._capsule and any(self._copying) and not commands:
             self.state = sender.State.LANDED
             missing = PagesLanded((0,) * (self.num_pages_sent - num_landed.get(id(self), 0)))
             return (missing, sender.Commit(grant.capability, self._capsule))
@@ -125,22 +133,22 @@ def never_dial_a_lost_peer_again(*_: object) -> list[object]:
 
 
 @breaks(Incoming, "give_up")
-def release_reused_pages_twice(original: Original, self: Incoming, key: HandoffKey, reason: str) -> list[object]:
+def release_reused_pages_twice(original: Original, self: Incoming, key: AttemptKey, reason: str) -> list[object]:
     if key in self._arrivals:
         pool = self._scheduler.cache.pool
-        pool.release(tuple(p for p in self._arrivals[key].reused if pool.holders(p) > 1))
+        pool.release(tuple(p for p in self._arrivals[key].reused.pages.held if pool.holders(p) > 1))
     return original(self, key, reason)
 
 
 # ---- pages and scheduling
 
 
-@breaks(Scheduler, "_make_room")
-def write_into_shared_pages(original: Original, self: Scheduler, step: RunningStep, sequence: Sequence) -> bool:
+@breaks(DecodeRoom, "_make_for_one")
+def write_into_shared_pages(
+    original: Original, self: DecodeRoom, step: RunningStep, sequence: Sequence, group: int, number: int
+) -> bool:
     """Skip copy-on-write."""
-    if self._next_page(step, sequence) < len(sequence.pages):
-        return True
-    return original(self, step, sequence)
+    return sequence.pages.find(group, number) is not None or original(self, step, sequence, group, number)
 
 
 @breaks(Scheduler, "_admit")
@@ -191,8 +199,8 @@ def take_in_what_a_step_computed_for_a_sequence_that_left(original: Original, se
 @breaks(Scheduler, "release")
 def leak_a_page_of_what_leaves(original: Original, self: Scheduler, sequence: Sequence) -> None:
     """Forget the last page of every longer sequence that gives up its pages."""
-    if len(sequence.pages) > 4:
-        sequence.pages.pop()
+    if len(sequence.pages.held) > 4:
+        sequence.pages.runs[0].pop()
     original(self, sequence)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.kvcache import KvCache
@@ -12,9 +13,9 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.ids import Attempt, RequestId
 from pdserve.model.loading import load_model
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 NUM_PAGES = 256
 
@@ -29,7 +30,7 @@ class OneEngine:
         form = choose_quantization(quantization, checkpoint, str(dtype).removeprefix("torch."), "cpu")
         model = load_model(checkpoint.config, weights_in_form(checkpoint, form), dtype)
         limits = Limits(8, max_num_batched_tokens, 4096, frozenset(checkpoint.eos_token_ids))
-        self._scheduler = Scheduler(KvCache(NUM_PAGES, page_size, None), limits)
+        self._scheduler = Scheduler(KvCache(NUM_PAGES, Paging.of(page_size), None), limits)
         self._runner = Runner(model, NUM_PAGES, page_size, checkpoint.eos_token_ids)
         self.vocab_size = checkpoint.config.vocab_size
 
@@ -42,5 +43,5 @@ class OneEngine:
         while (plan := self._scheduler.plan()) is not None:
             for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
                 if isinstance(outcome, Sampled):
-                    tokens[outcome.index].append(outcome.token)
+                    tokens[outcome.index].extend(outcome.tokens)
         return tokens

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdserve.autoscaler.schema import json_schema
-from pdserve.yaml_models import in_units
+from pdserve.base.yaml_models import in_units
 
 Part = dict[str, Any]
 DOCUMENT: Part = json.loads(json_schema())

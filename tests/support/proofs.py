@@ -1,11 +1,11 @@
-"""The identification of `pdserve.rpc` for gRPC's threads, which tests of whole processes use."""
+"""The identification of `pdserve.net.rpc` for gRPC's threads, which tests of whole processes use."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 
-from pdserve.rpc import (
+from pdserve.net.rpc import (
     CHALLENGE_METADATA_KEY,
     HELLO_METADATA_KEY,
     HELLO_METHOD,
@@ -14,7 +14,7 @@ from pdserve.rpc import (
     Metadata,
     read_secret,
 )
-from pdserve.secret_proof import CHALLENGE_BYTES, NONCE_BYTES, proof_of
+from pdserve.net.secret_proof import CHALLENGE_BYTES, NONCE_BYTES, proof_of
 
 
 def operators_proof(channel: grpc.Channel, secret_file: Path, method: str, timeout_s: float = 10) -> Metadata:

@@ -5,11 +5,12 @@ from unittest.mock import patch
 
 from breaking import Original, breaks, mutation, wrap
 
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.decode_worker import receiver
 from pdserve.decode_worker.granting import Arrival, Leases
 from pdserve.decode_worker.incoming import Incoming
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Commit, Peer, Quiesced, Taken, Withdrawn
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.session import Commit, Quiesced, Taken, Withdrawn
 
 SOMEBODY = Peer(WorkerId("somebody"), Incarnation(1))
 

@@ -9,14 +9,14 @@ from unittest import mock
 import torch
 from recorded_device import DEVICE, recorded_device
 
+from pdserve.base.ids import PageId
 from pdserve.engine.runner_cuda import CudaRunner, prompt_steps
 from pdserve.engine.scheduler import Limits
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
-from pdserve.ids import PageId
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
 from pdserve.model import loading
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops_cuda import CudaOps
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 64, 40, 512
 LIMITS = Limits(max_num_seqs=7, max_num_batched_tokens=256, max_model_len=2048, eos_token_ids=frozenset({5}))
@@ -55,7 +55,7 @@ def prompt(first_page: int, count: int, *params: SamplingParams, targets: Target
 def token(first_page: int, position: int, params: SamplingParams, previous: int | None = None) -> Chunk:
     pages = tuple(PageId(first_page + i) for i in range(position // PAGE_SIZE + 1))
     sample = spec(params, first_page, (1,)) if previous is None else spec(params, first_page, (), 1)
-    return Chunk((4,), position, pages, (sample,), previous=previous)
+    return Chunk((4,), position, pages, (sample,), Phase.DECODE, previous=previous)
 
 
 def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:
@@ -76,7 +76,7 @@ def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:
 
 def main() -> None:
     config = ModelConfig.from_hf(CONFIG)
-    with mock.patch.object(loading, "ops_for", return_value=CudaOps(config.rms_norm_eps)):
+    with mock.patch.object(loading, "ops_for", return_value=CudaOps()):
         model = loading.load_model(config, loading.dummy_weights(config), torch.bfloat16, device=DEVICE)
     runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
     for name, plans in steps():

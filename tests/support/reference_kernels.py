@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels import rng
 from pdserve.kernels.rng import GOLDEN
-from pdserve.sampling import GREEDY_BELOW
+from pdserve.protocol.sampling import GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from struct import pack
 
+from pdserve.base.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
+from pdserve.base.roles import Role
 from pdserve.capacity.wires import Delta
-from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
-from pdserve.reports import Failure, Stage
-from pdserve.roles import Role
-from pdserve.router.commands import CancelAttempt, Command, Deliver, End, Finished, Place, Refused
+from pdserve.protocol.adapters import NO_ADAPTER
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.reports import Failure, Stage
+from pdserve.protocol.sampling import PromptLogprobs, SamplingParams
 from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
-from pdserve.router.events import (
+from pdserve.router.placement.policies import POLICIES
+from pdserve.router.placement.predict import Predictor
+from pdserve.router.placement.routing import Decision, Demand, Group
+from pdserve.router.requests.commands import CancelAttempt, Command, Deliver, End, Finished, Place
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.events import (
     AttemptFailed,
     Event,
     LinkId,
@@ -25,10 +31,6 @@ from pdserve.router.events import (
     StepReported,
     Tick,
 )
-from pdserve.router.policies import POLICIES
-from pdserve.router.predict import Predictor
-from pdserve.router.routing import Decision, Demand, Group
-from pdserve.sampling import PromptLogprobs, SamplingParams
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 STOP, LENGTH = 1, 2
@@ -51,6 +53,7 @@ class Driver:
         self._policy = POLICIES[policy](self.predictor)
         self.core = RouterCore("m", limits or Limits(), self.decide, self.predictor)
         self.now_s = 100.0
+        self.adapter = NO_ADAPTER  # of requests that come
         self.delivered: dict[tuple[RequestId, int], list[int]] = {}
         self.scored: dict[RequestId, list[float]] = {}  # log probabilities of prompt tokens
         self.ends: dict[RequestId, Finished | Refused] = {}
@@ -115,7 +118,8 @@ class Driver:
         sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
         deadline_s = self.now_s + deadline_in_s
         slos_s = (slo_s, slo_s) if slo_s is not None else (ttft_s, None)
-        self.post(RequestArrived(request_id, prompt, sampling, self.now_s, deadline_s, priority, tenant, *slos_s))
+        asked = request_id, prompt, sampling, self.now_s, deadline_s, priority, tenant, *slos_s
+        self.post(RequestArrived(*asked, adapter=self.adapter))
         return request_id
 
     def placed(self) -> Place:

@@ -17,24 +17,24 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.base.clock import new_incarnation
+from pdserve.base.ids import PROTOCOL_VERSION
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults
-from pdserve.clock import new_incarnation
-from pdserve.ids import PROTOCOL_VERSION
-from pdserve.kvlayout import KvLayout
+from pdserve.net.rpc import INTERNAL_MESSAGE_BYTES, Metadata, channel_options, identify, read_secret
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.link import layout_to_proto
+from pdserve.protocol.token_ids import from_wire
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.served import ServedModel
 from pdserve.router.server import Addresses, run
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, Metadata, channel_options, identify, read_secret
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.token_ids import from_wire
-from pdserve.wire import layout_to_proto
 
 MODEL = "tiny"
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")

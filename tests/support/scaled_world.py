@@ -8,9 +8,9 @@ from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
 from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
+from pdserve.base.roles import Role
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
-from pdserve.reports import NUM_BANDS, Demand, band_of
-from pdserve.roles import Role
+from pdserve.protocol.reports import NUM_BANDS, Demand, band_of
 
 STEP_S = 0.02
 COSTS = StepCosts(Curve(0.01, 1e-4, 0.0), (DecodePiece(None, Curve(STEP_S, 0.0, 0.0)),))

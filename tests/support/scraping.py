@@ -6,7 +6,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 from shown_metrics import SHOWN
 
-from pdserve.metrics import Kind
+from pdserve.observe.metrics import Kind
 from pdserve.router.frontend.backend import State
 
 

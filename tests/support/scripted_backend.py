@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdserve.clock import VirtualClock
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.clock import VirtualClock
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Indices, PostError
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.protocol.page_tables import Pages
 
-HANDOFF, OTHER = (HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(2))
+HANDOFF, OTHER = (AttemptKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(2))
 
 PAGE_BYTES = SLICE_BYTES // MIN_SLICE_PAGES
 NUM_PAGES = 32 * MIN_SLICE_PAGES
@@ -126,7 +126,7 @@ class Rig:
     mover: Mover
     stopped: queue.SimpleQueue[ReceiverMessage]
 
-    def write(self, peer: Peer, num_slices: int, handoff: HandoffKey = HANDOFF) -> None:
+    def write(self, peer: Peer, num_slices: int, handoff: AttemptKey = HANDOFF) -> None:
         pages: Pages = tuple(PageId(n) for n in range(num_slices * MIN_SLICE_PAGES))
         self.mover.write(peer, handoff, pages, pages)
 

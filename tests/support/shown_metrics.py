@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from pdserve import metrics as m
-from pdserve.metrics import Metric
+from pdserve.observe import metrics as m
+from pdserve.observe.metrics import Metric
 
 _SHARED = (m.WAITING, m.RUNNING, m.KV_USAGE, m.REFUSED_MESSAGES, m.SPANS)
 SHOWN: Mapping[str, tuple[Metric, ...]] = {

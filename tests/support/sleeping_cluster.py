@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from supervised_children import Record, supervised
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
 from pdserve.launch import plan as plan_module
-from pdserve.launch.admin import LauncherClient
 from pdserve.launch.folder import ProcessState, write_secret
 from pdserve.launch.plan import ClusterSpec, Wiring
 from pdserve.launch.service import LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, Supervisor
+from pdserve.net.operator_client import LauncherClient
 
 SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
 

@@ -9,7 +9,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from live_cluster import LiveCluster
 
 from pdserve.launch.plan import WORKER_ROLES
-from pdserve.rpc import join_address, split_address
+from pdserve.net.rpc import join_address, split_address
 
 LISTENERS = {
     "router": {"public", "http", "internal", "metrics", "health"},

@@ -11,10 +11,8 @@ import grpc
 import numpy as np
 from loopback import loopback_mover
 
-from pdserve.credentials import Credentials
-from pdserve.errors import PeerFault
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.base.errors import PeerFault
+from pdserve.base.ids import Attempt, AttemptKey, Generation, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.copies import OnStopped
@@ -28,24 +26,24 @@ from pdserve.kvtransfer.session import (
     FromReceiver,
     FromSender,
     Grant,
-    HandoffKey,
     Hello,
     Introduction,
     PagesLanded,
-    Peer,
     Tail,
 )
+from pdserve.net.credentials import Credentials
+from pdserve.net.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, identify, server_options
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, identify, server_options
-from pdserve.sampling import SampledToken, TokenLogprobs
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.sampling import SampledToken, TokenLogprobs
 
 SECRET = b"s" * 32
 LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
 PREFILL = Peer(WorkerId("prefill-0"), Incarnation(1))
 DECODE = Peer(WorkerId("decode-0"), Incarnation(2))
 LATER = Peer(PREFILL.worker_id, Incarnation(PREFILL.incarnation + 1))
-KEY = HandoffKey(RequestId(bytes(16)), Attempt(3))
+KEY = AttemptKey(RequestId(bytes(16)), Attempt(3))
 GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 16, 4.0)
 TAILS = (
     Tail(0, (SampledToken(11), SampledToken(13))),

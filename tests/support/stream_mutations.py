@@ -1,14 +1,15 @@
-"""Bugs on purpose in who attaches to whom: roster, dialling, attaching, and the router's desk."""
+"""Bugs on purpose in who attaches to whom: roster, dialling, attaching, and the router's dispatcher."""
 
 from collections.abc import Iterator
 
 from breaking import Original, breaks, mutation, wrap
 
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import dialling, roster, session
 from pdserve.kvtransfer.doors import ReceiverLost
-from pdserve.kvtransfer.session import FromSender, HandoffKey, Hello, HelloAck, Introduction, Peer
-from pdserve.router import desk
-from pdserve.router.events import LinkLost
+from pdserve.kvtransfer.session import FromSender, Hello, HelloAck, Introduction
+from pdserve.router import dispatcher
+from pdserve.router.requests.events import LinkLost
 from pdserve.worker import attaching
 from pdserve.worker.messages import RouterLost
 
@@ -39,7 +40,7 @@ def work_with_whoever_answers() -> Iterator[object]:
 
 @breaks(dialling.Dialling, "send")
 def drop_what_is_said_before_a_stream_is_attached(
-    original: Original, self: dialling.Dialling, peer: Peer, key: HandoffKey, message: FromSender
+    original: Original, self: dialling.Dialling, peer: Peer, key: AttemptKey, message: FromSender
 ) -> list[dialling.Command]:
     stream = self._streams.get(peer)
     return original(self, peer, key, message) if stream is not None and stream.is_attached else []
@@ -63,24 +64,24 @@ def keep_what_a_lost_router_asked_for(original: Original, *args: object) -> list
     return [command for command in original(*args) if not isinstance(command, RouterLost)]
 
 
-# ---- the desk
+# ---- the dispatcher
 
 
-@breaks(desk.Desk, "handle")
+@breaks(dispatcher.Dispatcher, "handle")
 def set_no_alarm_while_one_is_set(
-    original: Original, self: desk.Desk[desk.Answer], *args: object
-) -> Iterator[desk.Command]:
+    original: Original, self: dispatcher.Dispatcher[dispatcher.Answer], *args: object
+) -> Iterator[dispatcher.Command]:
     """Sleep on when the core wants to be woken earlier."""
     set_s = self._alarm_s
     for command in original(self, *args):
-        if isinstance(command, desk.SetAlarm) and set_s is not None and self._alarm_s is not None:
+        if isinstance(command, dispatcher.SetAlarm) and set_s is not None and self._alarm_s is not None:
             self._alarm_s = set_s
             continue
         yield command
 
 
-@breaks(desk.Desk, "_decide")
+@breaks(dispatcher.Dispatcher, "_decide")
 def say_nothing_of_a_lost_link(
-    original: Original, self: desk.Desk[desk.Answer], event: object, now_s: float
+    original: Original, self: dispatcher.Dispatcher[dispatcher.Answer], event: object, now_s: float
 ) -> list[object]:
     return [] if isinstance(event, LinkLost) else original(self, event, now_s)

@@ -3,7 +3,7 @@
 import grpc
 from live_cluster import LiveCluster
 
-from pdserve.certificates import IDENTITY_FILES, Part
+from pdserve.net.certificates import IDENTITY_FILES, Part
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 

@@ -7,25 +7,28 @@ from dataclasses import dataclass, field, replace
 
 from joined_cores import PAGE_SIZE, ROUTER, Joined, Node, PageRunner, attentive
 
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, WorkerId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors
-from pdserve.kvtransfer.session import Commit, FromSender, HandoffKey, Peer, Withdrawn
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.reports import Stage
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.kvtransfer.session import Commit, FromSender, Withdrawn
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.reports import Stage
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 from pdserve.worker.messages import Cancelled, Event, Failed, MoveAsked, Placed, Progress, Tokens
 
 FAR_S = 1e9
 NewRunner = Callable[[int], PageRunner]  # with so many pages
 
 
-def new_scheduler(num_pages: int, max_num_seqs: int = 8, eos: frozenset[int] = frozenset()) -> Scheduler:
+def new_scheduler(
+    num_pages: int, max_num_seqs: int = 8, eos: frozenset[int] = frozenset(), most_drafts: int = 0
+) -> Scheduler:
     hasher = PrefixHasher(b"k" * 32, "model", block_tokens=PAGE_SIZE)
-    return Scheduler(KvCache(num_pages, PAGE_SIZE, hasher), Limits(max_num_seqs, 16, 96, eos))
+    return Scheduler(KvCache(num_pages, Paging.of(PAGE_SIZE), hasher), Limits(max_num_seqs, 16, 96, eos, most_drafts))
 
 
 def new_job(number: int, prompt: list[int], **params: object) -> Job:
@@ -42,8 +45,8 @@ def alone(job: Job, new_runner: NewRunner = attentive) -> dict[int, list[Sampled
     sampled: dict[int, list[SampledToken]] = {index: [] for index in job.indices}
     while (plan := scheduler.plan()) is not None:
         for outcome in scheduler.commit(plan, runner.run(plan)):
-            if hasattr(outcome, "token"):
-                sampled[outcome.index].append(outcome.token)
+            if hasattr(outcome, "tokens"):
+                sampled[outcome.index].extend(outcome.tokens)
     return sampled
 
 
@@ -69,11 +72,17 @@ class Workers(Joined):
         num_pages: dict[str, int] | None = None,
         depth: int = 1,
         new_runner: NewRunner = attentive,
+        most_drafts: int = 0,
+        **rules: object,
     ) -> None:
+        """`most_drafts`: guesses of the runners, at most."""
         sizes = enumerate((num_pages or {"s": 64, "t": 64}).items(), 11)
         peers = {name: (Peer(WorkerId(name), Incarnation(number)), size) for number, (name, size) in sizes}
         super().__init__(
-            {name: Node(peer, new_scheduler(size), new_runner(size), depth) for name, (peer, size) in peers.items()}
+            {
+                name: Node(peer, new_scheduler(size, most_drafts=most_drafts), new_runner(size), depth, **rules)
+                for name, (peer, size) in peers.items()
+            }
         )
         self.rng = rng or random.Random(0)
         self.lost: set[tuple[str, str]] = set()
@@ -90,7 +99,7 @@ class Workers(Joined):
             self.answers[job.request_id, index] = Answer(job, job.attempt, worker)
         self.queue(worker, Placed(ROUTER, job, FAR_S))
 
-    def move(self, job: Job, index: int = 0, target: str = "t", extra_tokens: int = 24) -> HandoffKey:
+    def move(self, job: Job, index: int = 0, target: str = "t", extra_tokens: int = 24) -> AttemptKey:
         """Ask for a move of a continuation: the target gets it as a new attempt, with what has been delivered."""
         answer = self.answers[job.request_id, index]
         attempt = self._next_attempt(job.request_id)
@@ -99,9 +108,9 @@ class Workers(Joined):
         source = self.nodes[answer.worker]
         shadow = replace(job, attempt=attempt, token_ids=known, indices=(index,))
         self.queue(target, Placed(ROUTER, shadow, FAR_S, source.peer, extra_tokens=extra_tokens))
-        key, peer = HandoffKey(job.request_id, answer.attempt), self.nodes[target].peer
+        key, peer = AttemptKey(job.request_id, answer.attempt), self.nodes[target].peer
         self.queue(answer.worker, MoveAsked(ROUTER, key, index, attempt, peer, "address", len(known)))
-        return HandoffKey(job.request_id, attempt)
+        return AttemptKey(job.request_id, attempt)
 
     def _next_attempt(self, request_id: RequestId) -> Attempt:
         self.attempts[request_id] += 1
@@ -183,7 +192,7 @@ class Workers(Joined):
 
     # ---- how
 
-    def send(self, source: str, target: str, key: HandoffKey, message: FromSender) -> None:
+    def send(self, source: str, target: str, key: AttemptKey, message: FromSender) -> None:
         if isinstance(message, Commit):
             for tail in message.capsule.tails:
                 self.committed[key.request_id, tail.index] = target
@@ -219,7 +228,7 @@ class Workers(Joined):
         if attempt != answer.attempt or answer.is_lost or tokens.position < len(answer.tokens):
             return
         assert tokens.position == len(answer.tokens), "a position is missing"
-        answer.tokens.append(tokens.token)
+        answer.tokens.extend(tokens.tokens)
         answer.is_finished |= tokens.finish is not None
         if answer.is_finished and answer.shadow is not None:
             self.queue(answer.shadow[1], Cancelled(request_id, answer.shadow[0], (tokens.index,)))

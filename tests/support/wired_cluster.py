@@ -15,8 +15,8 @@ from cluster_states import cluster_state
 from fault_proxy import FaultProxy, fault_proxies
 from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 
-from pdserve.clock import new_incarnation
-from pdserve.files import write_atomically
+from pdserve.base.clock import new_incarnation
+from pdserve.base.files import write_atomically
 from pdserve.launch.folder import ClusterState, ProcessState, free_port, write_secret
 from pdserve.launch.plan import Flags, ProcessRole, flag_arguments
 from pdserve.proto.v1 import admin_pb2 as admin

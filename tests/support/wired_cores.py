@@ -5,13 +5,13 @@ import random
 from joined_cores import PAGE_SIZE, ROUTER, VOCAB, Joined, Node, attentive
 
 from faultsim.engine import expected
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, WorkerId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.worker.messages import Failed, Placed, RoleTaken, Tokens
 
 MAX_MODEL_LEN = 40
@@ -31,7 +31,7 @@ def wanted(each: Job) -> list[int]:
 
 def core_worker(name: str, num_pages: int, max_num_seqs: int = 8, **rules: object) -> Node:
     limits = Limits(max_num_seqs, 64, MAX_MODEL_LEN, frozenset())
-    scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, PrefixHasher(b"secret", "model", PAGE_SIZE)), limits)
+    scheduler = Scheduler(KvCache(num_pages, Paging.of(PAGE_SIZE), PrefixHasher(b"secret", "model", PAGE_SIZE)), limits)
     return Node(Peer(WorkerId(name), Incarnation(1)), scheduler, attentive(num_pages), **rules)
 
 
@@ -40,8 +40,8 @@ class WiredCores(Joined):
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         super().__init__(nodes)
-        self.tokens: dict[tuple[HandoffKey, int], dict[int, int]] = {}  # of each continuation, by position
-        self.finished: set[tuple[HandoffKey, int]] = set()
+        self.tokens: dict[tuple[AttemptKey, int], dict[int, int]] = {}  # of each continuation, by position
+        self.finished: set[tuple[AttemptKey, int]] = set()
         self.failed: list[Failed] = []
         self.roles: list[tuple[str, RoleTaken]] = []
 
@@ -72,13 +72,14 @@ class WiredCores(Joined):
                 self.roles.append((worker, report))
 
     def output(self, each: Job, index: int = 0) -> list[int]:
-        drawn = self.tokens.get((HandoffKey(*each.key), index), {})
+        drawn = self.tokens.get((AttemptKey(*each.key), index), {})
         return [drawn[position] for position in sorted(drawn)]
 
     def _take(self, tokens: Tokens) -> None:
         name = tokens.key, tokens.index
         drawn = self.tokens.setdefault(name, {})
-        known = drawn.setdefault(tokens.position, tokens.token.token_id)  # both workers report a first token
-        assert known == tokens.token.token_id, "a position was reported twice, and differs"
+        for position, token in enumerate(tokens.tokens, tokens.position):
+            known = drawn.setdefault(position, token.token_id)  # both workers report a first token
+            assert known == token.token_id, "a position was reported twice, and differs"
         if tokens.finish is not None:
             self.finished.add(name)

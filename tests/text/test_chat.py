@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.errors import ConfigError, RequestError, Status
+from pdserve.base.errors import ConfigError
+from pdserve.protocol.refusal import RefusedError, Status
 from pdserve.text import chat
 from pdserve.text.chat import ChatMessage, ChatOptions, ChatTemplate
 
@@ -137,15 +138,15 @@ def test_tools_documents_and_arguments_render_as_in_transformers(
     ],
 )
 def test_options_that_go_against_each_other_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(RequestError, match=complaint):
+    with pytest.raises(RefusedError, match=complaint):
         ChatOptions(**options)
 
 
 def test_a_message_that_the_template_does_not_show_cannot_be_continued() -> None:
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
-    with pytest.raises(RequestError, match="continue_final_message: the model's template does not show"):
+    with pytest.raises(RefusedError, match="continue_final_message: the model's template does not show"):
         ChatTemplate("{{ messages[0].content }}", SPECIAL).render(TALK, options)
-    with pytest.raises(RequestError, match="continue_final_message: the last message has no text"):
+    with pytest.raises(RefusedError, match="continue_final_message: the last message has no text"):
         ChatTemplate(EVERYTHING, SPECIAL).render([ChatMessage("user", "")], options)
 
 
@@ -169,16 +170,16 @@ def test_famous_shapes_render_as_in_transformers(
 
 @pytest.mark.parametrize("source", ESCAPES)
 def test_templates_cannot_leave_the_sandbox(source: str) -> None:
-    with pytest.raises(RequestError, match=r"chat: the model's template refuses the messages"):
+    with pytest.raises(RefusedError, match=r"chat: the model's template refuses the messages"):
         ChatTemplate(source, SPECIAL).render(TALK)
 
 
 def test_what_the_template_says_against_the_messages_reaches_the_client() -> None:
     template = ChatTemplate(SHAPES["instructions"], SPECIAL)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RefusedError) as refused:
         template.render([ChatMessage("tool", "x")])
-    assert refused.value.status is Status.INVALID_ARGUMENT
-    assert "only user, system and assistant" in refused.value.message
+    assert refused.value.refused.status is Status.INVALID_ARGUMENT
+    assert "only user, system and assistant" in refused.value.refused.message
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_what_the_template_says_against_the_messages_reaches_the_client() -> Non
     ],
 )
 def test_whatever_a_template_stumbles_over_is_one_requests_error(source: str) -> None:
-    with pytest.raises(RequestError, match=r"^chat: "):
+    with pytest.raises(RefusedError, match=r"^chat: "):
         ChatTemplate(source, SPECIAL).render(TALK)
 
 
@@ -205,7 +206,7 @@ def test_a_template_that_is_none_is_refused_when_the_model_is_opened() -> None:
 
 def test_output_without_end_is_cut_off_by_its_length() -> None:
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}"
-    with pytest.raises(RequestError, match=f"over the limit of {chat.MAX_OUTPUT_CHARS} characters"):
+    with pytest.raises(RefusedError, match=f"over the limit of {chat.MAX_OUTPUT_CHARS} characters"):
         ChatTemplate(endless, SPECIAL).render(TALK)
 
 
@@ -218,7 +219,7 @@ def test_output_without_end_is_cut_off_by_its_length() -> None:
     ],
 )
 def test_messages_over_a_limit_are_refused_before_rendering(messages: list[ChatMessage], complaint: str) -> None:
-    with pytest.raises(RequestError, match=complaint):
+    with pytest.raises(RefusedError, match=complaint):
         ChatTemplate("{{ 1 / 0 }}", SPECIAL).render(messages)
 
 
@@ -263,7 +264,7 @@ def test_system_messages_without_a_developers_beside_them_reach_the_template_as_
     template = ChatTemplate(FIRST_ALONE, SPECIAL)
     system, developer, user = ChatMessage("system", "a"), ChatMessage("developer", "b"), ChatMessage("user", "x")
     for messages in ([system, system, user], [system, user, developer]):
-        with pytest.raises(RequestError, match="a system message comes first"):
+        with pytest.raises(RefusedError, match="a system message comes first"):
             template.render(messages)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdserve.errors import RequestError, Status
+from pdserve.protocol.refusal import RefusedError, Status
 from pdserve.text.stop import MAX_STOP_BYTES, MAX_STOP_STRINGS, OutputText, StopMatcher, TextDelta, check_stops
 from pdserve.text.tokenizer import Tokenizer
 
@@ -102,9 +102,9 @@ def test_stop_strings_at_the_limits_are_accepted() -> None:
     ],
 )
 def test_stop_strings_over_a_limit_are_refused_with_both_numbers(stops: list[str], complaint: str) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RefusedError) as refused:
         check_stops(stops)
-    assert (refused.value.status, refused.value.message) == (Status.INVALID_ARGUMENT, complaint)
+    assert (refused.value.refused.status, refused.value.refused.message) == (Status.INVALID_ARGUMENT, complaint)
 
 
 def test_tokens_count_up_to_the_one_that_completes_the_stop_string(byte_level: Tokenizer) -> None:

@@ -4,14 +4,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from pdserve.errors import ConfigError, RequestError, Status
+from pdserve.base.errors import ConfigError
+from pdserve.protocol.refusal import RefusedError, Status
 from pdserve.text.tokenizer import Tokenizer
 
 
 def test_half_a_surrogate_pair_is_the_requests_fault(byte_level: Tokenizer) -> None:
-    with pytest.raises(RequestError, match=r"prompt: .*surrogate") as refused:
+    with pytest.raises(RefusedError, match=r"prompt: .*surrogate") as refused:
         byte_level.encode("a\ud800", add_special=True)
-    assert refused.value.status is Status.INVALID_ARGUMENT
+    assert refused.value.refused.status is Status.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.Metaspace(), None])

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.base.errors import InvariantError
 from pdserve.engine.counted_rows import CountedRows
 from pdserve.engine.step import SampleSpec
-from pdserve.errors import InvariantError
 from pdserve.kernels.sample import NO_COUNTS
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 VOCAB = 12
 PENALIZED, PLAIN = SamplingParams(frequency_penalty=0.5), SamplingParams()

@@ -8,7 +8,7 @@ import reference_kernels as reference
 import torch
 from loopback import loopback_mover
 
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
@@ -18,9 +18,8 @@ from pdserve.kvtransfer.device_region import device_region
 from pdserve.kvtransfer.doors import ReceiverMessage
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.session import HandoffKey, Peer
 
-HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
+HANDOFF = AttemptKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 12, 3 * 8192 + 40
 SRC, DST = tuple(map(PageId, (1, 5, 0))), tuple(map(PageId, (7, 2, 11)))

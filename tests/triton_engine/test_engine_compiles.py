@@ -19,10 +19,11 @@ from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 import kernel_compiler as compiling
 from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
-from pdserve.model.ops import Dense, QkNorm
+from pdserve.model.design import Activation
+from pdserve.model.ops import Dense, QkNorm, RmsNorm
 from pdserve.model.ops_cuda import CudaOps
 from pdserve.model.rope import Rope
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 META, NUM_PAGES = torch.device("meta"), 64
 config = ModelConfig.from_hf(QWEN3_0_6B)
@@ -44,17 +45,18 @@ def step(*query_lens, **params):
 def launch(attention, batch, size):
     _, positions, slots = Staging(META).send(*step_inputs(batch, POOL, size))
     attention.plan(batch, positions, slots)
-    heads, ops = config.num_heads + 2 * config.num_kv_heads, CudaOps(1e-6)
-    norm = QkNorm(empty(config.head_dim), empty(config.head_dim))
+    heads, ops = config.num_heads + 2 * config.num_kv_heads, CudaOps()
+    norm = QkNorm(empty(config.head_dim), empty(config.head_dim), 1e-6)
     attention.run(1, empty(size, heads, config.head_dim), norm)
-    gate, up = (Dense(empty(config.intermediate_size, config.hidden_size)) for _ in range(2))
-    x = ops.rms_norm(empty(size, config.hidden_size), empty(config.hidden_size))
-    ops.swiglu(x, ops.held_gate_up(gate, up))
+    gate, up = (Dense(empty(config.design.layers[0].mlp.inner_size, config.hidden_size)) for _ in range(2))
+    x = ops.norm(empty(size, config.hidden_size), RmsNorm(empty(config.hidden_size), 1e-6))
+    ops.gated(x, ops.held_gate_up(gate, up, Activation.SILU), Activation.SILU)
     sampler = KernelSampler((1,), config.vocab_size, 4, META)
     sampler.sample(empty(len(batch.samples), config.vocab_size), batch.samples)
 
 kv = empty(NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
-attention = TritonAttention(config, kv, Rope(config, META), 2048, graph_sizes(256))
+ropes = [Rope(config.head_dim, config.design.layers[0].attention.rope, META)] * config.num_layers
+attention = TritonAttention(config, kv, ropes, 2048, graph_sizes(256))
 with compiling.recorded() as launches:
     launch(attention, step(1, 1, 1), 4)
     launch(attention, step(1, 200, 300), 501)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from greedy_runs import greedy_texts
+from held_weights import scaled
 from torch import Tensor
 
-from pdserve.config import WorkerConfig
 from pdserve.engine.attention_flashinfer import FlashInferPrompts, why_not
 from pdserve.engine.attention_triton import attention_spec
 from pdserve.engine.runner import Runner
@@ -27,6 +27,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.kernels.attention import AttentionSpec
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
+from pdserve.settings.config import WorkerConfig
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES = 16, 60
@@ -144,7 +145,7 @@ def test_without_the_library_the_reason_says_what_to_install() -> None:
 @pytest.mark.usefixtures("library")
 def test_an_engine_whose_prompts_it_computes_draws_the_same_tokens() -> None:
     config = ModelConfig.from_hf(MISTRAL)
-    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(config))
+    weights = scaled(dummy_weights(config))
     model = load_model(config, weights, torch.float32)
     prompts = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 40)]
     prompts_attention = FlashInferPrompts(attention_spec(config, PAGE_SIZE, NUM_PAGES, model.dtype), CPU)

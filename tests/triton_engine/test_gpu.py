@@ -10,15 +10,17 @@ import pytest
 import torch
 from gpu_models import QWEN3_0_6B, drive
 from gpu_throughput import Work, nano_vllm_work
+from held_weights import held
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner_cuda import CudaRunner, GpuMemory, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.model.config import ModelConfig
-from pdserve.model.loading import dummy_weights, load_model
+from pdserve.model.loading import dummy_weights, load_model, shapes_of
 from pdserve.model.rope import Rope
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 WHAT_A_BARE_MACHINE_LACKS = (
@@ -26,8 +28,9 @@ WHAT_A_BARE_MACHINE_LACKS = (
     "typer", "uvloop", "xxhash", "yaml",
 )  # fmt: skip
 CARRIED = ("nixl_cu12", "psutil", "xxhash")
+FOUNDATIONS = ("base", "net", "observe", "protocol")  # of which a bare machine needs some modules
 FOR_HANDOFFS = (
-    "clock", "kvtransfer.backends.collective", "kvtransfer.backends.nixl", "kvtransfer.backends.pairing",
+    "base.clock", "kvtransfer.backends.collective", "kvtransfer.backends.nixl", "kvtransfer.backends.pairing",
     "kvtransfer.device_region", "kvtransfer.mover",
 )  # fmt: skip
 BARE_IMPORT = """
@@ -63,12 +66,11 @@ def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(
     package = tmp_path / "pdserve"
     package.mkdir()
     skip = shutil.ignore_patterns("__pycache__")
-    for name in ("engine", "model"):
+    for name in ("engine", "model", *FOUNDATIONS):
         shutil.copytree(ROOT / "pdserve" / name, package / name, ignore=skip)
     for name in ("kernels", "kvtransfer"):
         shutil.copytree(ROOT / name, package / name, ignore=skip)
-    for module in (ROOT / "pdserve").glob("*.py"):
-        shutil.copy(module, package)
+    shutil.copy(ROOT / "pdserve" / "__init__.py", package)
     lacking = ",".join(name for name in WHAT_A_BARE_MACHINE_LACKS if name not in carried)
     folders = [str(tmp_path), str(ROOT / "tests" / "gpu")]
     command = [sys.executable, "-P", "-c", BARE_IMPORT, *folders, lacking, ",".join(wanted)]
@@ -83,7 +85,7 @@ def test_driving_computes_every_token_of_the_work(depth: int) -> None:
     config = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **heads, **sizes})
     limits = Limits(2, 16, 32, frozenset())
     runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, limits)
-    scheduler = Scheduler(KvCache(12, 16, None), limits)
+    scheduler = Scheduler(KvCache(12, Paging.of(16), None), limits)
     work = Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1))
     timed = drive(runner, scheduler, work.sequences(SamplingParams(temperature=0.6)), depth)
     assert timed.num_tokens == 6
@@ -121,9 +123,16 @@ def test_what_torch_only_keeps_is_given_back_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_larger_step_leaves_less_for_pages() -> None:
-    config = ModelConfig.from_hf(QWEN3_0_6B)
+    config = ModelConfig.from_hf(QWEN3_0_6B | {"num_hidden_layers": 1})
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
+    model = load_model(config, held(empty), torch.float16, device="meta")
     sizes = ((512, 8, 4096), (1024, 8, 4096), (512, 16, 4096), (512, 8, 131072))
-    small, wide, many, long = (step_bytes(config, *size, 2) for size in sizes)
+    small, wide, many, long = (step_bytes(model, *size) for size in sizes)
     assert PARTIALS_BYTES < small < wide
     assert many - small > 8 * config.vocab_size * 2 * 3  # a row's logits, and twice as much in captured steps
-    assert long - small == Rope(config, torch.device("meta")).table(131072 - 4096).nbytes
+    assert (
+        long - small
+        == Rope(config.head_dim, config.design.layers[0].attention.rope, torch.device("meta"))
+        .table(131072 - 4096)
+        .nbytes
+    )

@@ -19,7 +19,7 @@ from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.kernels.attention import PagedAttention
-from pdserve.sampling import SampledToken
+from pdserve.protocol.sampling import SampledToken
 
 PAGE_SIZE, VOCAB = 64, 151_936
 PAGES_OF_8B = 5_500  # that an H100 has room for, about
@@ -40,7 +40,7 @@ class Planner:
 
     def finish(self) -> StepResult:
         chunks = self._plans.popleft().chunks
-        return StepResult(tuple(tuple(SampledToken(1) for _ in chunk.samples) for chunk in chunks), 0.0)
+        return StepResult(tuple(tuple((SampledToken(1),) for _ in chunk.samples) for chunk in chunks), 0.0)
 
     def run(self, plan: StepPlan) -> StepResult:
         self.start(plan)

@@ -2,11 +2,12 @@
 
 import torch
 
-from pdserve.model.ops import Dense, TorchOps
+from pdserve.model.design import Activation
+from pdserve.model.ops import Dense, RmsNorm, TorchOps
 from pdserve.model.ops_cuda import CudaOps
 
 WIDTH, INNER, ROWS = 64, 96, 5
-OPS, PLAIN = CudaOps(1e-5), TorchOps(1e-5)
+OPS, PLAIN = CudaOps(), TorchOps()
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -14,8 +15,8 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def test_a_norm_in_one_kernel_is_the_norm() -> None:
-    x, weight = randn(ROWS, WIDTH), randn(WIDTH)
-    torch.testing.assert_close(OPS.rms_norm(x, weight), PLAIN.rms_norm(x, weight))
+    x, norm = randn(ROWS, WIDTH), RmsNorm(randn(WIDTH), 1e-5)
+    torch.testing.assert_close(OPS.norm(x, norm), PLAIN.norm(x, norm))
 
 
 def test_a_product_summed_onto_the_residual_is_their_sum() -> None:
@@ -28,5 +29,7 @@ def test_a_product_summed_onto_the_residual_is_their_sum() -> None:
 
 def test_gating_in_one_kernel_is_swiglu() -> None:
     x, gate, up = randn(ROWS, WIDTH), Dense(randn(INNER, WIDTH)), Dense(randn(INNER, WIDTH) * 0.5)
-    expected = PLAIN.swiglu(x, PLAIN.held_gate_up(gate, up))
-    torch.testing.assert_close(OPS.swiglu(x, OPS.held_gate_up(gate, up)), expected)
+    for activation in (Activation.SILU, Activation.GELU_TANH):
+        expected = PLAIN.gated(x, PLAIN.held_gate_up(gate, up, activation), activation)
+        ours = OPS.gated(x, OPS.held_gate_up(gate, up, activation), activation)
+        torch.testing.assert_close(ours, expected)

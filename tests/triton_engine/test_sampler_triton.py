@@ -13,7 +13,7 @@ from pdserve.engine.masks import token_masks
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import SampleSpec
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 
 VOCAB = 700
 EOS = (3, 9)

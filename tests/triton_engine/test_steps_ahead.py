@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from listed_answers import Listed
+from small_models import small_config, small_model
 
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner
@@ -17,34 +19,20 @@ from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult
-from pdserve.ids import Attempt, RequestId
 from pdserve.kernels.staging import Staging
-from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.loading import dummy_weights, load_model
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SamplingParams
 
 VOCAB, END, PAGE_SIZE = 64, 5, 16
 ANSWERS = {(1, 2, 3, END), (1, 2, 60, 61, 62, END), (41, 42, 43, 44, 45, 46, END)}
 LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=64, max_model_len=96, eos_token_ids=frozenset({END}))
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "eos_token_id": END,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    config = ModelConfig.from_hf(SHAPE)
-    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(config))
-    return load_model(config, weights, torch.float32)
+    return small_model(small_config(VOCAB, num_key_value_heads=1, **SIZES))
 
 
 @dataclass
@@ -56,7 +44,7 @@ class Bench:
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(KvCache(self.num_pages, PAGE_SIZE, None), LIMITS)
+        self.scheduler = Scheduler(KvCache(self.num_pages, Paging.of(PAGE_SIZE), None), LIMITS)
         self.num_ahead = 0
 
     def add(self, number: int, params: SamplingParams, matcher: Listed | None = None, known: Seq[int] = ()) -> None:
@@ -89,7 +77,7 @@ class Bench:
         for outcome in self.scheduler.commit(plan, result):
             if isinstance(outcome, Sampled):
                 answer = self.answers.setdefault((outcome.sequence.order, outcome.index), [])
-                answer.append(outcome.token.token_id)
+                answer.extend(token.token_id for token in outcome.tokens)
 
 
 def benches(model: Model, num_pages: int = 40) -> tuple[Bench, Bench]:
@@ -122,7 +110,7 @@ PENALTIES = (
 )
 
 
-@pytest.mark.parametrize("num_pages", [40, 5])
+@pytest.mark.parametrize("num_pages", [pytest.param(40, marks=pytest.mark.long), 5])
 def test_penalties_draw_the_cpus_tokens_without_a_step_that_waits(model: Model, num_pages: int) -> None:
     """With 5 pages sequences preempt each other, and what they computed is computed again."""
     ours, theirs = benches(model, num_pages)
@@ -153,7 +141,7 @@ def test_a_continuation_goes_on_where_another_worker_has_left_it(model: Model) -
 def test_a_step_that_is_computed_again_counts_its_tokens_once(model: Model) -> None:
     once, twice = (Bench(CudaRunner(model, 40, PAGE_SIZE, LIMITS), 40) for _ in range(2))
     for bench in (once, twice):
-        bench.add(0, PENALTIES[0])
+        bench.add(0, replace(PENALTIES[0], frequency_penalty=0.7, max_tokens=8))
     once.run()
     runner = twice.runner
     while (plan := twice.scheduler.plan()) is not None:

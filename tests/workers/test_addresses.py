@@ -7,12 +7,12 @@ import grpc
 import pytest
 from router_fakes import model_folder
 
-from pdserve import direct
-from pdserve.config import WorkerConfig
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
+from pdserve.cli import direct
 from pdserve.kvtransfer.server import advertised
 from pdserve.launch.folder import write_secret
-from pdserve.rpc import listen
+from pdserve.net.rpc import listen
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker.server import serve
 
 

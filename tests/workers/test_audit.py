@@ -6,14 +6,14 @@ import pytest
 from listed_answers import Listed
 from lone_core import VOCAB, LoneCore, grant, job, key_of
 
-from pdserve.engine.pages import PagePool, Pages
-from pdserve.errors import InvariantError
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.base.roles import Role
+from pdserve.engine.pages import PagePool
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import Peer
-from pdserve.reports import Failure
-from pdserve.roles import Role
+from pdserve.protocol.page_tables import Pages
+from pdserve.protocol.reports import Failure
 from pdserve.worker.admission import NUM_LOOKS, NUM_STILL_LOOKS, Draining
 from pdserve.worker.load import AUDIT_EVERY_S, Auditor, Claim, leaked_pages
 from pdserve.worker.messages import Cancelled, Command, DrainAsked, Failed, Ticked

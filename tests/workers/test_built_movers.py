@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 from half_slice import MEETING, half_slice
 
-from pdserve.config import WorkerConfig
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_mover
 
 ME, ENDED = (Peer(WorkerId(name), Incarnation(1)) for name in ("me", "ended"))

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from joined_cores import MOST_DRAFTS, attentive, guessing
 from two_workers import FAR_S, PAGE_SIZE, ROUTER, Workers, alone, new_job
 
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey
 from pdserve.engine.sequence import Job
-from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt
 from pdserve.kvtransfer import doors
-from pdserve.kvtransfer.session import HandoffKey, Withdrawn
-from pdserve.reports import Failure, Stage
+from pdserve.kvtransfer.session import Withdrawn
+from pdserve.protocol.reports import Failure, Stage
 from pdserve.worker.messages import (
     Cancelled,
-    DrainAsked,
     Failed,
     MoveAsked,
     Placed,
@@ -30,9 +30,10 @@ from pdserve.worker.messages import (
 PROMPT = [5, 6, 7, 8, 9, 10]
 
 
-def running(job: Job, num_tokens: int = 6, depth: int = 1, **num_pages: int) -> Workers:
+def running(job: Job, num_tokens: int = 6, depth: int = 1, most_drafts: int = 0, **num_pages: int) -> Workers:
     """Return workers, the first of which has sampled so many tokens of each continuation."""
-    workers = Workers(depth=depth, num_pages={"s": 64, "t": 64, **num_pages})
+    new_runner = guessing if most_drafts else attentive
+    workers = Workers(None, {"s": 64, "t": 64, **num_pages}, depth, new_runner, most_drafts)
     workers.start(job)
     while len(workers.output(job, job.indices[-1])) < num_tokens:
         workers.steps_of("s", 1)
@@ -77,20 +78,6 @@ def finish(workers: Workers, job: Job) -> None:
 # ---- a move that succeeds
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_tokens", range(3, 12))
-def test_an_answer_moves_while_it_is_decoded(num_tokens: int, depth: int) -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job, num_tokens, depth)
-    workers.move(job)
-    workers.steps_of("s", 12)
-    answer = workers.answers[job.request_id, 0]
-    assert (answer.attempt, answer.worker) == (1, "t")
-    assert workers.nodes["s"].core.idle
-    finish(workers, job)
-    assert failures(workers, "s") == failures(workers, "t") == []
-
-
 def test_it_decodes_on_until_all_full_pages_have_landed() -> None:
     job = new_job(1, PROMPT, max_tokens=40)
     workers = running(job)
@@ -106,39 +93,6 @@ def test_it_decodes_on_until_all_full_pages_have_landed() -> None:
     workers.deliver("copies", "s", "t")
     workers.deliver("copies", "s", "t")
     assert workers.nodes["s"].core.plan(0.0) is None, "it is held for its last page"
-    finish(workers, job)
-
-
-def test_it_leaves_without_a_report_once_it_is_taken() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    workers.move(job)
-    until(workers, lambda: workers.answers[job.request_id, 0].worker == "t")
-    workers.streams["router", "router", "s"].clear()  # its router's cancel is late
-    num_reports = len([who for who, _ in workers.reports if who == "s"])
-    workers.deliver_all()
-    assert workers.nodes["s"].core.idle
-    assert workers.nodes["s"].scheduler.cache.pool.num_free == 64
-    assert len([who for who, _ in workers.reports if who == "s"]) == num_reports
-    finish(workers, job)
-
-
-def test_where_it_arrives_its_tokens_follow_the_stage_and_those_of_before_are_not_computed_again() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    delivered = len(workers.output(job))
-    workers.move(job)
-    workers.steps_of("s", 12)
-    reports = [report for who, report in workers.reports if who == "t"]
-    stages = [report.stage for report in reports if isinstance(report, Progress)]
-    assert stages[:3] == [Stage.GRANTED, Stage.LANDED, Stage.COMMITTED]
-    committed = next(place for place, each in enumerate(reports) if getattr(each, "stage", None) is Stage.COMMITTED)
-    assert all(isinstance(each, Progress) for each in reports[:committed])
-    assert positions(workers, "t")[0] == delivered
-    workers.step("t")
-    first = workers.nodes["t"].scheduler.running[0]
-    assert first.computed == len(first.tokens) - 1
-    assert positions(workers, "t") == list(range(delivered, len(workers.output(job))))
     finish(workers, job)
 
 
@@ -199,20 +153,22 @@ def test_the_second_continuation_finds_the_prompt_where_the_first_one_has_gone()
     finish(workers, job)
 
 
-def test_an_answer_is_cut_before_it_outgrows_what_is_granted() -> None:
+@pytest.mark.parametrize("extra_tokens", range(4, 24))
+@pytest.mark.parametrize("most_drafts", [0, MOST_DRAFTS])
+def test_an_answer_is_cut_before_it_outgrows_what_is_granted(most_drafts: int, extra_tokens: int) -> None:
     job = new_job(1, PROMPT, max_tokens=60)
-    workers = running(job, 5, depth=2)
-    workers.move(job, extra_tokens=4)
+    workers = running(job, 5, depth=2, most_drafts=most_drafts)
+    workers.move(job, extra_tokens=extra_tokens)
     for _ in range(4):
         for name in list(workers.streams):
             if name[0] != "copies":
                 workers.deliver(*name)
-    for _ in range(20):  # the copy takes long
+    for _ in range(20 + extra_tokens):  # the copy takes long
         workers.plan("s")
         workers.plan("s")
         if workers.nodes["s"].steps:
             workers.commit("s")
-    assert len(workers.output(job)) < 20
+    assert len(workers.output(job)) < 16 + extra_tokens
     workers.steps_of("s", 3)
     assert workers.answers[job.request_id, 0].worker == "t"
     finish(workers, job)
@@ -231,16 +187,6 @@ def goes_on(workers: Workers, job: Job) -> None:
     assert (answer.attempt, answer.worker, answer.is_lost, answer.shadow) == (0, "s", False, None)
     assert all(attempt != 0 for attempt, _ in failures(workers, "s"))
     finish(workers, job)
-
-
-def test_a_target_that_refuses_changes_nothing() -> None:
-    job = new_job(1, PROMPT, max_tokens=30)
-    workers = running(job)
-    workers.handle("t", DrainAsked())
-    workers.move(job)
-    workers.steps_of("s", 3)
-    assert failures(workers, "t") == [(1, Failure.OVERLOADED)]
-    goes_on(workers, job)
 
 
 def test_a_target_without_room_changes_nothing() -> None:
@@ -294,7 +240,7 @@ def test_a_last_page_that_fails_to_be_copied_is_written_beside() -> None:
     key = workers.move(job)
     (sequence,) = workers.nodes["s"].scheduler.running
     until(workers, lambda: sequence.is_held and bool(workers.streams["copies", "s", "t"]))
-    last = sequence.pages[-1]
+    last = sequence.pages.held[-1]
     assert sequence.computed % PAGE_SIZE
     stuck = workers.streams["copies", "s", "t"].popleft()  # to be stopped later: it may read on
     workers.handle("s", doors.ReceiverMessage(stuck.peer, key, Withdrawn("out of time")))
@@ -302,7 +248,7 @@ def test_a_last_page_that_fails_to_be_copied_is_written_beside() -> None:
     for _ in range(3):
         workers.step("s")
     assert workers.nodes["s"].runner.read(last) == content
-    assert sequence.pages[(sequence.computed - 1) // PAGE_SIZE] != last or sequence.computed % PAGE_SIZE == 0
+    assert sequence.pages.held[(sequence.computed - 1) // PAGE_SIZE] != last or sequence.computed % PAGE_SIZE == 0
     workers.handle("s", doors.ReceiverMessage(stuck.peer, key, doors.CopyStopped(None, "cancelled")))
     workers.answers[job.request_id, 0].shadow = None
     workers.queue("t", Cancelled(job.request_id, key.attempt, (0,)))
@@ -341,22 +287,6 @@ def test_a_target_that_is_lost_before_the_commit_leaves_it_where_it_is(lost: typ
     workers.assert_nothing_held()
 
 
-def test_a_continuation_that_finishes_first_ends_its_move() -> None:
-    job = new_job(1, PROMPT, max_tokens=8)
-    workers = running(job)
-    workers.move(job)
-    for _ in range(3):
-        for name in list(workers.streams):
-            if name[0] != "copies":
-                workers.deliver(*name)
-    while not workers.answers[job.request_id, 0].is_finished:
-        workers.step("s")
-    workers.deliver_all()
-    assert {attempt for attempt, _ in failures(workers, "t")} <= {1}
-    assert failures(workers, "s") == []
-    finish(workers, job)
-
-
 @pytest.mark.parametrize("end", ["cancel", "router lost", "deadline"])
 @pytest.mark.parametrize("moment", ["asked", "copying", "held", "committed"])
 def test_a_request_that_ends_frees_everything_at_both_ends(end: str, moment: str) -> None:
@@ -381,19 +311,6 @@ def test_a_request_that_ends_frees_everything_at_both_ends(end: str, moment: str
     workers.deliver_all()
     workers.run()
     assert not workers.nodes["s"].scheduler.running
-    workers.assert_nothing_held()
-
-
-def test_a_cancelled_continuation_ends_its_move_and_its_sibling_goes_on() -> None:
-    job = new_job(1, PROMPT, max_tokens=20, n=2)
-    workers = running(job, 3)
-    workers.move(job, 1)
-    until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
-    workers.handle("s", Cancelled(job.request_id, Attempt(1), (1,)))
-    workers.handle("t", Cancelled(job.request_id, Attempt(1), (1,)))
-    del workers.answers[job.request_id, 1]
-    workers.run()
-    assert workers.output(job, 0) == alone(job)[0]
     workers.assert_nothing_held()
 
 
@@ -457,7 +374,7 @@ def test_a_move_asked_for_again_takes_the_place_of_the_one_before() -> None:
 
 def ask_again(workers: Workers, job: Job) -> None:
     """Ask for one more move, to a worker that was not given the work."""
-    asked = MoveAsked(ROUTER, HandoffKey(*job.key), 0, Attempt(9), workers.nodes["u"].peer, "address", 9)
+    asked = MoveAsked(ROUTER, AttemptKey(*job.key), 0, Attempt(9), workers.nodes["u"].peer, "address", 9)
     workers.handle("s", asked)
 
 
@@ -488,46 +405,12 @@ def test_an_attempt_that_is_known_is_refused() -> None:
     workers.move(job)
     workers.deliver_all()
     peer = workers.nodes["t"].peer
-    again = MoveAsked(ROUTER, HandoffKey(job.request_id, job.attempt), 0, Attempt(1), peer, "address", 9)
+    again = MoveAsked(ROUTER, AttemptKey(job.request_id, job.attempt), 0, Attempt(1), peer, "address", 9)
     with pytest.raises(ProtocolError):
         workers.nodes["s"].core.handle(again, 0.0)
 
 
 # ---- a move that fails after its commit
-
-
-def test_a_receiver_that_withdraws_never_admits_and_the_continuation_goes_on() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    key = workers.move(job)
-    until_committed(workers)
-    workers.handle("t", Cancelled(job.request_id, key.attempt, (0,)))
-    workers.answers[job.request_id, 0].shadow = None
-    workers.committed.clear()  # it is withdrawn
-    goes_on(workers, job)
-    assert positions(workers, "t") == []
-
-
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_stream_lost_after_the_commit_ends_the_attempt_here(is_read: bool) -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    workers.move(job)
-    until_committed(workers)
-    if is_read:
-        while workers.deliver("hand-offs", "s", "t") or workers.deliver("digests", "t", "t"):
-            pass
-    workers.lose_stream("s", "t")
-    assert workers.deliver("answers", "t", "s")
-    assert failures(workers, "s") == [(0, Failure.PEER_LOST)]
-    assert not workers.nodes["s"].scheduler.running
-    workers.committed.clear()  # the client decides from here on
-    while workers.deliver("hand-offs", "s", "t") or workers.deliver("digests", "t", "t"):
-        pass
-    if not is_read:
-        workers.handle("t", doors.PeerGone(workers.nodes["s"].peer))
-    finish(workers, job)
-    assert (workers.answers[job.request_id, 0].worker == "t") is is_read
 
 
 def test_a_target_that_ends_after_the_commit_ends_the_attempt_here() -> None:
@@ -539,37 +422,6 @@ def test_a_target_that_ends_after_the_commit_ends_the_attempt_here() -> None:
     assert failures(workers, "s") == [(0, Failure.PEER_LOST)]
     assert workers.nodes["s"].core.idle
     assert workers.nodes["s"].scheduler.cache.pool.num_free == 64
-
-
-def test_a_source_that_is_lost_before_the_commit_ends_the_shadow() -> None:
-    job = new_job(1, PROMPT, max_tokens=40)
-    workers = running(job)
-    workers.move(job)
-    until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
-    workers.handle("t", doors.PeerGone(workers.nodes["s"].peer))
-    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
-    assert workers.nodes["t"].scheduler.cache.pool.num_free == 64
-
-
-# ---- drain
-
-
-def test_a_worker_that_drains_ends_when_its_answers_have_left() -> None:
-    jobs = [new_job(number, PROMPT, max_tokens=40) for number in range(4)]
-    workers = Workers(depth=2)
-    for job in jobs:
-        workers.start(job)
-    workers.steps_of("s", 6)
-    workers.handle("s", DrainAsked())
-    assert not workers.nodes["s"].core.drained
-    for job in jobs:
-        workers.move(job)
-    workers.steps_of("s", 12)
-    assert workers.nodes["s"].core.drained
-    workers.run()
-    for job in jobs:
-        assert workers.output(job) == alone(job)[0]
-    workers.assert_nothing_held()
 
 
 # ---- all orders

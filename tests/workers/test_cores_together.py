@@ -7,18 +7,18 @@ from joined_cores import PAGE_SIZE, ROUTER, VOCAB, Node, attentive
 from wired_cores import WiredCores
 
 from faultsim.engine import expected
+from pdserve.base.ids import Attempt, Incarnation, Peer, RequestId, WorkerId
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE, Job
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import Peer
-from pdserve.prefix_hash import PrefixHasher, short_hashes
-from pdserve.reports import Failure
-from pdserve.router.events import KvChanged, LinkId
-from pdserve.router.prefix_index import PrefixIndex, block_hashes
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import EVERYONE, PrefixHasher, short_hashes
+from pdserve.protocol.reports import Failure
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.router.placement.prefix_index import PrefixIndex, block_hashes
+from pdserve.router.requests.events import KvChanged, LinkId
 from pdserve.worker.messages import Cancelled, Failed, Placed, RouterLost, Tokens
 
 P, D = Peer(WorkerId("p"), Incarnation(11)), Peer(WorkerId("d"), Incarnation(22))
@@ -29,7 +29,7 @@ def scheduler(num_pages: int, reuse: bool = True, max_num_batched_tokens: int = 
     limits = Limits(
         max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, max_model_len=96, eos_token_ids=frozenset()
     )
-    return Scheduler(KvCache(num_pages, PAGE_SIZE, hasher), limits)
+    return Scheduler(KvCache(num_pages, Paging.of(PAGE_SIZE), hasher), limits)
 
 
 class Pair(WiredCores):
@@ -222,15 +222,15 @@ def test_a_router_finds_prompt_and_answer_on_the_decode_worker_for_the_next_turn
     cache = pair.decode.scheduler.cache
     index = PrefixIndex(PrefixHasher(b"k" * 32, "model", block_tokens=PAGE_SIZE))
     index.attach(link, PAGE_SIZE, 64)
-    index.apply(KvChanged(link, stored=short_hashes(b"".join(cache.pages))))
+    index.apply(KvChanged(link, stored=short_hashes(b"".join(cache.spans))))
     conversation = [*first.token_ids, *pair.output(first, 0)]
     num_computed = len(conversation) - 1  # nobody asked for what follows the last token
     num_held = num_computed // PAGE_SIZE * PAGE_SIZE
-    hashes = block_hashes(index.hasher, [*conversation, 5, 6, 7, 8, 9], "")
+    hashes = block_hashes(index.hasher, [*conversation, 5, 6, 7, 8, 9], EVERYONE)
     assert index.match(hashes, now_s) == {link: num_held}
     assert index.reported(link, hashes) == num_held
     second = job(2, [*conversation, 5, 6, 7, 8, 9])
-    reused = cache.reuse(Prefix(second.token_ids, ""), 100)
-    assert len(reused) * PAGE_SIZE == num_held  # what the router believes is what the worker has
-    cache.pool.release(reused)
+    reused = cache.reuse(Prefix(second.token_ids, EVERYONE), 100)
+    assert reused.num_spans * PAGE_SIZE == num_held  # what the router believes is what the worker has
+    cache.pool.release(reused.pages.held)
     pair.assert_nothing_held()

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdserve.config import WorkerConfig
-from pdserve.errors import ConfigError
-from pdserve.kvlayout import KvLayout
-from pdserve.processor import allocator_problem
-from pdserve.worker.boot import build_engine, engine_device, open_model, pages_asked_for
-from pdserve.worker.no_gpu import driver_version, why_no_gpu
+from pdserve.base.errors import ConfigError
+from pdserve.executor.loading import engine_device, pages_asked_for
+from pdserve.executor.no_gpu import driver_version, why_no_gpu
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.settings.config import WorkerConfig
+from pdserve.settings.processor import allocator_problem
+from pdserve.worker.boot import build_engine, open_model
 
 
 def config_of(**settings: object) -> WorkerConfig:

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pdserve import processor
-from pdserve.config import Device, Dtype, WorkerConfig
-from pdserve.engine.runner import Runner
+from pdserve.executor import loading
+from pdserve.executor.loading import page_digest
 from pdserve.kernels.cpu.layers import BFLOAT16_BITS, Tiles
-from pdserve.processor import choose_dtype, read_cpu_info
-from pdserve.worker.boot import build_engine, open_model, page_digest
+from pdserve.model.family import Model
+from pdserve.model.loading import load_model
+from pdserve.settings import processor
+from pdserve.settings.config import Device, Dtype, WorkerConfig
+from pdserve.settings.processor import choose_dtype, read_cpu_info
+from pdserve.worker.boot import build_engine, open_model
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -96,7 +99,7 @@ def test_the_engine_is_built_so_and_the_log_says_why(
     caplog.set_level("INFO")
     engine = build_engine(config, open_model(config), b"secret", lambda _: None)
     assert engine.layout.dtype == expected
-    assert str(engine.runner.kv.dtype) == f"torch.{expected}"
+    assert engine.executor.regions[0].page_bytes == engine.layout.page_bytes
     assert f"dtype {expected}: this processor has" in caplog.text
 
 
@@ -119,13 +122,21 @@ def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
     assert len(hashes) == 4
 
 
-def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(tmp_path: Path) -> None:
+def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Model] = []
+
+    def load(*given: object) -> Model:
+        loaded.append(load_model(*given))
+        return loaded[-1]
+
+    monkeypatch.setattr(loading, "load_model", load)
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 64, "intermediate_size": 64}))
     for bits in (8, 16):
         config = worker(tmp_path, dtype="bfloat16", quantization="int8", quantized_inputs=bits)
-        runner = build_engine(config, open_model(config), b"secret", lambda _: None).runner
-        assert isinstance(runner, Runner)
-        matrices = [each for each in runner._model.matrices() if isinstance(each, Tiles)]
+        build_engine(config, open_model(config), b"secret", lambda _: None)
+        matrices = [each for each in loaded[-1].matrices() if isinstance(each, Tiles)]
         assert {each.input_bits for each in matrices if each.bits != BFLOAT16_BITS} == {bits}
     for bad in (12, 0, -8, 32, "many"):
         with pytest.raises(ValidationError, match="quantized_inputs"):

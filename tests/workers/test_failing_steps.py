@@ -2,28 +2,24 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import inf
+from functools import partial
 
 import pytest
-from default_rules import default_rules
+from loop_worker import LoopWorker, placed
 
 from faultsim.engine import FakeRunner, expected
-from pdserve.clock import MonotonicClock
+from pdserve.base.errors import DeviceError, InvariantError
+from pdserve.base.ids import PageId, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
-from pdserve.errors import DeviceError, InvariantError, PeerFault
-from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.reports import Failure
-from pdserve.sampling import SamplingParams
-from pdserve.worker.core import WorkerCore
-from pdserve.worker.failing import REMEMBERED_S, FailedSteps, Isolating
-from pdserve.worker.inbox import Inbox
-from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.messages import DrainAsked, Failed, Load, Placed, RouterRef, Tokens
+from pdserve.executor.failing import Isolating
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.reports import Failure
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.worker.messages import DrainAsked, Failed, RouterRef, Tokens
+from pdserve.worker.turns import REMEMBERED_S, FailedSteps
 
 VOCAB, PAGE_SIZE, NUM_PAGES = 997, 4, 64
 POISON = 13
@@ -58,7 +54,7 @@ def test_a_step_planned_ahead_gets_the_tokens_of_the_one_before_it_also_where_th
     drawn = steps.run(StepPlan(first)).tokens
     second = tuple(Chunk((0,), 1, (PageId(place),), asked, previous=place) for place in (3, 1, 0))
     ahead = steps.run(StepPlan(second))
-    known = tuple(Chunk((drawn[place][0].token_id,), 1, (PageId(place),), asked) for place in (3, 0))
+    known = tuple(Chunk((drawn[place][0][0].token_id,), 1, (PageId(place),), asked) for place in (3, 0))
     sound.run(StepPlan(first))
     assert (ahead.tokens[0], ahead.tokens[2]) == sound.run(StepPlan(known)).tokens
     assert drawn[1] == ahead.tokens[1] == ()
@@ -158,63 +154,16 @@ def test_only_sequences_that_had_not_failed_decide_what_a_step_planned_ahead_cou
     assert steps.count(0.0) == count
 
 
-class Carried:
-    """What a worker reports, and how often it said that it lives."""
-
-    due_s = inf  # nothing is held back
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = {}
-        self.failed: asyncio.Queue[Failed] = asyncio.Queue()
-        self.num_finished = 0
-        self.loads: list[Load] = []
-        self.news = asyncio.Event()
-
-    def expect(self, placed: Placed) -> None:
-        """Nothing is traced."""
-
-    def perform(self, commands: Sequence[object], step: tuple[StepPlan, StepResult] | None) -> None:
-        for command in commands:
-            if isinstance(command, Failed):
-                self.failed.put_nowait(command)
-            elif isinstance(command, Tokens):
-                number = int.from_bytes(command.key.request_id)
-                self.tokens.setdefault(number, []).append(command.token.token_id)
-                self.num_finished += command.finish is not None
-        self.news.set()
-
-    def beat(self, load: Load, num_steps: int) -> None:
-        self.loads.append(load)
-
-    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
-        pass
-
-    def refuse(self, refusal: PeerFault) -> None:
-        raise AssertionError(refusal)
-
-
-def placed(number: int, prompt: list[int], n: int = 1) -> Placed:
-    params = SamplingParams(max_tokens=6, seed=number, n=n)
-    request_id = RequestId(number.to_bytes(16))
-    return Placed(ROUTER, Job(request_id, Attempt(0), tuple(prompt), len(prompt), params, tuple(range(n))), 1e9, None)
-
-
-class Worker:
+class Worker(LoopWorker):
     """The loop of a decode worker that computes prompts itself."""
 
     def __init__(self) -> None:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
-        self.scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
         self.runner = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB)
-        self.core = WorkerCore(self.scheduler, VOCAB, 64, b"secret", default_rules())
-        self.inbox, self.carried = Inbox(), Carried()
-        run = Isolating(self.runner.run).run
-        thread = ThreadPoolExecutor(1)
-
-        def start(plan: StepPlan) -> asyncio.Future[StepResult]:
-            return asyncio.get_running_loop().run_in_executor(thread, run, plan)
-
-        self.loop = WorkerLoop(self.core, start, self.inbox, self.carried, MonotonicClock(), 60.0)
+        thread, run = ThreadPoolExecutor(1), Isolating(self.runner.run).run
+        super().__init__(
+            Scheduler(KvCache(NUM_PAGES, Paging.of(PAGE_SIZE), None), limits), partial(thread.submit, run), VOCAB
+        )
 
 
 async def test_one_poisoned_request_among_several_is_the_only_one_that_fails() -> None:
@@ -226,9 +175,7 @@ async def test_one_poisoned_request_among_several_is_the_only_one_that_fails() -
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         tasks.create_task(worker.loop.run())
         failed = await carried.failed.get()
-        while carried.num_finished < 3:
-            carried.news.clear()
-            await carried.news.wait()
+        await carried.finished(3)
         worker.inbox.put(DrainAsked())
     assert carried.failed.empty()
     assert (failed.key.request_id, failed.code) == (RequestId((2).to_bytes(16)), Failure.INTERNAL)

@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 from wired_cores import PAGE_SIZE, ROUTER, WiredCores, core_worker, job, wanted
 
+from pdserve.base.ids import AttemptKey
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import doors
-from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded, Quiesced, Withdrawn
-from pdserve.reports import Stage
+from pdserve.kvtransfer.session import Capsule, Commit, PagesLanded, Quiesced, Withdrawn
+from pdserve.protocol.prefix_hash import EVERYONE
+from pdserve.protocol.reports import Stage
 from pdserve.worker import fetches
 from pdserve.worker.messages import (
     Cancelled,
@@ -45,7 +47,7 @@ def cluster(num_pages: int = 32) -> WiredCores:
 
 def share(cores: WiredCores, each: Job, num_tokens: int = 24, deadline_s: float = DUE_S) -> ShareAsked:
     tokens = each.token_ids[:num_tokens]
-    return ShareAsked(HandoffKey(*each.key), tokens, "", cores.nodes["p"].peer, "p", deadline_s)
+    return ShareAsked(AttemptKey(*each.key), tokens, EVERYONE, cores.nodes["p"].peer, "p", deadline_s)
 
 
 def placed(cores: WiredCores, each: Job, target: str = "", num_tokens: int = 24) -> Placed:
@@ -185,7 +187,7 @@ def test_a_prompt_waits_for_its_fetch_until_that_is_due_and_no_longer() -> None:
     assert computing.starts(DUE_S)
     assert computing.core.due_s > 1e9
     quiesced = doors.SenderMessage(computing.holder, computing.each.key, Quiesced("late"))
-    computing.handle(replace(quiesced, key=HandoffKey(*computing.each.key)))
+    computing.handle(replace(quiesced, key=AttemptKey(*computing.each.key)))
     computing.assert_nothing_held()
 
 
@@ -194,7 +196,7 @@ def test_a_prompt_waits_for_its_fetch_until_that_is_due_and_no_longer() -> None:
     [
         lambda c: doors.SenderLost(c.holder, "cut"),
         lambda c: doors.PeerGone(c.holder),
-        lambda c: doors.SenderMessage(c.holder, HandoffKey(*c.each.key), Quiesced("no")),
+        lambda c: doors.SenderMessage(c.holder, AttemptKey(*c.each.key), Quiesced("no")),
     ],
     ids=["stream lost", "process gone", "refused"],
 )
@@ -212,7 +214,7 @@ def test_a_prompt_starts_when_its_holder_is_lost_or_refuses(lost: object) -> Non
 def test_a_fetching_prompt_that_ends_gives_all_pages_back(end: str) -> None:
     computing = Computing()
     computing.place()
-    key = HandoffKey(*computing.each.key)
+    key = AttemptKey(*computing.each.key)
     match end:
         case "cancel":
             computing.handle(Cancelled(*key))
@@ -266,7 +268,7 @@ def test_a_share_of_a_stream_that_is_lost_gives_its_pages_back() -> None:
 def committed(computing: Computing, offered: list[Command]) -> list[Command]:
     """Let all that was granted to the holder land; return what the worker does when it reads the commit."""
     (grant,) = [c.message for c in offered if isinstance(c, doors.ToSender) and c.peer == computing.holder]
-    key, num_pages = HandoffKey(*computing.each.key), len(grant.pages)
+    key, num_pages = AttemptKey(*computing.each.key), len(grant.pages)
     computing.handle(doors.SenderMessage(computing.holder, key, PagesLanded((7,) * num_pages)))
     computing.handle(doors.DigestsChecked(key, None))
     commit = Commit(grant.capability, Capsule((grant.first_page + num_pages) * PAGE_SIZE, ()))

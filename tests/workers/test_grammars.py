@@ -6,16 +6,17 @@ import pytest
 from default_rules import default_rules
 from small_vocabulary import END, small_tokenizer
 
+from pdserve.base.errors import GrammarError
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.masks import token_masks
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
-from pdserve.errors import GrammarError
 from pdserve.grammar.compiler import Compiler
 from pdserve.grammar.matching import Grammars
-from pdserve.ids import Attempt, RequestId
-from pdserve.reports import Failure
-from pdserve.sampling import SamplingParams, StructuredOutput
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.reports import Failure
+from pdserve.protocol.sampling import SamplingParams, StructuredOutput
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.inbox import Inbox, Listener
 from pdserve.worker.messages import Failed, Placed, RouterRef
@@ -28,7 +29,7 @@ PLACED = Placed(RouterRef(1), Job(RequestId(b"r" * 16), Attempt(0), (1, 2, 3), 3
 
 def core() -> WorkerCore:
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=96, eos_token_ids=frozenset({END}))
-    return WorkerCore(Scheduler(KvCache(16, 4, None), limits), VOCAB, 64, b"secret", default_rules())
+    return WorkerCore(Scheduler(KvCache(16, Paging.of(4), None), limits), VOCAB, 64, b"secret", default_rules())
 
 
 def test_a_job_whose_masks_nobody_makes_is_refused() -> None:

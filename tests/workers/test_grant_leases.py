@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.decode_worker.granting import Leases
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.session import Peer
 
 LEASE_S = 4.0
 P, Q = Peer(WorkerId("p"), Incarnation(1)), Peer(WorkerId("q"), Incarnation(2))

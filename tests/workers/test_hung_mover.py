@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from stream_ends import Heard
 
-from pdserve.clock import VirtualClock
-from pdserve.credentials import Credentials
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.base.clock import VirtualClock
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
+from pdserve.base.roles import Role
 from pdserve.kvtransfer.backends.backend import Indices
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import HEARTBEAT_S, OutgoingEvent, StartCopy
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.kvtransfer.session import HandoffKey, Introduction, Peer
+from pdserve.kvtransfer.session import Introduction
 from pdserve.kvtransfer.speed import Probes
+from pdserve.net.credentials import Credentials
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
+from pdserve.protocol.kvlayout import KvLayout
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Event, Load
@@ -31,7 +31,7 @@ from pdserve.worker.outbox import HUNG_MOVER_S, Carriers, Outbox
 from pdserve.worker.reporting import Reporter
 
 SECRET = b"s" * 32
-KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
+KEY = AttemptKey(RequestId(bytes(16)), Attempt(0))
 PEER = Peer(WorkerId("decode-0"), Incarnation(2))
 LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
 LONG_ENOUGH = int(HUNG_MOVER_S / HEARTBEAT_S) + 2  # beats

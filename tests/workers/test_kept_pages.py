@@ -6,13 +6,14 @@ import pytest
 from capsules import capsule
 from lone_core import PAGE_SIZE, LoneCore
 
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, WorkerId
+from pdserve.decode_worker import receiver
 from pdserve.engine.sequence import Job
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.reports import Failure
-from pdserve.sampling import SamplingParams
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.session import Commit, Grant, PagesLanded, Quiesced
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.reports import Failure
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.worker.messages import Cancelled, Command, Failed
 
 NUM_PAGES = 16
@@ -31,8 +32,8 @@ class Worker(LoneCore):
         self.attempt = -1
 
     @property
-    def key(self) -> HandoffKey:
-        return HandoffKey(REQUEST, Attempt(self.attempt))
+    def key(self) -> AttemptKey:
+        return AttemptKey(REQUEST, Attempt(self.attempt))
 
     def place_next(self) -> Grant:
         """Place the next attempt; return its grant."""

@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.kvcache import KvCache, Prefix
-from pdserve.prefix_hash import BLOCK_TOKENS, HASH_BYTES, PrefixHash, PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.kvlayout import Tier
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import BLOCK_TOKENS, HASH_BYTES, CacheScope, PrefixHash, PrefixHasher
 from pdserve.router import wire
-from pdserve.router.events import KvChanged, LinkId
-from pdserve.router.prefix_index import PrefixIndex, block_hashes
+from pdserve.router.placement.prefix_index import PrefixIndex, block_hashes
+from pdserve.router.requests.events import KvChanged, LinkId
 from pdserve.worker.kv_feed import MAX_PAGES, KvFeed
 from pdserve.worker.link import Deferred, Links
 from pdserve.worker.messages import RouterRef
@@ -41,7 +43,7 @@ class Worker:
 
     def __init__(self, num_pages: int, page_size: int = PAGE_SIZE, max_pages: int = MAX_PAGES) -> None:
         self.hasher = PrefixHasher(b"secret", "model", min(page_size, BLOCK_TOKENS))
-        self.kv = KvCache(num_pages, page_size, self.hasher)
+        self.kv = KvCache(num_pages, Paging.of(page_size), self.hasher)
         self.links = FakeLinks()
         self.feed = KvFeed(self.kv, cast(Links, self.links), max_pages=max_pages)
         self.known: dict[RouterRef, set[PrefixHash]] = {}
@@ -56,25 +58,25 @@ class Worker:
 
     def serve(self, token_ids: list[int], salt: str = "") -> int:
         """Compute a prompt and end; return how many tokens were reused."""
-        reused = self.kv.reuse(Prefix(token_ids, salt), (len(token_ids) - 1) // self.kv.page_size)
-        self.kv.pool.release(reused)
+        reused = self.kv.reuse(Prefix(token_ids, CacheScope(salt)), (len(token_ids) - 1) // self.kv.page_size)
+        self.kv.pool.release(reused.pages.held)
         for _ in self.compute(token_ids, salt):
             pass
-        return len(reused) * self.kv.page_size
+        return reused.num_spans * self.kv.page_size
 
     def compute(self, token_ids: list[int], salt: str) -> Iterator[None]:
         """Compute a prompt, page by page."""
-        prefix, num_full = Prefix(token_ids, salt), len(token_ids) // self.kv.page_size
-        reused = self.kv.reuse(prefix, num_full)
-        fresh = self.kv.take(self.kv.num_pages(len(token_ids)) - len(reused))
+        prefix, num_full = Prefix(token_ids, CacheScope(salt)), len(token_ids) // self.kv.page_size
+        hit = self.kv.reuse(prefix, num_full)
+        fresh = self.kv.take(self.kv.num_pages(len(token_ids)) - hit.num_spans)
         if fresh is None:
-            self.kv.pool.release(reused)
+            self.kv.pool.release(hit.pages.held)
             return
-        pages = reused + fresh
-        for number in range(len(reused), num_full):
-            self.kv.publish(prefix, pages, range(number, number + 1))
+        hit.pages.runs[0].extend(fresh)
+        for number in range(hit.num_spans, num_full):
+            self.kv.publish(prefix, hit.pages, range(number, number + 1))
             yield
-        self.kv.pool.release(pages)
+        self.kv.pool.release(hit.pages.held)
 
     def read(self, router: RouterRef) -> link.KvEvents | None:
         """Let a router read a message: it tells what the router did not know."""
@@ -125,7 +127,7 @@ def test_whoever_attaches_at_any_time_ends_up_knowing_what_is_cached(moves: list
     worker.feed.flush()
     for router in worker.links.waiting:
         worker.read_all(router)
-        assert worker.known[router] == worker.kv.pages.keys()
+        assert worker.known[router] == worker.kv.spans.keys()
 
 
 def test_a_snapshot_is_one_message() -> None:
@@ -162,7 +164,7 @@ def test_a_router_that_reads_nothing_costs_no_more_than_the_pages_there_are() ->
     assert len(worker.links.waiting[router]) == 1
     assert len(worker.feed._unsent[router]) <= 100
     worker.read_all(router)
-    assert worker.known[router] == worker.kv.pages.keys()
+    assert worker.known[router] == worker.kv.spans.keys()
 
 
 @given(
@@ -183,5 +185,19 @@ def test_what_a_router_predicts_is_what_the_worker_reuses(asked: list[tuple[list
             for event in wire.worker_events(link_id, message) if message else ():
                 assert isinstance(event, KvChanged)
                 index.apply(event)
-        hashes = block_hashes(worker.hasher, token_ids, salt)[: (len(token_ids) - 1) // BLOCK_TOKENS]
+        hashes = block_hashes(worker.hasher, token_ids, CacheScope(salt))[: (len(token_ids) - 1) // BLOCK_TOKENS]
         assert index.match(hashes, 0.0).get(link_id, 0) == worker.serve(token_ids, salt)
+
+
+def test_each_tier_is_reported_by_a_feed_of_its_own() -> None:
+    worker = Worker(8)
+    host = KvFeed(worker.kv, cast(Links, worker.links), tier=Tier.HOST)
+    router = worker.attach()
+    worker.serve([1, 2, 3, 4])
+    reported = {}
+    for feed in (worker.feed, host):
+        feed.flush()
+        message = worker.links.read(router)
+        assert message is not None
+        reported[message.kv_events.tier] = len(split(message.kv_events.stored))
+    assert reported == {link.TIER_DEVICE: 2, link.TIER_HOST: 2}

@@ -11,17 +11,21 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdserve.config import WorkerConfig
-from pdserve.credentials import Credentials
-from pdserve.engine.kvcache import KvCache, PagesRemoved, Prefix
-from pdserve.errors import ConfigError
-from pdserve.prefix_hash import BLOCK_TOKENS, PrefixHash, PrefixHasher, short_hashes
+from pdserve.base.errors import ConfigError
+from pdserve.engine.kvcache import KvCache, PagesRemoved, PagesStored, Prefix
+from pdserve.net.credentials import Credentials
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.kvlayout import Tier
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import BLOCK_TOKENS, EVERYONE, CacheScope, PrefixHash, PrefixHasher, short_hashes
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import END_OF_REPLAY, KvPublisher, publishing
 from pdserve.worker.link import Links
 
 HASHER = PrefixHasher(b"a secret of the cluster", "model")
+TENANTS = CacheScope("tenant")
+GOLD = link.Adapter(name="gold", digest=b"gold" * 8)
 LOCAL = "tcp://127.0.0.1:*"
 
 
@@ -43,7 +47,7 @@ def config_of(endpoint: str, replay: str | None, buffer_steps: int = 100) -> Wor
 @asynccontextmanager
 async def publisher(buffer_steps: int = 100) -> AsyncIterator[KvPublisher]:
     """Publish, and answer replays, for the length of the block."""
-    async with publishing(config_of(LOCAL, LOCAL, buffer_steps), link.Register()) as ours:
+    async with publishing(config_of(LOCAL, LOCAL, buffer_steps), link.Register(adapters=[GOLD])) as ours:
         assert ours is not None
         yield ours
 
@@ -84,16 +88,17 @@ async def replayed(ours: KvPublisher, first: int) -> list[tuple[int, list[dict[s
 class Publishing:
     """A prefix cache whose changes are published as a worker does."""
 
-    def __init__(self, ours: KvPublisher, num_pages: int) -> None:
-        self.cache = KvCache(num_pages, BLOCK_TOKENS, HASHER)
+    def __init__(self, ours: KvPublisher, num_pages: int, scope: CacheScope = TENANTS) -> None:
+        self._scope = scope
+        self.cache = KvCache(num_pages, Paging.of(BLOCK_TOKENS), HASHER)
         self._feed = KvFeed(self.cache, Links((), Credentials(b""), link.Register(), _nobody, print), ours)
 
     def serve(self, token_ids: list[int]) -> None:
-        prefix = Prefix(token_ids, "tenant")
-        reused = self.cache.reuse(prefix, len(token_ids) // BLOCK_TOKENS)
-        pages = reused + (self.cache.take(self.cache.num_pages(len(token_ids)) - len(reused)) or ())
-        self.cache.publish(prefix, pages, range(len(reused), len(pages)))
-        self.cache.pool.release(pages)
+        prefix = Prefix(token_ids, self._scope)
+        hit = self.cache.reuse(prefix, len(token_ids) // BLOCK_TOKENS)
+        hit.pages.runs[0].extend(self.cache.take(self.cache.num_pages(len(token_ids)) - hit.num_spans) or ())
+        self.cache.publish(prefix, hit.pages, range(hit.num_spans, len(hit.pages.held)))
+        self.cache.pool.release(hit.pages.held)
         self._feed.flush()
 
 
@@ -104,7 +109,7 @@ async def _nobody(_: object) -> None:
 async def test_pages_are_published_with_their_tokens_and_removed_by_the_same_hashes() -> None:
     async with publisher() as ours:
         worker, tokens = Publishing(ours, num_pages=4), list(range(4 * BLOCK_TOKENS))
-        hashes = short_hashes(b"".join(HASHER.extend(HASHER.root("tenant"), tokens)))
+        hashes = short_hashes(b"".join(HASHER.extend(HASHER.root(TENANTS), tokens)))
         worker.serve(tokens[: 2 * BLOCK_TOKENS])
         worker.serve(tokens)
         worker.serve([7] * BLOCK_TOKENS)
@@ -123,6 +128,26 @@ async def test_pages_are_published_with_their_tokens_and_removed_by_the_same_has
     }
     assert removed["type"] == "BlockRemoved"
     assert set(removed["block_hashes"]) < set(hashes)
+
+
+@pytest.mark.parametrize(
+    ("scope", "name", "first", "later"),
+    [
+        (CacheScope("tenant", GOLD.digest), "gold", ["gold", "tenant"], ["gold"]),
+        (CacheScope("", GOLD.digest), "gold", ["gold"], ["gold"]),
+        (CacheScope("", b"gone" * 8), (b"gone" * 8).hex(), [(b"gone" * 8).hex()], [(b"gone" * 8).hex()]),
+    ],
+)
+async def test_pages_of_an_adapter_are_published_with_its_name(
+    scope: CacheScope, name: str, first: list[str], later: list[str]
+) -> None:
+    async with publisher() as ours:
+        worker = Publishing(ours, num_pages=4, scope=scope)
+        worker.serve(list(range(2 * BLOCK_TOKENS)))
+        worker.serve(list(range(3 * BLOCK_TOKENS)))
+        stored = [event for _, (event,) in await replayed(ours, 0)]
+    assert [event["lora_name"] for event in stored] == [name, name]
+    assert [event["extra_keys"] for event in stored] == [[first, later], [later]]
 
 
 async def test_a_subscriber_gets_topic_number_and_batch() -> None:
@@ -198,3 +223,12 @@ def test_what_is_no_endpoint_is_refused() -> None:
 def test_an_endpoint_that_cannot_be_bound_is_the_operators_to_mend() -> None:
     with pytest.raises(ConfigError, match="kv_events_endpoint: cannot listen on ipc:///no/such/folder"):
         KvPublisher(config_of("ipc:///no/such/folder/events", None), "ipc:///no/such/folder/events")
+
+
+@pytest.mark.parametrize(("tier", "medium"), [(Tier.DEVICE, "GPU"), (Tier.HOST, "CPU"), (Tier.DISK, "STORAGE")])
+async def test_subscribers_learn_by_vllms_names_on_which_tier_pages_are(tier: Tier, medium: str) -> None:
+    prefix = Prefix(list(range(BLOCK_TOKENS)), EVERYONE, [page(7)])
+    async with publisher() as ours:
+        ours.publish([PagesStored(prefix, range(1), tier=tier), PagesRemoved([page(7)], tier=tier)])
+        ((_, events),) = await replayed(ours, 0)
+    assert [(event["type"], event["medium"]) for event in events] == [("BlockStored", medium), ("BlockRemoved", medium)]

@@ -8,22 +8,24 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 from stream_ends import Heard
 
-from pdserve.clock import MonotonicClock
-from pdserve.credentials import Credentials
+from pdserve.base.clock import MonotonicClock
 from pdserve.engine.kvcache import KvCache, Prefix
-from pdserve.kvlayout import KvLayout
-from pdserve.prefix_hash import HASH_BYTES, PrefixHasher
+from pdserve.net.credentials import Credentials
+from pdserve.net.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
+from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.link import layout_to_proto
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.prefix_hash import EVERYONE, HASH_BYTES, PrefixHasher
 from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
-from pdserve.router.policies import least_loaded
-from pdserve.router.predict import Predictor
-from pdserve.router.prefix_index import block_hashes
+from pdserve.router.placement.policies import least_loaded
+from pdserve.router.placement.predict import Predictor
+from pdserve.router.placement.prefix_index import block_hashes
+from pdserve.router.requests.core import RouterCore
 from pdserve.router.shell import Links as WorkerEndpoint
 from pdserve.router.shell import Shell
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
-from pdserve.wire import layout_to_proto
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Event
@@ -53,7 +55,7 @@ class Worker:
     def __init__(self, addresses: list[str]) -> None:
         self.num_dialled = 0
         self._heard = Heard[Event]()
-        self.kv = KvCache(NUM_PAGES, PAGE_SIZE, HASHER)
+        self.kv = KvCache(NUM_PAGES, Paging.of(PAGE_SIZE), HASHER)
         self.links = Links(tuple(addresses), Credentials(SECRET), REGISTER, self._heard, print)
         self.feed = KvFeed(self.kv, self.links, max_pages=MAX_PAGES)
 
@@ -64,7 +66,7 @@ class Worker:
 
     def serve(self, token_ids: list[int]) -> None:
         pages = self.kv.take(self.kv.num_pages(len(token_ids))) or ()
-        self.kv.publish(Prefix(token_ids, ""), pages, range(len(pages)))
+        self.kv.publish(Prefix(token_ids, EVERYONE), PageTables((list(pages),)), range(len(pages)))
         self.kv.pool.release(pages)
 
     async def run(self) -> None:
@@ -86,7 +88,7 @@ class Router:
 
     async def until_known(self, token_ids: list[int]) -> None:
         """Wait until this router knows that a worker holds a prompt."""
-        hashes, prefixes = block_hashes(HASHER, token_ids, ""), self.shell.core.predictor.prefixes
+        hashes, prefixes = block_hashes(HASHER, token_ids, EVERYONE), self.shell.core.predictor.prefixes
         await self.shell.until(lambda: max(prefixes.match(hashes, 1e9).values(), default=0) >= len(token_ids))
 
 

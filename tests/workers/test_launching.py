@@ -1,6 +1,5 @@
 """Steps that are launched while the one before is computed bring what steps one by one bring."""
 
-import asyncio
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,12 +10,13 @@ import pytest
 import torch
 
 from faultsim.engine import FakeRunner
+from pdserve.base.errors import DeviceError, InvariantError
+from pdserve.base.ids import PageId
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
-from pdserve.errors import DeviceError, InvariantError
-from pdserve.ids import PageId
-from pdserve.sampling import SampledToken, SamplingParams
-from pdserve.worker.failing import Isolating
-from pdserve.worker.launching import Launches, step_starter
+from pdserve.executor.failing import Isolating
+from pdserve.executor.launching import Launches
+from pdserve.executor.local import LocalExecutor
+from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 VOCAB, PAGE_SIZE, NUM_PAGES = 997, 4, 64
 POISON = 13
@@ -29,7 +29,7 @@ class Device(FakeRunner):
     Cannot compute a certain token, nor launch the step that it `refuses`, and `breaks` later on.
     """
 
-    kv = torch.empty(0)
+    kv = torch.zeros(NUM_PAGES, PAGE_SIZE, VOCAB)
 
     def __init__(self) -> None:
         super().__init__(NUM_PAGES, PAGE_SIZE, VOCAB)
@@ -71,7 +71,7 @@ class Device(FakeRunner):
     def _known(self, chunk: Chunk) -> Chunk:
         if chunk.previous is None:
             return chunk
-        return replace(chunk, token_ids=(self._drawn[chunk.previous][0].token_id,), previous=None)
+        return replace(chunk, token_ids=(self._drawn[chunk.previous][0][0].token_id,), previous=None)
 
 
 class Engine:
@@ -112,7 +112,7 @@ def step(index: int, **params: object) -> StepPlan:
                 index,
                 tuple(PageId(8 * place + page) for page in range(1 + index // PAGE_SIZE)),
                 (spec(index, **params),),
-                previous,
+                previous=previous,
             )
             for place, previous in enumerate(before)
         )
@@ -163,7 +163,7 @@ def test_steps_that_bring_log_probabilities_are_launched_like_others() -> None:
 
 def test_pages_are_copied_before_the_step_that_needs_them() -> None:
     engine, plans = Engine(), [step(index) for index in range(3)]
-    copied = tuple(Chunk((0,), 2, (PageId(60 + place),), (spec(2),), place) for place in range(NUM_SEQUENCES))
+    copied = tuple(Chunk((0,), 2, (PageId(60 + place),), (spec(2),), previous=place) for place in range(NUM_SEQUENCES))
     plans[2] = StepPlan(copied, tuple((PageId(8 * place), PageId(60 + place)) for place in range(NUM_SEQUENCES)))
     assert tokens(ahead(engine, plans)) == tokens(one_by_one([step(index) for index in range(3)]))
     assert "run" not in engine.device.calls
@@ -172,7 +172,7 @@ def test_pages_are_copied_before_the_step_that_needs_them() -> None:
 def test_pages_that_were_copied_for_a_step_that_was_not_launched_are_copied_again() -> None:
     engine, plans = Engine(), [step(index) for index in range(3)]
     poisoned = Chunk((POISON,), 0, (PageId(50),), (spec(0),))
-    copied = tuple(Chunk((0,), 2, (PageId(60 + place),), (spec(2),), place) for place in range(NUM_SEQUENCES))
+    copied = tuple(Chunk((0,), 2, (PageId(60 + place),), (spec(2),), previous=place) for place in range(NUM_SEQUENCES))
     copies = tuple((PageId(8 * place), PageId(60 + place)) for place in range(NUM_SEQUENCES))
     plans[2] = StepPlan((*copied, poisoned), copies)
     *_, last = ahead(engine, plans)
@@ -210,9 +210,10 @@ def test_a_bug_of_ours_is_no_devices_fault() -> None:
 
 
 @pytest.mark.parametrize(("step_s", "calls"), [(0.0, ["start", "finish"]), (0.001, ["run"])])
-async def test_a_runner_that_launches_is_used_so_unless_steps_are_paced(step_s: float, calls: list[str]) -> None:
+def test_a_runner_that_launches_is_used_so_unless_steps_are_paced(step_s: float, calls: list[str]) -> None:
     device = Device()
-    with ThreadPoolExecutor(1) as thread:
-        result = await asyncio.wait_for(step_starter(device, step_s, thread)(step(0)), 5)
+    executor = LocalExecutor(device, ThreadPoolExecutor(1), step_s=step_s)
+    result = executor.start(step(0)).result(5)
+    executor.close()
     assert result.tokens == one_by_one([step(0)])[0].tokens
     assert device.calls == calls

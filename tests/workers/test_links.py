@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import grpc
 from stream_ends import Heard
 
-from pdserve.credentials import Credentials
+from pdserve.net.credentials import Credentials
+from pdserve.net.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
-from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.worker.link import MAX_QUEUED, Links
 from pdserve.worker.messages import Cancelled, DrainAsked, Event, RouterLost
 

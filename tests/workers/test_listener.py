@@ -9,12 +9,11 @@ import pytest
 from half_slice import MEETING, half_slice
 from loopback import loopback_mover
 
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.base.ids import Attempt, Incarnation, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.doors import PeerGone, SenderAlive
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
-from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import wire
 from pdserve.worker.inbox import Inbox, Listener

@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 from lone_core import LoneCore, job, key_of
 
-from pdserve.errors import PeerFault
-from pdserve.ids import Attempt, Incarnation, WorkerId
+from pdserve.base.errors import PeerFault
+from pdserve.base.ids import Attempt, Incarnation, Peer, WorkerId
+from pdserve.base.roles import Role
+from pdserve.decode_worker.receiver import Quiesced
 from pdserve.kvtransfer.doors import SenderMessage
-from pdserve.kvtransfer.receiver import Quiesced
-from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import attention_work
-from pdserve.reports import Failure, LoadPart
-from pdserve.roles import Role
-from pdserve.router.events import LinkId, LoadReported
+from pdserve.protocol.reports import Failure, LoadPart
+from pdserve.router.requests.events import LinkId, LoadReported
 from pdserve.router.wire import worker_events
 from pdserve.worker import wire
 from pdserve.worker.messages import Cancelled, Command, Failed, Placed, RouterLost, RouterRef

@@ -4,20 +4,20 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
 
 import pytest
 from lone_core import LoneCore, job
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import PeerFault
+from pdserve.base.ids import Attempt, RequestId
+from pdserve.base.roles import Role
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import PeerFault
-from pdserve.ids import Attempt, RequestId
-from pdserve.roles import Role
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import Claim
 from pdserve.worker.loop import WorkerLoop
@@ -70,8 +70,8 @@ class HeldUp:
         self.started = threading.Event()
         self.go_on = threading.Event()
 
-    def start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        return asyncio.get_running_loop().run_in_executor(self.thread, self.run, plan)
+    def start(self, plan: StepPlan) -> Future[StepResult]:
+        return self.thread.submit(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
         self.started.set()

@@ -3,28 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from joined_cores import PAGE_SIZE, VOCAB
+from joined_cores import PAGE_SIZE
+from small_models import small_model
 from two_workers import Workers, alone, new_job
 
+from pdserve.base.ids import PageId
 from pdserve.engine.runner import Runner
-from pdserve.ids import PageId
-from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
-from pdserve.model.loading import dummy_weights, load_model
 
-CONFIG = ModelConfig.from_hf(
-    {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "eos_token_id": 5,
-    }
-)
 PROMPT = [17, 200, 3, 511, 42, 8, 77]
 
 
@@ -41,8 +27,7 @@ class Engine(Runner):
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(CONFIG))
-    return load_model(CONFIG, weights, torch.float32)
+    return small_model()
 
 
 @pytest.mark.parametrize(

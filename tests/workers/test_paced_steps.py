@@ -5,9 +5,9 @@ import time
 import pytest
 
 from faultsim.engine import FakeRunner
+from pdserve.base.ids import PageId
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.ids import PageId
-from pdserve.worker.launching import PACED_TOKENS, paced
+from pdserve.executor.launching import PACED_TOKENS, paced
 
 COPY = ((PageId(0), PageId(1)),)
 

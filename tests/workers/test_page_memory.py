@@ -5,11 +5,11 @@ from resource import RUSAGE_SELF, getrusage
 import pytest
 import torch
 
-from pdserve.config import WorkerConfig
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import Role
 from pdserve.engine.runner import zeroed
-from pdserve.errors import ConfigError
-from pdserve.roles import Role
-from pdserve.worker import memory
+from pdserve.executor import memory
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
 
 

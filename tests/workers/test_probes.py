@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from loopback import loopback_mover
 
-from pdserve.clock import VirtualClock
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.clock import VirtualClock
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.base.roles import Role
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.speed import Probes
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.reporting import Reporter

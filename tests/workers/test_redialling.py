@@ -3,9 +3,8 @@
 import pytest
 from lone_core import LoneCore, job
 
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.kvtransfer.doors import HEARTBEAT_S, Connect, ReceiverAttached, ReceiverLost
-from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.outgoing import MAX_ADDRESSES, REDIAL_S
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled, Command, Placed, RouterRef, Ticked

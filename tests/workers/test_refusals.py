@@ -7,12 +7,13 @@ import pytest
 from capsules import capsule
 from lone_core import VOCAB, LoneCore, job, key_of
 
+from pdserve.base.errors import PeerFault, ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, WorkerId
+from pdserve.decode_worker import receiver
 from pdserve.decode_worker.incoming import check_capsule
-from pdserve.errors import PeerFault, ProtocolError
-from pdserve.ids import Attempt, Incarnation, PageId, WorkerId
-from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded, Peer, Quiesced, Tail
-from pdserve.sampling import SampledToken
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.session import Capsule, Commit, PagesLanded, Quiesced, Tail
+from pdserve.protocol.sampling import SampledToken
 from pdserve.worker.messages import Command, Progress
 
 P = Peer(WorkerId("p0"), Incarnation(11))
@@ -30,7 +31,7 @@ class Worker(LoneCore):
         self.good = Commit(self.grant.capability, CAPSULE)
         self.landed = PagesLanded((1,) * len(self.grant.pages))
 
-    def say(self, event: receiver.Event, peer: Peer = P, key: HandoffKey = KEY) -> list[Command]:
+    def say(self, event: receiver.Event, peer: Peer = P, key: AttemptKey = KEY) -> list[Command]:
         return self.handle(doors.SenderMessage(peer, key, event))
 
     def state(self) -> tuple[object, ...]:
@@ -116,7 +117,7 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
     worker.handle(doors.DigestsChecked(KEY, None))
     before = worker.state()
     assert worker.say(worker.good) == []
-    assert worker.say(worker.good, key=HandoffKey(KEY.request_id, Attempt(1))) == []
+    assert worker.say(worker.good, key=AttemptKey(KEY.request_id, Attempt(1))) == []
     assert worker.state() == before
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, Peer, RequestId, WorkerId
+from pdserve.base.roles import Role
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
-from pdserve.sampling import SamplingParams
-from pdserve.token_ids import to_wire
-from pdserve.wire import params_from_proto, params_to_proto
+from pdserve.protocol.inference import params_from_proto, params_to_proto
+from pdserve.protocol.prefix_hash import CacheScope
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.protocol.token_ids import to_wire
 from pdserve.worker import wire
 from pdserve.worker.messages import Fetch, MoveAsked, Placed, RoleGiven, RouterRef, ShareAsked
 
@@ -19,7 +19,7 @@ PEER = Peer(WorkerId("t"), Incarnation(5))
 TARGET = link.WorkerRef(worker_id="t", incarnation=5, handoff_address="host:1")
 MOVE = link.Move(request_id=ID, attempt=1, index=2, new_attempt=3, target=TARGET, num_tokens=9)
 SHARE = link.Share(request_id=ID, attempt=1, token_ids=to_wire([4, 5]), cache_salt="s", target=TARGET, within_ms=500)
-KEY = HandoffKey(RequestId(ID), Attempt(1))
+KEY = AttemptKey(RequestId(ID), Attempt(1))
 FETCH = link.Fetch(holder=TARGET, num_tokens=64, within_ms=250)
 
 
@@ -42,7 +42,22 @@ def test_a_share_has_a_deadline_on_the_workers_clock() -> None:
     asked = read(share=SHARE)
     assert isinstance(asked, ShareAsked)
     assert (list(asked.token_ids), asked.deadline_s) == ([4, 5], 10.5)
-    assert (asked.key, asked.salt, asked.target, asked.target_address) == (KEY, "s", PEER, "host:1")
+    assert (asked.key, asked.scope, asked.target, asked.target_address) == (KEY, CacheScope("s"), PEER, "host:1")
+
+
+def test_an_adapter_is_named_by_a_digest_or_not_at_all() -> None:
+    job, share = place(), link.Share()
+    share.CopyFrom(SHARE)
+    for digest in (b"", bytes(range(32))):
+        job.spec.adapter = share.adapter = digest
+        placed, asked = read(place=job), read(share=share)
+        assert isinstance(placed, Placed)
+        assert isinstance(asked, ShareAsked)
+        assert (placed.job.scope.adapter, asked.scope.adapter) == (digest, digest)
+    for message, field in ((job, "place"), (share, "share")):
+        job.spec.adapter = share.adapter = bytes(31)
+        with pytest.raises(ProtocolError, match="adapter: 31 bytes, a digest has 32"):
+            read(**{field: message})
 
 
 def test_a_role_comes_with_its_epoch() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.executor import threads
+from pdserve.executor.threads import NUM_SEATS, SEAT_BYTES, Seat, first_processor, in_cores, thread_defaults
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.worker import threads
-from pdserve.worker.threads import NUM_SEATS, SEAT_BYTES, Seat, first_processor, in_cores, thread_defaults
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 NOW = 10**15  # ns
@@ -75,7 +75,7 @@ COMPUTE = """
 import json, os, struct, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from pdserve.worker import threads
+from pdserve.executor import threads
 
 os.sched_setaffinity(0, json.loads(sys.argv[2]))
 threads.FILES = Path(sys.argv[1])
@@ -157,7 +157,7 @@ def test_processors_of_one_core_are_beside_each_other(tmp_path: Path, monkeypatc
 HOLD = """
 import os, sys
 from pathlib import Path
-from pdserve.worker import threads
+from pdserve.executor import threads
 threads.FILES, threads.TOPOLOGY = Path(sys.argv[1]), Path("/nowhere")
 seat = threads.take_seat(Path("weights"), (3, 1, 2))
 for path in threads.FILES.glob("*/*.seats"):

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import greedy_texts
+from held_weights import scaled
+from mapped_files import mapped_kb
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner
+from pdserve.executor import memory
+from pdserve.executor.memory import NUM_KEPT, share_weights
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.worker import memory
-from pdserve.worker.memory import NUM_KEPT, share_weights
 
 PROMPTS = [[5, 9, 200, 41], [77, 3]]
 CONFIG = ModelConfig.from_hf(
@@ -40,23 +42,12 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_in(quantization: ChosenQuantization = "none", dtype: torch.dtype = torch.bfloat16) -> Model:
-    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(CONFIG))
+    weights = scaled(dummy_weights(CONFIG))
     return load_model(CONFIG, in_form(weights, quantization), dtype)
 
 
 def answers(model: Model) -> object:
     return greedy_texts(Runner(model, 60, 16), PROMPTS, 6)
-
-
-def mapped_kb(path: Path, field: str = "Rss") -> int:
-    """Return how much of the file this process has in memory; 0 where it maps none of it."""
-    lines, total, inside = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines(), 0, False
-    for line in lines:
-        if "-" in line.split(" ")[0]:
-            inside = line.endswith(str(path))
-        elif inside and line.startswith(f"{field}:"):
-            total += int(line.split()[1])
-    return total
 
 
 def only_file(folder: Path) -> Path:
@@ -89,7 +80,7 @@ def test_the_engine_reads_what_is_mapped(tmp_path: Path) -> None:
     expected = answers(model)
     share_weights(model, tmp_path, "a")
     for layer in model.layers:
-        layer.down.data.zero_()  # type: ignore[union-attr]
+        layer.mlp.down.data.zero_()  # type: ignore[attr-defined]
     assert answers(model) != expected
 
 

@@ -8,17 +8,17 @@ from typing import cast
 from scripted_backend import FIRST, scripted_rig
 from stream_ends import Heard
 
-from pdserve.clock import VirtualClock
-from pdserve.credentials import Credentials
-from pdserve.kvlayout import KvLayout
+from pdserve.base.clock import VirtualClock
+from pdserve.base.roles import Role
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import OutgoingEvent
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import Introduction
 from pdserve.kvtransfer.speed import WINDOW_S, Probes
+from pdserve.net.credentials import Credentials
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
+from pdserve.protocol.kvlayout import KvLayout
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef

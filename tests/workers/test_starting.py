@@ -2,8 +2,7 @@
 
 from lone_core import PAGE_SIZE, VOCAB, LoneCore, job
 
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.session import Peer
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 
 PEER = Peer(WorkerId("decode"), Incarnation(1))
 

@@ -7,23 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.base.ids import Attempt, AttemptKey, RequestId
 from pdserve.engine.sequence import Finish
-from pdserve.ids import Attempt, RequestId
-from pdserve.kvtransfer.session import HandoffKey
+from pdserve.observe.metrics import ITL, SAMPLED_TOKENS, Distribution
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Stage
-from pdserve.sampling import SampledToken, TokenLogprobs
+from pdserve.protocol.reports import Stage
+from pdserve.protocol.sampling import SampledToken, TokenLogprobs
 from pdserve.worker.messages import Progress, RouterRef, StepCost, Tokens
-from pdserve.worker.reporting import LATEST_S, WINDOW_S, StepReports
+from pdserve.worker.reporting import LATEST_S, WINDOW_S, StepReports, Steps
 
 ROUTER = RouterRef(1)
-KEYS = [HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]
+KEYS = [AttemptKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]
 SHORT_S = WINDOW_S / 4
 
 
 def token(number: int, position: int, finish: Finish | None = None, logprobs: TokenLogprobs | None = None) -> Tokens:
-    return Tokens(ROUTER, KEYS[number], 0, position, SampledToken(100 * number + position, logprobs), finish)
+    return Tokens(ROUTER, KEYS[number], 0, position, (SampledToken(100 * number + position, logprobs),), finish)
 
 
 def decoded(*numbers: int, prefill_tokens: int = 0, elapsed_s: float = SHORT_S) -> StepCost:
@@ -177,3 +177,12 @@ def test_each_token_and_each_cost_goes_once_in_order_and_in_time(
     take(reports.rest(now_s), now_s)
     assert {each: len(sent[KEYS[each].request_id]) for each in range(4)} == positions
     assert kv_tokens == list(range(1, len(steps) + 1))
+
+
+def test_each_sequence_waits_once_for_a_step_however_many_guesses_are_computed_for_it() -> None:
+    steps = Steps()
+    steps.note(Step(sequences=7, kv_tokens=70, guesses=4, kept_guesses=2), 0.5, 5)
+    shown = {sample.metric: sample.amount for sample in steps.samples("m")}
+    gaps = shown[ITL]
+    assert isinstance(gaps, Distribution)
+    assert (gaps.count, gaps.total, shown[SAMPLED_TOKENS]) == (3, 1.5, 5)

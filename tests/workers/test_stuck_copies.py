@@ -3,11 +3,11 @@
 import pytest
 from lone_core import PAGE_SIZE, LoneCore, grant, job, key_of
 
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.base.ids import Incarnation, Peer, WorkerId
 from pdserve.kvtransfer.doors import HEARTBEAT_S, CancelCopies, CopyStopped, ReceiverLost, ToReceiver
-from pdserve.kvtransfer.session import Peer, Quiesced, Taken
+from pdserve.kvtransfer.session import Quiesced, Taken
 from pdserve.prefill_worker.outgoing import ANSWER_S, STUCK_S
-from pdserve.reports import Failure
+from pdserve.protocol.reports import Failure
 from pdserve.worker.admission import NUM_LOOKS
 from pdserve.worker.messages import Command, DrainAsked, Failed, Ticked
 

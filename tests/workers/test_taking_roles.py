@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from wired_cores import MAX_MODEL_LEN, PAGE_SIZE, ROUTER, WiredCores, core_worker, job, wanted
 
-from pdserve.config import WorkerConfig
+from pdserve.base.errors import ConfigError, ProtocolError
+from pdserve.base.roles import Role
 from pdserve.engine.kvcache import Room
 from pdserve.engine.sequence import Job
-from pdserve.errors import ConfigError, ProtocolError
 from pdserve.kvtransfer import doors
-from pdserve.reports import Failure, Stage
-from pdserve.roles import Role
+from pdserve.protocol.reports import Failure, Stage
+from pdserve.settings.config import WorkerConfig
 from pdserve.worker.admission import Roles
 from pdserve.worker.boot import build_engine, open_model
 from pdserve.worker.messages import Cancelled, Failed, Placed, Progress, RoleGiven, RoleTaken

@@ -1,8 +1,6 @@
-import asyncio
 import os
-import threading
 
-from pdserve.worker.threads import SPIN_COUNT, engine_thread, thread_defaults
+from pdserve.executor.threads import SPIN_COUNT, thread_defaults
 
 
 def test_the_users_thread_settings_come_before_ours() -> None:
@@ -29,11 +27,3 @@ def test_a_thread_that_loading_bound_is_free_again() -> None:
     with thread_defaults({}, None):
         os.sched_setaffinity(0, {min(cores)})
     assert os.sched_getaffinity(0) == cores
-
-
-async def test_everything_called_runs_in_one_thread_in_order() -> None:
-    async with engine_thread() as thread:
-        names = [asyncio.wrap_future(thread.submit(threading.get_ident)) for _ in range(3)]
-        idents = [await name for name in names]
-    assert len(set(idents)) == 1
-    assert idents[0] != threading.get_ident()

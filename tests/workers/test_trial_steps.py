@@ -1,6 +1,7 @@
 """A worker computes a few steps before it is ready: no request pays for the first ones, and they leave no trace."""
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts, TimedStep
 from pdserve.perfmodel.model import costs_of_trial
+from pdserve.protocol.paging import Paging
 from pdserve.router.wire import MAX_TRIAL_STEPS
 from pdserve.worker import wire
 from pdserve.worker.warm_up import warm_up
@@ -27,16 +29,16 @@ class Engine:
 
     def __init__(self, num_pages: int = 64, costs: StepCosts = COSTS) -> None:
         self.runner = FakeRunner(num_pages, PAGE_SIZE, 997)
-        self.cache = KvCache(num_pages, PAGE_SIZE, None)
+        self.cache = KvCache(num_pages, Paging.of(PAGE_SIZE), None)
         self.costs = costs
         self.shapes: list[tuple[int, int]] = []
 
-    def start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def start(self, plan: StepPlan) -> Future[StepResult]:
         computed = wire.computed(plan)
         shape = computed.prefill_tokens, computed.sequences
         elapsed_s = self.costs.seconds(computed) * (1 if shape in self.shapes else COLD)
         self.shapes.append(shape)
-        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        future: Future[StepResult] = Future()
         future.set_result(replace(self.runner.run(plan), elapsed_s=elapsed_s))
         return future
 

@@ -3,15 +3,16 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
 import pytest
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
+from pdserve.base.errors import PeerFault
+from pdserve.base.roles import Role
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import PeerFault
 from pdserve.kvtransfer.doors import HEARTBEAT_S
-from pdserve.roles import Role
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.load import Claim
 from pdserve.worker.loop import WorkerLoop
@@ -60,9 +61,10 @@ class HeldRunner:
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
+        self._thread = ThreadPoolExecutor(1)
 
-    def start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        return asyncio.get_running_loop().run_in_executor(None, self.run, plan)
+    def start(self, plan: StepPlan) -> Future[StepResult]:
+        return self._thread.submit(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
         self.begun.set()

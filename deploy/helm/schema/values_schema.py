@@ -16,10 +16,10 @@ from kubernetes_parts import Schema, integer, like, list_of, one_of
 from pydantic import BaseModel, ConfigDict, create_model
 
 from pdserve.autoscaler.schema import Policy, Untitled
-from pdserve.certificates import Part
-from pdserve.config import AutoscalerConfig, ProcessConfig, WorkerConfig
+from pdserve.base.yaml_models import Section
+from pdserve.net.certificates import Part
 from pdserve.router.config import FrontendConfig, RouterConfig
-from pdserve.yaml_models import Section
+from pdserve.settings.config import AutoscalerConfig, ProcessConfig, WorkerConfig
 
 CHART = Path(__file__).parents[1] / "pdserve"
 FILE = CHART / "values.schema.json"

@@ -32,22 +32,25 @@ INLINE void rotate_head(char *head, const float *cos_sin, int64_t half, int type
 }
 
 /* Norms and rotates q and k of one token in place, and writes its K and V into its page. */
-INLINE void place_token(
-    const struct step *step, int64_t layer, char *qkv, int64_t token, const char *const *norms, float eps, int type
-) {
+INLINE void place_token(const struct call *call, int64_t token, const char *const *norms, int type) {
+    const struct step *step = call->step;
     int64_t dim = step->head_dim, bytes = dim * size_of(type), queries = step->num_heads, kv_heads = step->num_kv_heads;
-    char *heads = qkv + token * (queries + 2 * kv_heads) * bytes;
+    const float *cos_sin = step->cos_sin + (call->rope * step->num_tokens + token) * dim;
+    const float eps = (float)call->eps;
+    char *heads = (char *)call->x + token * (queries + 2 * kv_heads) * bytes;
     for (int64_t head = 0; head < queries + kv_heads; head++) {
         char *at = heads + head * bytes;
         const char *weight = norms[head >= queries];
-        if (weight)
+        if (weight && !call->norms_after)
             norm_row(at, at, weight, dim, eps, type);
-        rotate_head(at, step->cos_sin + token * dim, dim / 2, type);
+        rotate_head(at, cos_sin, dim / 2, type);
+        if (weight && call->norms_after)
+            norm_row(at, at, weight, dim, eps, type);
     }
     int64_t page = step->targets[2 * token], slot = step->targets[2 * token + 1];
     for (int64_t which = 0; which < 2; which++)
         for (int64_t head = 0; head < kv_heads; head++)
-            memcpy(run_of(step, page, layer, which, head) + slot * bytes,
+            memcpy(run_of(step, page, call->layer, which, head) + slot * bytes,
                    heads + (queries + which * kv_heads + head) * bytes, bytes);
 }
 
@@ -86,7 +89,7 @@ INLINE void attend_item(const struct step *step, int64_t layer, const char *qkv,
             float *out = step->partials + (item * step->num_heads + head) * (dim + 2);
             const struct pass pass = {
                 queries + head * dim * size_of(type), keys, offset, offset + step->num_kv_heads * run_bytes,
-                first + heads < group ? offset : offset + run_bytes, end - begin, 1.0f / sqrtf((float)dim),
+                first + heads < group ? offset : offset + run_bytes, end - begin, (float)step->scale,
             };
             switch (dim) {
             case 64: attend_heads(out, &pass, heads, 64 / LANES, type); break;
@@ -137,9 +140,9 @@ void pdserve_placing(const struct call *call, int64_t rows, int64_t begin, int64
     (void)rows;
     for (int64_t token = begin; token < end; token++) {
         if (call->step->type == FLOAT32)
-            place_token(call->step, call->layer, call->x, token, norms, (float)call->eps, FLOAT32);
+            place_token(call, token, norms, FLOAT32);
         else
-            place_token(call->step, call->layer, call->x, token, norms, (float)call->eps, BFLOAT16);
+            place_token(call, token, norms, BFLOAT16);
     }
 }
 

@@ -9,7 +9,7 @@
 /* What all layers of a step share. kernels/cpu/attention.py has the same fields. */
 struct step {
     char *pool;              /* [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim] */
-    const float *cos_sin;    /* [num_tokens, head_dim]: cosines of head_dim / 2 angles, then sines */
+    const float *cos_sin;    /* [ropes, num_tokens, head_dim]: cosines of head_dim / 2 angles, then sines */
     const int64_t *targets;  /* [num_tokens, 2]: page and slot that K and V of a token go to */
     const int64_t *table;    /* [num_rows, table_stride]: a row's pages in order */
     const int64_t *begins;   /* [num_rows]: the first position that a row sees */
@@ -24,6 +24,7 @@ struct step {
     int64_t chunk_table_stride, num_blocks, window; /* window: 0 where each token sees all before it */
     int64_t table_stride, num_tokens, num_rows, num_items, num_keys;
     int64_t num_layers, num_heads, num_kv_heads, head_dim, page_size, type;
+    double scale; /* of scores */
 };
 
 /* The run of one page, layer and KV head: [page_size, head_dim]. which: 0 for K, 1 for V. */

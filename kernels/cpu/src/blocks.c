@@ -139,7 +139,7 @@ INLINE void attend_keys(
     float *sums, state *so_far, const struct block *block, const element *const *queries, const uint32_t *keys,
     const uint32_t *values, int64_t key_begin, int64_t first_position, int64_t dim
 ) {
-    const float scale = 1.0f / sqrtf((float)dim);
+    const float scale = (float)block->step->scale;
     const int64_t window = block->step->window;
     for (int64_t row = 0; row < block->count; row += ROWS) {
         floats scores[ROWS][KEYS / LANES];

@@ -29,8 +29,9 @@ struct call {
     int64_t residual_stride, after, bits, input_bits; /* bits: of weights' codes; input_bits: 8 or 16, of inputs' */
     void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
-    int64_t layer;
+    int64_t layer, rope;         /* rope: of the step's */
     const void *q_norm, *k_norm; /* [head_dim], or NULL */
+    int64_t norms_after;         /* whether these come after the rotation */
     double eps;
     _Atomic uint64_t taken, done; /* in a program: see team.c */
 };

@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#define MOST_SEATS 16      /* as pdserve/worker/threads.py has it */
+#define MOST_SEATS 16      /* as pdserve/executor/threads.py has it */
 #define RECENT_NS 50000000 /* longer than between two steps of a decoding worker, or two beats in a prompt */
 
 struct seat {

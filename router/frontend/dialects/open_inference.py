@@ -8,14 +8,13 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pdserve
-from pdserve.errors import RequestError, invalid
+from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES, AnyContext
 from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceServicer
-from pdserve.router.commands import Refused
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.backend import Span
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.clients import DeniedError, OverLimitError, RefusedError
 from pdserve.router.frontend.dialects.open_inference_request import (
     OUTPUTS,
     STREAM,
@@ -25,10 +24,8 @@ from pdserve.router.frontend.dialects.open_inference_request import (
     native,
     reply,
 )
-from pdserve.router.frontend.grpc_endpoint import CutOffError, denying, read_answer, refuse
+from pdserve.router.frontend.grpc_endpoint import denying, read_answer, refuse
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.served import check_model
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES, AnyContext
 
 PLATFORM = "pdserve"
 MAX_CONCURRENT = 64  # requests of one stream; more wait unread
@@ -67,8 +64,8 @@ class OpenInference(GRPCInferenceServiceServicer):
                     async for request in request_iterator:
                         await stream.room.acquire()
                         tasks.create_task(stream.serve(request), name="infer")
-        except* CutOffError as group:
-            refused += [error.refused for error in group.exceptions if isinstance(error, CutOffError)]
+        except* RefusedError as group:
+            refused += [error.refused for error in group.exceptions if isinstance(error, RefusedError)]
         if refused:
             await refuse(context, refused[0])
 
@@ -81,7 +78,7 @@ class OpenInference(GRPCInferenceServiceServicer):
         return protocol.ServerReadyResponse(ready=self._intake.backend.readiness().is_ready)
 
     async def ModelReady(self, request: protocol.ModelReadyRequest, context: AnyContext) -> protocol.ModelReadyResponse:
-        is_served = request.name in self._intake.model.names and request.version in ("", VERSION)
+        is_served = request.name in self._intake.names and request.version in ("", VERSION)
         return protocol.ModelReadyResponse(ready=is_served and self._intake.backend.readiness().is_ready)
 
     async def ServerMetadata(
@@ -95,7 +92,7 @@ class OpenInference(GRPCInferenceServiceServicer):
     ) -> protocol.RepositoryIndexResponse:
         is_ready, entry = self._intake.backend.readiness().is_ready, protocol.RepositoryIndexResponse.ModelIndex
         state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no pair of workers serves")
-        names = self._intake.model.names if is_ready or not request.ready else ()
+        names = self._intake.names if is_ready or not request.ready else ()
         models = [entry(name=name, version=VERSION, state=state, reason=reason) for name in names]
         return protocol.RepositoryIndexResponse(models=models)
 
@@ -152,7 +149,7 @@ class OpenInference(GRPCInferenceServiceServicer):
 
     async def _check(self, name: str, version: str, context: AnyContext) -> None:
         async with denying(context):
-            check_model(name, self._intake.model)
+            self._intake.adapter(name)
             check_version(name, version)
 
 
@@ -170,17 +167,13 @@ class _Stream:
         self._writer = writer
 
     async def serve(self, request: protocol.ModelInferRequest) -> None:
-        """Write one request's replies. Raises CutOffError where the stream is read too slowly."""
+        """Write one request's replies. Raises RefusedError where the stream is read too slowly."""
         try:
             await self._serve(request)
-        except CutOffError:
-            raise
-        except (DeniedError, OverLimitError) as error:
-            await self._fail(request, str(error))
-        except RequestError as error:
-            await self._fail(request, f"{error.status.value}: {error.message}")
         except RefusedError as error:
-            await self._fail(request, f"{error.refused.status.value}: {error.refused.message}")
+            if error.refused.cause is Cause.SLOW_READER:
+                raise
+            await self._fail(request, str(error.refused))
         finally:
             self.room.release()
 

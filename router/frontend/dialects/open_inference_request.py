@@ -9,9 +9,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import Message
 
-from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.base.errors import echo
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import open_inference_pb2 as protocol
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.frontend.conversations import json_object
 
 VERSION = "1"  # of the one model
@@ -38,7 +39,7 @@ class Asked:
 
 
 def native(message: protocol.ModelInferRequest) -> Asked:
-    """Return what a client asks for; RequestError for what has no meaning here."""
+    """Return what a client asks for; RefusedError for what has no meaning here."""
     check_version(message.model_name, message.model_version)
     inputs = _inputs(message)
     if TEXT_INPUT not in inputs:
@@ -61,9 +62,9 @@ def native(message: protocol.ModelInferRequest) -> Asked:
 
 
 def check_version(name: str, version: str) -> None:
-    """Raise RequestError(NOT_FOUND) for any version but the one that is served."""
+    """Raise RefusedError for any version but the one that is served."""
     if version not in ("", VERSION):
-        raise RequestError(Status.NOT_FOUND, f"version: {echo(version, repr)} of {echo(name, repr)} is not served")
+        raise RefusedError(Refused(Cause.MODEL, f"version: {echo(version, repr)} of {echo(name, repr)} is not served"))
 
 
 def reply(

@@ -15,15 +15,14 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 import pdserve
-from pdserve.errors import Status
-from pdserve.router.commands import Refused
+from pdserve.net.rpc import AnyContext, abort
+from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.call_writer import CallWriter
-from pdserve.router.frontend.clients import RefusedError, bearer
+from pdserve.router.frontend.clients import bearer
 from pdserve.router.frontend.dialects.vllm_messages import Replies, native
 from pdserve.router.frontend.grpc_endpoint import denying, read_answer
 from pdserve.router.frontend.intake import Intake
-from pdserve.rpc import AnyContext, abort
 
 CHUNK_BYTES = 64 * 1024  # of a tokenizer's archive
 
@@ -72,7 +71,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             if task in calls:
                 raise  # the client has gone, or the server stops
             task.uncancel()
-            raise RefusedError(Refused(Status.CANCELLED, "the request was aborted")) from None
+            raise RefusedError(Refused(Cause.CANCELLED, "the request was aborted")) from None
         finally:
             calls.discard(task)
             if not calls and self._running.get((tenant, name)) is calls:
@@ -92,7 +91,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
                 calls.pop().cancel()
 
     def _tenant(self, key: bytes | None) -> str:
-        """Return the tenant of a key, empty where callers need no key. Raises DeniedError."""
+        """Return the tenant of a key, empty where callers need no key. Raises RefusedError."""
         client = self._intake.clients.identify(key)
         return "" if client is None else client.tenant
 

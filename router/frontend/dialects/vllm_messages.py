@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from pdserve.errors import invalid
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Finished
+from pdserve.protocol.refusal import invalid
+from pdserve.protocol.sampling import PromptLogprobs
 from pdserve.router.frontend.answer import Gain, Outcome
 from pdserve.router.frontend.prompts import usable_label
-from pdserve.sampling import PromptLogprobs
+from pdserve.router.requests.commands import Finished
 
 Params: TypeAlias = vllm.SamplingParams
 
@@ -31,7 +31,7 @@ _NOT_SERVED = {  # fields of a request, and what a client may do instead
 
 
 def native(asked: vllm.GenerateRequest, max_model_len: int) -> inference.GenerateRequest:
-    """Return what a client asks for; RequestError for what is not served or has no meaning."""
+    """Return what a client asks for; RefusedError for what is not served or has no meaning."""
     for field, _ in asked.ListFields():
         if field.name in _NOT_SERVED:
             raise invalid(field.name, _NOT_SERVED[field.name])

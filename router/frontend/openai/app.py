@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from math import inf
 from typing import Any
@@ -15,34 +14,35 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 import pdserve
-from pdserve.errors import invalid
-from pdserve.ids import new_request_id
+from pdserve.base.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.config import EndpointConfig
+from pdserve.router.frontend.anthropic.response import body_of as messages_body_of
 from pdserve.router.frontend.backend import Backend
-from pdserve.router.frontend.clients import Visit
-from pdserve.router.frontend.intake import NOT_SERVED, Intake
-from pdserve.router.frontend.openai.errors import JSON, HttpError, error_of
-from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest, with_generation
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.openai.document import COUNT_TOKENS, MESSAGES, with_generation
+from pdserve.router.frontend.openai.errors import body_of, headers_for, refused_by, response_of
+from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest
 from pdserve.router.frontend.openai.generation import (
+    MAX_TOKEN_BODY_BYTES,
     REQUEST_ID,
     Generator,
     check_head,
     headers_of,
     key_of,
     read_body,
+    too_large,
+    visiting,
 )
 from pdserve.router.frontend.openai.reply import respond
 from pdserve.router.frontend.openai.sites import Sites, adding, check_json
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page import Page
 from pdserve.router.frontend.prompts import check_ids, too_long, usable_label
-from pdserve.router.frontend.served import check_model
 from pdserve.text.tokenizer import Tokenizer
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no API key
-_ALLOWED = ((b"allow", b"POST"),)
-MAX_TOKEN_BODY_BYTES = 1 << 20  # of the next two
 TOKEN_PATHS = TOKENIZE, DETOKENIZE = ("/tokenize", "/detokenize")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -58,6 +58,8 @@ class App:
         self._generation: dict[str, Serve] = {
             "/v1/chat/completions": generator.chat,
             "/v1/completions": generator.complete,
+            MESSAGES: generator.message,
+            COUNT_TOKENS: generator.count_tokens,
         }
         self._intake = intake
         self._page = Page(intake.backend, intake.clients)
@@ -67,7 +69,7 @@ class App:
         """Serve one request."""
         try:
             if (refused := scope["state"].get("refused")) is not None:
-                raise refused
+                raise RefusedError(refused)
             if for_page := self._sites.headers(scope):
                 scope["state"]["for_page"], send = for_page, adding(for_page, send)
             if (preflight := self._sites.preflight(scope)) is not None:
@@ -78,8 +80,8 @@ class App:
             if scope["method"] == "HEAD":  # uvicorn leaves out the body of what the route writes
                 scope, receive = {**scope, "method": "GET"}, _left
             await self._serve(scope, receive, send)
-        except (HttpError, *NOT_SERVED, ValueError) as error:
-            await _end(error_of(error), scope, send)
+        except (RefusedError, ValueError) as error:
+            await _end(refused_by(error), scope, send)
         finally:
             for name in ("connection", "cycle"):  # they refer to this scope: leave no cycle to the garbage collector
                 scope["state"].pop(name, None)
@@ -95,7 +97,8 @@ class App:
         serve = self._generation.get(path)
         if scope["method"] != "POST":
             if serve is not None:
-                raise HttpError(405, f"{scope['method']} {path}: POST is needed", headers=_ALLOWED)
+                scope["state"]["headers"] = [(b"allow", b"POST")]
+                raise RefusedError(Refused(Cause.METHOD, f"{scope['method']} {path}: POST is needed"))
             await self.routes(dict(scope), receive, send)
             return
         check_json(scope)
@@ -104,8 +107,7 @@ class App:
             await serve(scope, body, send)
             return
         if path in TOKEN_PATHS and len(body) > MAX_TOKEN_BODY_BYTES:
-            text = f"body: {len(body)} bytes are over the limit of {MAX_TOKEN_BODY_BYTES} of {path}"
-            raise HttpError(413, text)
+            raise too_large(len(body), MAX_TOKEN_BODY_BYTES, path)
         await self.routes(dict(scope), _again(body), send)
 
 
@@ -123,19 +125,23 @@ def _again(body: bytes) -> Receive:
     return receive
 
 
-async def _end(error: HttpError, scope: Scope, send: Send) -> None:
-    headers = [*JSON, *error.headers]
+async def _end(refused: Refused, scope: Scope, send: Send) -> None:
+    headers = [*headers_for(refused), *scope["state"].get("headers", ())]
     if not any(name == REQUEST_ID for name, _ in headers):
         label = usable_label(headers_of(scope).get(LABEL, "")) or new_request_id().hex()
         headers.append((REQUEST_ID, label.encode()))
-    await respond(send, error.status, error.body(), headers)
+    is_messages = scope["path"] in (MESSAGES, COUNT_TOKENS)
+    if is_messages:
+        headers += [(b"request-id", value) for name, value in headers if name == REQUEST_ID]
+    body = messages_body_of(refused) if is_messages else body_of(refused)
+    await respond(send, refused.response.http, body, headers)
 
 
 def routes(intake: Intake) -> FastAPI:
     """Return the routes besides generation; /openapi.json describes both."""
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _not_served)
-    for kind in (RequestValidationError, HttpError, *NOT_SERVED, ValueError):
+    for kind in (RequestValidationError, RefusedError, ValueError):
         app.add_exception_handler(kind, _refused)
     _add_state(app, intake.backend)
     _add_models(app, intake)
@@ -145,15 +151,13 @@ def routes(intake: Intake) -> FastAPI:
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
-    return error_of(error).response()
+    return response_of(refused_by(error))
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
-    code = "not_found" if error.status_code == 404 else None
-    return HttpError(error.status_code, text, code=code, headers=headers).response()
+    error.detail = f"{request.method} {request.url.path}: {error.detail}"
+    return response_of(refused_by(error), error.headers)
 
 
 def _add_state(app: FastAPI, backend: Backend) -> None:
@@ -192,7 +196,7 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
             "created": created,
             "owned_by": "pdserve",
             "root": intake.model.name,
-            "parent": None,
+            "parent": intake.model.name if intake.adapter(name) else None,
             "max_model_len": intake.max_model_len(),
             "permission": [],
         }
@@ -200,13 +204,12 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
     @app.get("/v1/models")
     @app.get("/v1/models/", include_in_schema=False)
     async def models() -> dict[str, Any]:
-        """The one model that is served, under each of its names."""
-        return {"object": "list", "data": [card(name) for name in intake.model.names]}
+        """The one model that is served, under each of its names, and its adapters."""
+        return {"object": "list", "data": [card(name) for name in intake.names]}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """A model."""
-        check_model(model, intake.model)
         return card(model)
 
 
@@ -217,10 +220,10 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
     @app.post(TOKENIZE)
     async def tokenize(body: TokenizeRequest, call: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it."""
-        async with _visit(intake, call) as visit:
+        async with visiting(intake, call.scope) as visit:
             limit, request = intake.max_model_len(), _prompt(body)
-            check_model(body.model or "", model)
-            tokens = [] if body.prompt == "" else await intake.prompts.token_ids(request, limit, inf)
+            intake.adapter(body.model or "")
+            tokens = [] if body.prompt == "" else await intake.prompts.tokenize(request, limit, inf)
             visit.spend(len(tokens))
             shown = {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": None}
             tokenizer = model.tokenizer if body.return_token_strs else None
@@ -229,8 +232,8 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
     @app.post(DETOKENIZE)
     async def detokenize(body: DetokenizeRequest, call: Request) -> Response:
         """The text of tokens."""
-        async with _visit(intake, call) as visit:
-            check_model(body.model or "", model)
+        async with visiting(intake, call.scope) as visit:
+            intake.adapter(body.model or "")
             limit, num_tokens = intake.max_model_len(), len(body.tokens)
             if num_tokens > limit:
                 raise invalid("tokens", too_long(f"{num_tokens} are too many", limit))
@@ -244,16 +247,6 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
         """Special tokens and the chat template."""
         template = None if model.chat is None else model.chat.source
         return {**model.special_tokens, "chat_template": template, "vocab_size": model.vocab_size}
-
-
-@asynccontextmanager
-async def _visit(intake: Intake, call: Request) -> AsyncIterator[Visit]:
-    """Count a call as a request of its tenant. Raises DeniedError or OverLimitError."""
-    visit = await intake.clients.visit(key_of(call.scope))
-    try:
-        yield visit
-    finally:
-        visit.end()
 
 
 def _prompt(body: TokenizeRequest) -> inference.GenerateRequest:

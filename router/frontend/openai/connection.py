@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pdserve.router.frontend.openai.errors import RETRY_AFTER_S, Header, HttpError, try_again
-from pdserve.rpc import MAX_CONNECTIONS
+from pdserve.net.rpc import MAX_CONNECTIONS
+from pdserve.protocol.refusal import Cause, Refused
+from pdserve.router.frontend.openai.errors import Header, body_of, headers_for
 
 if TYPE_CHECKING:
     from pdserve.router.frontend.openai.reply import Reply
@@ -88,7 +89,7 @@ class Connection(HttpToolsProtocol):
             return
         if len(self.connections) > MAX_CONNECTIONS:
             text = f"connections: {MAX_CONNECTIONS} are open, the limit"
-            self._refuse(HttpError(503, text, headers=try_again(RETRY_AFTER_S)))
+            self._refuse(Refused(Cause.CONNECTIONS, text))
             return
         self._allow(HEAD_TIMEOUT_S)
 
@@ -154,7 +155,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP. Called by uvicorn."""
-        self._refuse(HttpError(400, msg))
+        self._refuse(Refused(Cause.INVALID, msg))
 
     def write_part(self, cycle: RequestResponseCycle, head: bytes, data: bytes, *, is_last: bool) -> bool:
         """Write a part of a chunked response; return whether the connection takes more at once.
@@ -196,17 +197,16 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
         else:
-            self._refuse(HttpError(408, "the request did not come in time", headers=((b"x-should-retry", b"false"),)))
+            self._refuse(Refused(Cause.TOO_LATE, "the request did not come in time"))
 
-    def _refuse(self, error: HttpError) -> None:
+    def _refuse(self, refused: Refused) -> None:
         """Answer without a request, and close."""
         if self.transport.is_closing():
             return
-        body = error.body()
-        head = [b"HTTP/1.1 %d \r\ncontent-type: application/json\r\n" % error.status]
+        body = body_of(refused)
         own = (b"content-length", b"%d" % len(body)), (b"connection", b"close")
-        head.append(header_lines(dict((*error.headers, *own)).items()))
-        self.transport.write(b"".join([*head, b"\r\n", body]))
+        head = header_lines(dict((*headers_for(refused), *own)).items())
+        self.transport.write(b"HTTP/1.1 %d \r\n%b\r\n%b" % (refused.response.http, head, body))
         self.transport.close()
 
 
@@ -215,6 +215,5 @@ def header_lines(headers: Iterable[Header]) -> bytes:
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
-def _head_too_large(num_bytes: int) -> HttpError:
-    text = f"headers: {num_bytes} bytes are over the limit of {MAX_HEAD_BYTES}"
-    return HttpError(431, text, headers=((b"connection", b"close"),))
+def _head_too_large(num_bytes: int) -> Refused:
+    return Refused(Cause.HEADERS, f"headers: {num_bytes} bytes are over the limit of {MAX_HEAD_BYTES}")

@@ -12,13 +12,15 @@ from typing import Any
 import msgspec
 
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.reports import FINISH_REASONS
+from pdserve.protocol.inference import logprobs_to_proto
+from pdserve.protocol.refusal import Refused
+from pdserve.protocol.reports import FINISH_REASONS
 from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.openai.errors import body_of
 from pdserve.router.frontend.openai.filters import Delta, MessageFilter
 from pdserve.router.frontend.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
-from pdserve.router.timeline import Ledger, Usage
+from pdserve.router.requests.timeline import Ledger, Usage
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.wire import logprobs_to_proto
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -184,12 +186,20 @@ class Response:
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_match}
         return self._event(choice, {}, end, None if ledger is None else {"pdserve": ledger})
 
-    def usage_chunk(self, usage: Json, ledger: Json | list[Json]) -> bytes:
-        """Return the chunk with the usage, the last of a stream."""
-        return self._before + b"]," + encode({"usage": usage, "pdserve": ledger})[1:] + b"\n\n"
+    def end(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
+        """Return what ends a stream: the chunk with the usage, if it is to be shown, and OpenAI's last event."""
+        if not self.shown.usage:
+            return DONE
+        usage = total(usages, answer=self.shown.answer)
+        return self._before + b"]," + encode({"usage": usage, "pdserve": ledger})[1:] + b"\n\n" + DONE
 
-    def body(self, choices: Sequence[tuple[Choice, Gain]], usage: Json, ledger: Json | list[Json]) -> bytes:
+    def refused(self, refused: Refused) -> bytes:
+        """Return what ends a stream whose answer has ended without being complete."""
+        return b"data: " + body_of(refused) + b"\n\n" + DONE
+
+    def body(self, choices: Sequence[tuple[Choice, Gain]], usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
         """Return a whole response. Each choice comes with everything it gained."""
+        usage = total(usages, answer=self.shown.answer)
         results = [self._result(choice, self._seen(choice, gain)) for choice, gain in choices]
         about = self._about(choices[0][0].prompt) if self.dialect.is_chat else {}
         envelope = {**self._envelope, "object": self.dialect.whole, "choices": results, "usage": usage}

@@ -9,12 +9,12 @@ import json
 import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.errors import echo, invalid
+from pdserve.base.errors import echo
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.openai.errors import HttpError
+from pdserve.protocol.refusal import Refused, invalid
 from pdserve.router.frontend.openai.fields import ChatRequest, Generation
 from pdserve.router.frontend.openai.tools import ToolGrammar, ToolUse, has_special, rule_of, tool_use
 from pdserve.router.frontend.served import ServedModel
@@ -27,7 +27,7 @@ _ITS_OPTIONS = frozenset({"disable_fallback", "disable_any_whitespace", "disable
 
 
 def constraint_of(body: Generation) -> Constraint | None:
-    """Return what the answer must match; RequestError(INVALID_ARGUMENT) if fields contradict each other."""
+    """Return what the answer must match; RefusedError(INVALID_ARGUMENT) if fields contradict each other."""
     found = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
     if len(found) > 1:
         raise invalid(found[1][0], f"goes against {found[0][0]}: an answer matches one of them")
@@ -101,14 +101,15 @@ class Plan:
     grammar: ToolGrammar | None = None  # where tools may be called and the answer has to match something
 
 
-def rename(error: HttpError, field: str) -> None:
-    """In an error about structured output, name the field that asked for it."""
-    if field and error.message.startswith("structured_output"):
-        error.message, error.param = f"{field}: {error.message.partition(': ')[2]}", field
+def renamed(refused: Refused, field: str) -> Refused:
+    """Return a refusal; one about structured output names the field that asked for it."""
+    if not field or not refused.message.startswith("structured_output"):
+        return refused
+    return replace(refused, message=f"{field}: {refused.message.partition(': ')[2]}")
 
 
 def plan(body: Generation, request: inference.GenerateRequest, model: ServedModel) -> Plan:
-    """Write what constrains the output into `request`; RequestError(INVALID_ARGUMENT) names the field refused."""
+    """Write what constrains the output into `request`; RefusedError(INVALID_ARGUMENT) names the field refused."""
     field, wanted = constraint_of(body) or ("", None)
     use = tool_use(body) if isinstance(body, ChatRequest) else None
     written, tokenizer = model.tool_format, model.tokenizer

@@ -1,53 +1,86 @@
-"""POST /v1/chat/completions and /v1/completions, as plain ASGI: no framework between a chunk and its connection."""
+"""The routes that generate, as plain ASGI: no framework between a chunk and its connection."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from math import inf
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
-from pdserve.errors import RequestError, Status, echo, invalid
-from pdserve.ids import new_request_id
+from pdserve.base.errors import echo
+from pdserve.base.ids import new_request_id
+from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.clients import bearer
-from pdserve.router.frontend.intake import NOT_SERVED, Intake
+from pdserve.protocol.refusal import CLIENT_GONE, Cause, Refused, RefusedError, invalid
+from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest, check_version
+from pdserve.router.frontend.anthropic.response import MessagesResponse
+from pdserve.router.frontend.clients import Visit, bearer
+from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
-from pdserve.router.frontend.openai.errors import Header, HttpError, error_of
+from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
-from pdserve.router.frontend.openai.reply import Stream, Whole
+from pdserve.router.frontend.openai.reply import AnyResponse, Stream, Whole, respond
 from pdserve.router.frontend.openai.translate import (
+    chat_of,
     chat_request,
     completion_template,
     label_of,
     prompts_of,
     with_prompt,
 )
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 IGNORED_FIELDS = b"x-ignored-fields"
 MAX_IGNORED_BYTES = 1024  # of that header
 REQUEST_ID = b"x-request-id"
 BEGIN = "x-begin"  # "at-once": send a stream's headers before the first token
 MAX_CHOICES = 256  # of a call
+MAX_TOKEN_BODY_BYTES = 1 << 20  # of a text whose tokens are wanted
 
 
 class Generator:
-    """Serves the two routes."""
+    """Serves the routes of generation."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
     async def chat(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Serve POST /v1/chat/completions. Raises what `errors.error_of` knows."""
+        """Serve POST /v1/chat/completions. Raises what `errors.refused_by` knows."""
         asked, headers = ChatRequest.model_validate_json(body), headers_of(scope)
         request = chat_request(asked, headers)
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
         choices = _choices(request.sampling.n or 1, 0, plan, Prompt())
-        reply = self._reply(asked, scope, CHAT, shown, [choices])
+        reply = self._reply(asked, scope, self._response(asked, CHAT, shown), [choices])
         await self._serve(reply, [request], scope, send, plan, asked)
 
+    async def message(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve POST /v1/messages. Raises what `errors.refused_by` knows."""
+        asked, headers = MessagesRequest.model_validate_json(body), headers_of(scope)
+        check_version(headers.get("anthropic-version"))
+        chat = asked.chat()
+        request = chat_request(chat, headers)
+        request.sampling.fill_model_len = True
+        plan = filters.plan(chat, request, self._intake.model)
+        choices = _choices(1, 0, plan, Prompt())
+        response = MessagesResponse(self._name(chat), self._intake.max_model_len())
+        await self._serve(self._reply(chat, scope, response, [choices]), [request], scope, send, plan, asked)
+
+    async def count_tokens(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve POST /v1/messages/count_tokens. It counts against a tenant's limits, as generation does."""
+        if len(body) > MAX_TOKEN_BODY_BYTES:
+            raise too_large(len(body), MAX_TOKEN_BODY_BYTES, scope["path"])
+        asked, intake = CountTokensRequest.model_validate_json(body), self._intake
+        check_version(headers_of(scope).get("anthropic-version"))
+        async with visiting(intake, scope) as visit:
+            intake.adapter(asked.model)
+            request = inference.GenerateRequest(chat=chat_of(asked.chat()))
+            token_ids = await intake.prompts.tokenize(request, intake.max_model_len(), inf)
+            visit.spend(len(token_ids))
+        await respond(send, 200, msgspec.json.encode({"input_tokens": len(token_ids)}), JSON)
+
     async def complete(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Serve POST /v1/completions. Raises what `errors.error_of` knows."""
+        """Serve POST /v1/completions. Raises what `errors.refused_by` knows."""
         asked, headers = CompletionRequest.model_validate_json(body), headers_of(scope)
         template, prompts = completion_template(asked, headers), prompts_of(asked.prompt)
         each = template.sampling.n or 1
@@ -57,7 +90,7 @@ class Generator:
         shown = _shown(asked, logprobs=asked.logprobs is not None, answer=asked.max_tokens != 0)
         texts = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
         choices = [_choices(each, place * each, plan, Prompt(text)) for place, text in enumerate(texts)]
-        reply = self._reply(asked, scope, COMPLETION, shown, choices)
+        reply = self._reply(asked, scope, self._response(asked, COMPLETION, shown), choices)
         # A generator: a field that all requests share is checked with the first, before the template is copied again.
         requests = (with_prompt(template, prompt) for prompt in prompts)
         await self._serve(reply, requests, scope, send, plan, asked)
@@ -65,11 +98,18 @@ class Generator:
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self._intake.model.tokenizer.decode(prompt)
 
+    def _name(self, asked: Generation) -> str:
+        """Return the model's name in an answer."""
+        model = self._intake.model
+        return asked.model if asked.model and asked.model not in model.names else model.name
+
+    def _response(self, asked: Generation, dialect: Dialect, shown: Shown) -> Response:
+        return Response(dialect, self._name(asked), self._intake.model.tokenizer, shown)
+
     def _reply(
-        self, asked: Generation, scope: Scope, dialect: Dialect, shown: Shown, choices: Sequence[list[Choice]]
+        self, asked: Generation, scope: Scope, response: AnyResponse, choices: Sequence[list[Choice]]
     ) -> Whole | Stream:
-        model, given = self._intake.model, headers_of(scope)
-        response = Response(dialect, model.name, model.tokenizer, shown)
+        given = headers_of(scope)
         label = label_of(asked, given) or new_request_id().hex()
         headers: list[Header] = [(REQUEST_ID, label.encode())]
         connection = scope["state"]["connection"]
@@ -87,19 +127,22 @@ class Generator:
         scope: Scope,
         send: Send,
         plan: filters.Plan,
-        asked: Generation,
+        asked: Generation | MessagesRequest,
     ) -> None:
         loosen = None if plan.grammar is None else plan.grammar.loosen
         try:
             try:
                 for part, request in zip(reply.parts, requests, strict=True):
-                    await reply.open(part, self._intake, request, key_of(scope), scope["state"]["received_s"], loosen)
+                    await reply.begin_part(
+                        part, self._intake, request, key_of(scope), scope["state"]["received_s"], loosen
+                    )
             finally:
                 reply.headers += _ignored(asked, plan, reply)  # known once the parameters of tools are compiled
             await reply.run(send)
-        except (HttpError, *NOT_SERVED) as error:
+        except RefusedError as error:
+            scope["state"]["headers"] = reply.headers
             # Not kept in a variable: the error refers to this frame.
-            raise _shown_error(error, plan.constrained_by, reply.headers) from None
+            raise RefusedError(filters.renamed(error.refused, plan.constrained_by)) from None
         finally:
             reply.close(self._intake)
 
@@ -113,28 +156,43 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def key_of(scope: Scope) -> bytes | None:
-    """Return the API key in a request's headers, None if there is none."""
+    """Return the API key in a request's headers, None if there is none: a bearer's, or Anthropic's x-api-key."""
+    for name, value in scope["headers"]:
+        if name == b"x-api-key" and value:
+            return bytes(value)
     return bearer((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
 
 
+@asynccontextmanager
+async def visiting(intake: Intake, scope: Scope) -> AsyncIterator[Visit]:
+    """Count a call as a request of its tenant. Raises RefusedError."""
+    visit = await intake.clients.visit(intake.clients.identify(key_of(scope)))
+    try:
+        yield visit
+    finally:
+        visit.end()
+
+
 def check_head(scope: Scope) -> None:
-    """Raise HttpError if a request's body will be over the limit, or is compressed."""
+    """Raise RefusedError if a request's body will be over the limit, or is compressed."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > PUBLIC_MESSAGE_BYTES:
             raise too_large(int(value))
         if name == b"content-encoding" and value.lower() != b"identity":
             shown = echo(value.decode("latin-1"))
-            raise HttpError(415, f"content-encoding: {shown} is not read here; send the body as it is")
+            raise RefusedError(
+                Refused(Cause.MEDIA_TYPE, f"content-encoding: {shown} is not read here; send the body as it is")
+            )
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return a request's body; HttpError as soon as it is over the limit."""
+    """Return a request's body; RefusedError as soon as it is over the limit."""
     parts: list[bytes] = []
     num_bytes, has_more = 0, True
     while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RequestError(Status.CANCELLED, "the client has left")
+            raise RefusedError(CLIENT_GONE)
         parts.append(message["body"])
         num_bytes += len(message["body"])
         if num_bytes > PUBLIC_MESSAGE_BYTES:
@@ -143,10 +201,10 @@ async def read_body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def too_large(num_bytes: int) -> HttpError:
+def too_large(num_bytes: int, limit: int = PUBLIC_MESSAGE_BYTES, path: str = "") -> RefusedError:
     """Return the error for a body of at least so many bytes."""
-    close = ((b"connection", b"close"),)  # the rest of the body is not read
-    return HttpError(413, f"body: {num_bytes} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}", headers=close)
+    text = f"body: {num_bytes} bytes are over the limit of {limit}"
+    return RefusedError(Refused(Cause.TOO_LARGE, f"{text} of {path}" if path else text))
 
 
 def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
@@ -167,22 +225,16 @@ def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
     )
 
 
-def _shown_error(error: Exception, constrained_by: str, headers: Iterable[Header]) -> HttpError:
-    shown = error_of(error)
-    filters.rename(shown, constrained_by)
-    shown.headers = (*shown.headers, *headers)
-    return shown
-
-
 def _choices(num_choices: int, first: int, plan: filters.Plan, prompt: Prompt) -> list[Choice]:
     new_filter = plan.new_filter
     return [Choice(first + place, prompt, None if new_filter is None else new_filter()) for place in range(num_choices)]
 
 
-def _ignored(asked: Generation, plan: filters.Plan, reply: Whole | Stream) -> list[Header]:
+def _ignored(asked: Generation | MessagesRequest, plan: filters.Plan, reply: Whole | Stream) -> list[Header]:
     """Return a header with the names of unknown fields, and of fields and parts of schemas without effect."""
     names = [*asked.ignored, *(plan.grammar.ignored if plan.grammar is not None else ())]
-    for group, part in (("stream_options", asked.stream_options), ("slo", asked.slo)):
+    parts = (("stream_options", asked.stream_options), ("slo", asked.slo)) if isinstance(asked, Generation) else ()
+    for group, part in parts:
         names += [f"{group}.{name}" for name in (part.ignored if part is not None else ())]
     answers = [part.answer for part in reply.parts if part.answer is not None]
     names += dict.fromkeys(f"{plan.constrained_by}.{name}" for answer in answers for name in answer.ignored)

@@ -8,19 +8,21 @@ for the headers at once or nothing was written for KEEP_ALIVE_S. And at most one
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Finished, Refused
+from pdserve.protocol.refusal import Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
-from pdserve.router.frontend.clients import RefusedError
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.connection import Connection, header_lines
-from pdserve.router.frontend.openai.dialect import DONE, KEEP_ALIVE, Choice, Json, Response, ledger_of, total
-from pdserve.router.frontend.openai.errors import JSON, Header, error_of
+from pdserve.router.frontend.openai.dialect import KEEP_ALIVE, Choice, Json, Shown, ledger_of
+from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.prompts import Loosen
+from pdserve.router.requests.commands import Finished
+from pdserve.router.requests.timeline import Usage
 
 KEEP_ALIVE_S = 15.0  # of silence, after which a comment is written
 EVENT_STREAM = (
@@ -28,6 +30,35 @@ EVENT_STREAM = (
     b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
 ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: the id in ledgers, logs and the live page
+
+
+class AnyResponse(Protocol):
+    """How one response is written, in the JSON of the API that was called."""
+
+    num_prompt_tokens: int  # of the requests that have begun
+
+    @property
+    def shown(self) -> Shown: ...
+
+    def chunks(self, choice: Choice, gain: Gain) -> bytes:
+        """Return the events for what a choice gained, without its end."""
+        ...
+
+    def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:
+        """Return the events that end a choice, with `ledger` if there is one."""
+        ...
+
+    def end(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
+        """Return the events that end a stream."""
+        ...
+
+    def refused(self, refused: Refused) -> bytes:
+        """Return the events that end a stream whose answer has ended without being complete."""
+        ...
+
+    def body(self, choices: Sequence[tuple[Choice, Gain]], usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
+        """Return a whole response. Each choice comes with everything it gained."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +88,7 @@ class Reply:
     """The response to a call. Its two kinds differ in what `take` does with gains."""
 
     def __init__(
-        self, connection: Connection, response: Response, headers: Sequence[Header], choices: Sequence[list[Choice]]
+        self, connection: Connection, response: AnyResponse, headers: Sequence[Header], choices: Sequence[list[Choice]]
     ) -> None:
         """`choices`: for each request of the call, its choices."""
         self.connection = connection
@@ -68,7 +99,7 @@ class Reply:
         self._news = asyncio.Event()
         connection.reply = self
 
-    async def open(
+    async def begin_part(
         self,
         part: Part,
         intake: Intake,
@@ -77,8 +108,8 @@ class Reply:
         received_s: float,
         loosen: Loosen | None,
     ) -> None:
-        """Open one request of the call. Raises what Intake.open raises."""
-        part.answer = await intake.open(request, part, key, received_s=received_s, loosen=loosen)
+        """Open one request of the call. Raises what Intake.accept raises."""
+        part.answer = await intake.accept(request, part, key, received_s=received_s, loosen=loosen)
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
         part.choices[0].prompt.token_ids = part.answer.event.token_ids
         self.response.num_prompt_tokens += len(part.answer.event.token_ids)
@@ -116,9 +147,8 @@ class Reply:
     def has_ended(self) -> bool:
         return all(part.outcome is not None for part in self.parts)
 
-    def _usage(self) -> Json:
-        finished = [part.outcome.usage for part in self.parts if isinstance(part.outcome, Finished)]
-        return total(finished, answer=self.response.shown.answer)
+    def _usages(self) -> list[Usage]:
+        return [part.outcome.usage for part in self.parts if isinstance(part.outcome, Finished)]
 
     def _ledger(self) -> Json | list[Json]:
         ledgers = [part.ledger() for part in self.parts]
@@ -138,7 +168,7 @@ class Whole(Reply):
         if self.refusal is not None:
             raise RefusedError(self.refusal)
         kept = [each for part in self.parts for each in zip(part.choices, part.gains, strict=True)]
-        await respond(send, 200, self.response.body(kept, self._usage(), self._ledger()), [*JSON, *self.headers])
+        await respond(send, 200, self.response.body(kept, self._usages(), self._ledger()), [*JSON, *self.headers])
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
         if not part.gains:
@@ -157,7 +187,7 @@ class Stream(Reply):
         self,
         connection: Connection,
         cycle: RequestResponseCycle,
-        response: Response,
+        response: AnyResponse,
         headers: Sequence[Header],
         choices: Sequence[list[Choice]],
         *,
@@ -200,16 +230,14 @@ class Stream(Reply):
         if isinstance(part.outcome, Finished):
             events += self._endings(part)
             if self.has_ended:
-                if self.response.shown.usage:
-                    events.append(self.response.usage_chunk(self._usage(), self._ledger()))
-                events.append(DONE)
+                events.append(self.response.end(self._usages(), self._ledger()))
                 self._is_over = True
         elif part.outcome is not None:
             if not (self._is_begun or any(events)):
                 self._is_over = True  # the response must not begin with what other parts gain in the same turn
                 self._news.set()
                 return False
-            events += [b"data: " + error_of(RefusedError(part.outcome)).body() + b"\n\n", DONE]
+            events.append(self.response.refused(part.outcome))
             self._is_over = True
         return self._put(b"".join(events))
 

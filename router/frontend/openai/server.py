@@ -15,14 +15,13 @@ from pathlib import Path
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdserve.certificates import read_pair
-from pdserve.errors import ConfigError
+from pdserve.base.errors import ConfigError
+from pdserve.base.watched_files import Watched
+from pdserve.net.certificates import read_pair
+from pdserve.net.rpc import HANDSHAKE_TIMEOUT_S, LAST_WORDS_S, bare_host, join_address, why_not_bound
 from pdserve.router.config import EndpointConfig
-from pdserve.router.frontend.endpoints import LAST_WORDS_S, http_url
 from pdserve.router.frontend.openai.app import App
 from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
-from pdserve.rpc import HANDSHAKE_TIMEOUT_S, bare_host, join_address, why_not_bound
-from pdserve.watched import Watched
 
 MAX_HANDSHAKES = 512  # one more ends the oldest: an honest client's handshake takes milliseconds
 BACKLOG = 1024
@@ -134,7 +133,8 @@ async def serving_http(config: EndpointConfig, app: App, on_failed: Callable[[],
         handshakes = Handshakes(config.ssl_certfile, config.ssl_keyfile, connect, on_failed)
     server = await _listen(config, connect if handshakes is None else handshakes.accept)
     try:
-        yield http_url(config, server.sockets[0].getsockname()[1])
+        scheme = "http" if config.ssl_certfile is None else "https"
+        yield f"{scheme}://{join_address(config.http_host, server.sockets[0].getsockname()[1])}"
     finally:
         server.close()
         if handshakes is not None:

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 
 from starlette.types import Message, Scope, Send
 
-from pdserve.errors import echo
+from pdserve.base.errors import echo
+from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.config import EndpointConfig
-from pdserve.router.frontend.openai.errors import Header, HttpError
+from pdserve.router.frontend.openai.errors import Header
 
 ANY_ORIGIN = "*"
 READABLE = (  # headers of responses that pages of allowed origins may read
@@ -36,12 +37,12 @@ class Sites:
         self._origins = frozenset(config.allowed_origins)
 
     def check_host(self, scope: Scope) -> None:
-        """Raise HttpError(403) if no API keys are needed and the Host header does not name this machine."""
+        """Raise RefusedError if no API keys are needed and the Host header does not name this machine."""
         hosts = _values(scope, b"host")
         if self._needs_local_name and not (hosts and all(map(self._is_ours, hosts))):
             shown = ", ".join(echo(repr(host)) for host in hosts) or "none is sent"
             text = "without API keys it has to be a loopback name, or one that allowed_hosts has"
-            raise HttpError(403, f"host: {text} ({shown})", "host", "host_not_allowed")
+            raise RefusedError(Refused(Cause.HOST, f"host: {text} ({shown})"))
 
     def headers(self, scope: Scope) -> tuple[Header, ...]:
         """Return what a response needs so that the page that asked may read it; nothing for pages of other origins."""
@@ -102,14 +103,14 @@ def adding(headers: Iterable[Header], send: Send) -> Send:
 
 
 def check_json(scope: Scope) -> None:
-    """Raise HttpError(415) unless a request's body is declared as JSON."""
+    """Raise RefusedError unless a request's body is declared as JSON."""
     kinds = _values(scope, b"content-type")
     kind = kinds[0].partition(";")[0].strip().lower() if len(kinds) == 1 else ""
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
     shown = ", ".join(echo(repr(each)) for each in kinds) or "none is sent"
     cure = "send the header 'content-type: application/json' (curl: -H 'content-type: application/json')"
-    raise HttpError(415, f"content-type: a JSON body is needed ({shown}); {cure}", "content-type")
+    raise RefusedError(Refused(Cause.MEDIA_TYPE, f"content-type: a JSON body is needed ({shown}); {cure}"))
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

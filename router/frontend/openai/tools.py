@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.base.errors import echo
 from pdserve.grammar.compiler import WHITESPACE
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import Cause, RefusedError, invalid
+from pdserve.protocol.sampling import StructuredOutput
 from pdserve.router.frontend.openai.fields import ChatRequest, Object
 from pdserve.router.frontend.prompts import Check
-from pdserve.sampling import StructuredOutput
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.text.tool_calls import ToolFormat
 
@@ -51,7 +52,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """Return how an answer may use tools, None if there are none; RequestError(INVALID_ARGUMENT) names the field."""
+    """Return how an answer may use tools, None if there are none; RefusedError(INVALID_ARGUMENT) names the field."""
     tools = tuple(_tool(each, place) for place, each in enumerate(body.tools or ()))
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} are over the limit of {MAX_TOOLS}")
@@ -78,7 +79,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 
 
 def offered(body: ChatRequest) -> list[Object] | None:
-    """Return the tools that the model is told of; RequestError(INVALID_ARGUMENT) names the field."""
+    """Return the tools that the model is told of; RefusedError(INVALID_ARGUMENT) names the field."""
     match body.tool_choice:
         case "none":
             return None
@@ -182,18 +183,18 @@ class ToolGrammar:
     async def loosen(self, check: Check) -> StructuredOutput | None:
         """Ignore parameters that cannot be compiled; return the grammar without them, None if all can be.
 
-        RequestError(INVALID_ARGUMENT) names them if the request names their tool.
+        RefusedError(INVALID_ARGUMENT) names them if the request names their tool.
         """
         for tool in self.use.tools:
             if tool.parameters is _NONE:
                 continue
             try:
                 await check(StructuredOutput("json_schema", (json.dumps(tool.parameters),)))
-            except RequestError as error:
-                if error.status is not Status.INVALID_ARGUMENT:
+            except RefusedError as error:
+                if error.refused.cause is not Cause.INVALID:
                     raise
                 if self.use.is_named:
-                    raise invalid(tool.field, error.message.partition(": ")[2]) from error
+                    raise invalid(tool.field, error.refused.message.partition(": ")[2]) from error
                 self.ignored.append(tool.field)
         return StructuredOutput("grammar", (self.text(),)) if self.ignored else None
 

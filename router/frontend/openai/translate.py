@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from pdserve.errors import echo, invalid
+from pdserve.base.errors import echo
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.openai.fields import (
     MAX_PROMPTS,
     ChatRequest,
@@ -27,7 +28,7 @@ Headers = Mapping[str, str]
 
 
 def chat_request(body: ChatRequest, headers: Headers) -> inference.GenerateRequest:
-    """Return a conversation's request; RequestError(INVALID_ARGUMENT) names a wrong field."""
+    """Return a conversation's request; RefusedError(INVALID_ARGUMENT) names a wrong field."""
     request = _request(body, headers)
     if not body.messages:
         raise invalid("messages", "it is empty, at least 1 message is needed")
@@ -44,7 +45,7 @@ def chat_request(body: ChatRequest, headers: Headers) -> inference.GenerateReque
 
 
 def completion_template(body: CompletionRequest, headers: Headers) -> inference.GenerateRequest:
-    """Return the part that the requests of all prompts share; RequestError(INVALID_ARGUMENT) names a wrong field."""
+    """Return the part that the requests of all prompts share; RefusedError(INVALID_ARGUMENT) names a wrong field."""
     if body.suffix:
         raise invalid("suffix", "text before a suffix is not supported")
     if body.best_of not in (None, body.n or 1):
@@ -73,7 +74,7 @@ def with_prompt(template: inference.GenerateRequest, prompt: str | Sequence[int]
 
 
 def prompts_of(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]) -> list[str | Sequence[int]]:
-    """Return the prompts of one call; RequestError(INVALID_ARGUMENT) for none or too many."""
+    """Return the prompts of one call; RefusedError(INVALID_ARGUMENT) for none or too many."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):

@@ -33,7 +33,7 @@ export function showEnded(state, own, choose) {
     const id = ended.request_id;
     const outcome = outcomeOf(ended);
     const sign = { answered: "✓", late: "△", refused: "✕", failed: "!", "client left": "–" }[outcome];
-    const why = ended.because ? CAUSES[ended.because] ?? ended.because : ended.status === "OK" || ended.status === "CANCELLED" ? "" : ended.status;
+    const why = ended.because && ended.status !== "CANCELLED" ? CAUSES[ended.because] ?? ended.because : "";
     const workers = [ended.prefill_worker, ended.decode_worker].filter((name, i, all) => name && all.indexOf(name) === i).join(" → ");
     row.append(
       h("td", {}, clock(ended.unix_time_ms)),
@@ -50,7 +50,7 @@ export function showEnded(state, own, choose) {
 function outcomeOf(ended) {
   if (ended.status === "OK") return ended.met === false ? "late" : "answered";
   if (ended.status === "CANCELLED") return "client left";
-  return ended.because ? "refused" : "failed";
+  return ["INTERNAL", "DEADLINE_EXCEEDED"].includes(ended.status) ? "failed" : "refused";
 }
 
 /** Two figures, with one unit where it is the same. */

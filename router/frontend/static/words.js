@@ -24,6 +24,11 @@ export const CAUSES = {
   no_pair: "no pair of workers fits", slots: "as many requests as may be placed", turn: "others before it",
   tenant_requests: "more requests than its tenant may send", tenant_tokens: "more tokens than its tenant may use",
   tenant_concurrency: "as many requests of its tenant as may be under way",
+  invalid: "a wrong field", no_key: "no API key", wrong_key: "an unknown API key", model: "another model than the served one",
+  preparing: "too many prompts or grammars being prepared", compiler: "the process that compiles grammars",
+  deadline: "its deadline", cancelled: "its client has left", slow_reader: "a client that reads too slowly",
+  lost_workers: "workers that were lost", failed: "it fails on every worker", suspect: "it is suspected of ending workers",
+  shutting_down: "shutting down", no_router: "no router", internal: "an error of the router",
 };
 
 export const count = (value) => NUMBER.format(value);

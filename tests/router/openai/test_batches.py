@@ -6,7 +6,7 @@ from pathlib import Path
 from http_door import StartHttp
 from router_fakes import TOKENIZER, tokens_of
 
-from pdserve.batch import Tally, check, client, run_batch
+from pdserve.cli.batch import Tally, check, client, run_batch
 
 
 async def test_a_batch_has_its_answers_and_its_refusals(start_http: StartHttp, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from http_door import StartHttp
 from router_fakes import MODEL, PATIENCE_S, TOKENIZER, token_ids_of, tokens_of
 
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.token_ids import TokenIds
 from pdserve.router.frontend import prompts
-from pdserve.token_ids import TokenIds
 
 
 def ids(text: str) -> list[int]:

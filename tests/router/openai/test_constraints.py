@@ -9,11 +9,13 @@ from http_door import StartHttp
 from router_fakes import MODEL
 from small_vocabulary import small_tokenizer
 
+from pdserve.base.errors import GrammarError
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
-from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar import checker
 from pdserve.grammar.compiler import Compiler
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.inference import structured_from_proto
+from pdserve.protocol.refusal import RefusedError
 from pdserve.router.frontend.openai.dialect import merged
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest
 from pdserve.router.frontend.openai.filters import constraint_of, plan
@@ -22,7 +24,6 @@ from pdserve.router.frontend.served import ServedModel
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.reasoning import Reasoning
 from pdserve.text.tool_calls import FORMATS, FormatName
-from pdserve.wire import structured_from_proto
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOKENIZER = small_tokenizer()
@@ -106,9 +107,9 @@ def test_fields_say_what_answers_match(fields: dict[str, Any], wanted: Wanted | 
     ],
 )
 def test_what_cannot_be_served_names_its_field(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RefusedError) as refused:
         plan(chat(**fields), inference.GenerateRequest(), model())
-    assert refused.value.message.startswith(message)
+    assert refused.value.refused.message.startswith(message)
 
 
 CALLS = {

@@ -16,8 +16,8 @@ from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
 from scraping import scrape
 
-from pdserve import rpc
 from pdserve.launch.authority import write_certificates
+from pdserve.net import rpc
 from pdserve.router.frontend.openai import connection, server
 
 LIMIT = 4

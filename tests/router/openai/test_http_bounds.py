@@ -13,10 +13,10 @@ import pytest
 from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
 
+from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai import connection, reply
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 WAITS_S = 0.2
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -214,7 +214,7 @@ async def test_nothing_is_written_to_a_client_that_left_while_its_prompts_were_o
     start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_open, is_lost = asyncio.Event(), asyncio.Event()
-    open_part, lose = reply.Stream.open, reply.Stream.lost
+    open_part, lose = reply.Stream.begin_part, reply.Stream.lost
 
     async def opened(stream: reply.Stream, *part: Any) -> None:  # noqa: ANN401
         await open_part(stream, *part)
@@ -225,7 +225,7 @@ async def test_nothing_is_written_to_a_client_that_left_while_its_prompts_were_o
         lose(stream)
         is_lost.set()
 
-    monkeypatch.setattr(reply.Stream, "open", opened)
+    monkeypatch.setattr(reply.Stream, "begin_part", opened)
     monkeypatch.setattr(reply.Stream, "lost", lost)
     door = await start_http()
     door.router.workers["p0"].is_paused = True

@@ -13,7 +13,8 @@ from router_fakes import MODEL
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.clients import new_key
-from pdserve.router.frontend.openai import app, filters, generation, translate
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.openai import filters, generation, translate
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 JSON = {"content-type": "application/json"}
@@ -131,6 +132,19 @@ async def test_a_body_that_is_no_json_is_refused(start_http: StartHttp) -> None:
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "content", [b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": 1'], ids=["bytes", "deep", "cut"]
+)
+async def test_a_body_that_cannot_be_parsed_is_a_wrong_body_on_every_path(
+    start_http: StartHttp, path: str, content: bytes
+) -> None:
+    door = await start_http()
+    response = await door.http.post(path, content=content, headers=JSON)
+    error = response.json()["error"]
+    assert (response.status_code, error["refused_because"]) == (400, "invalid"), error
+
+
 async def test_openais_client_raises_its_own_kinds(start_http: StartHttp) -> None:
     door = await start_http()
     with pytest.raises(openai.NotFoundError, match="'other' is not served here; 'tiny' is") as missing:
@@ -244,7 +258,7 @@ async def test_what_nobody_foresaw_has_openais_shape(start_http: StartHttp, monk
         raise ValueError("unforeseen")
 
     monkeypatch.setattr(filters, "plan", fail)
-    monkeypatch.setattr(app, "check_model", fail)
+    monkeypatch.setattr(Intake, "adapter", fail)
     for path, body in ((COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
         response = await door.post(path, **body)
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")

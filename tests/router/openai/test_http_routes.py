@@ -66,8 +66,9 @@ async def test_the_description_names_every_route_and_field(start_http: StartHttp
     document = (await door.http.get("/openapi.json")).json()
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
-        "/tokenizer_info", "/health", "/ready", "/version", "/metrics",
+        "/tokenizer_info", "/health", "/ready", "/version", "/metrics", "/v1/messages", "/v1/messages/count_tokens",
     }  # fmt: skip
     schemas = document["components"]["schemas"]
     assert {"messages", "tools", "slo", "max_completion_tokens"} <= set(schemas["ChatRequest"]["properties"])
+    assert {"messages", "system", "max_tokens", "stop_sequences"} <= set(schemas["MessagesRequest"]["properties"])
     assert {"prompt", "echo", "suffix"} <= set(schemas["CompletionRequest"]["properties"])

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 import pytest
 from http_door import StartHttp
 
-from pdserve.clock import MonotonicClock
+from pdserve.base.clock import MonotonicClock
 from pdserve.measure import http_client
 from pdserve.measure.client import Client, Door, connect, request_of
 from pdserve.measure.load import Load, door_notes, measure_load

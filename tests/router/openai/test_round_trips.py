@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import tool_templates
@@ -12,8 +11,8 @@ from http_door import StartHttp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import MODEL, TOKENIZER
+from written_answers import MODELS, TOOL, Json, Written, answers
 
-from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.dialect import CHAT, Choice, Prompt, Response, Shown
@@ -22,60 +21,7 @@ from pdserve.router.frontend.openai.filters import plan
 from pdserve.router.frontend.openai.translate import chat_request
 from pdserve.router.frontend.prompts import Prompts
 from pdserve.router.frontend.served import ServedModel
-from pdserve.text.chat import ChatTemplate
-from pdserve.text.tool_calls import FORMATS, FormatName
-
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-FUNCTION = '{{"name": "{name}", "{key}": {arguments}}}'
-Json = dict[str, Any]
-
-
-def served(template: str, name: FormatName = "hermes") -> ServedModel:
-    chat = ChatTemplate(template, SPECIAL)
-    return ServedModel(MODEL, 100_000, TOKENIZER.vocab_size, NO_DEFAULTS, TOKENIZER, chat, tool_format=FORMATS[name])
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a model wrote."""
-
-    format: FormatName
-    text: str
-    finish_reason: int
-    cuts: tuple[int, ...]  # pieces in which it came
-
-
-ARGUMENTS = st.one_of(
-    st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=8), st.none()), max_size=3).map(
-        json.dumps
-    ),
-    st.sampled_from(
-        ["null", '"null"', '""', '"plain"', "[1, 2]", "17", "{not: json}", '{"a": "\\ud800"}', "", '"{\\"a\\": 1}"']
-    ),
-)
-CALLS = st.lists(st.tuples(st.sampled_from(["weather", "unknown"]), ARGUMENTS), max_size=3)
-
-
-def in_format(name: FormatName, content: str, calls: list[tuple[str, str]]) -> str:
-    form = FORMATS[name]
-    texts = [FUNCTION.format(name=called, key=form.arguments_key, arguments=each) for called, each in calls]
-    if name == "mistral":
-        return content + (f"[TOOL_CALLS][{', '.join(texts)}]" if texts else "")
-    if name == "llama3_json":
-        return "; ".join(texts) or content
-    return content + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
-
-
-@st.composite
-def answers(draw: st.DrawFn) -> Written:
-    name = draw(st.sampled_from(list(FORMATS)))
-    text = in_format(name, draw(st.sampled_from(["", "I look.\n", "\n", "é {"])), draw(CALLS))
-    reason = inference.FINISH_REASON_STOP
-    if draw(st.booleans()):  # cut by length or a stop string
-        text = text[: draw(st.integers(0, len(text)))]
-        reason = draw(st.sampled_from([inference.FINISH_REASON_STOP, inference.FINISH_REASON_LENGTH]))
-    return Written(name, text, reason, tuple(draw(st.lists(st.integers(0, len(text)), max_size=4))))
+from pdserve.text.tool_calls import FORMATS
 
 
 def answered(written: Written, model: ServedModel, *, streams: bool) -> Json:
@@ -121,19 +67,16 @@ def sent_back(message: Json) -> ChatRequest:
 
 
 def rendered(model: ServedModel, asked: ChatRequest) -> str:
-    """Return the prompt; RequestError where the server refuses the request."""
+    """Return the prompt; RefusedError where the server refuses the request."""
 
     async def ask() -> str:
         prompts = Prompts(model, 1, 10.0)
         try:
-            return TOKENIZER.decode(list(await prompts.token_ids(chat_request(asked, {}), 100_000, 10.0)))
+            return TOKENIZER.decode(list(await prompts.tokenize(chat_request(asked, {}), 100_000, 10.0)))
         finally:
             await prompts.close()
 
     return asyncio.run(ask())
-
-
-MODELS = {name: served(template) for name, template in tool_templates.ALL.items()}
 
 
 @given(written=answers())

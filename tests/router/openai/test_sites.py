@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from router_fakes import MODEL
 
+from pdserve.protocol.refusal import RefusedError
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.clients import new_key
-from pdserve.router.frontend.openai.errors import HttpError
 from pdserve.router.frontend.openai.sites import Sites, check_json
 
 CHAT: Any = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -53,8 +53,8 @@ def status_of(found: Sites, scope: Mapping[str, Any]) -> int:
         found.check_host(dict(scope))
         if scope["method"] == "POST":
             check_json(dict(scope))
-    except HttpError as error:
-        return error.status
+    except RefusedError as error:
+        return error.refused.response.http
     return 200
 
 

@@ -10,7 +10,7 @@ from faultsim.scenario import Scenario
 from faultsim.worker import WorkerProcess
 from faultsim.world import Process
 from faultsim.zombies import Zombies
-from pdserve.router.events import DrainAsked
+from pdserve.router.requests.events import DrainAsked
 
 SITE_FAULTS = ("crash_worker", "freeze_worker", "reset_handoff", "cut_one_way")
 
@@ -117,8 +117,8 @@ class Chaos:
     def _crash_router(self) -> None:
         router = self._router()
         if router is not None:
-            clients = list(router.desk.answers.values())
-            router.desk.answers.clear()
+            clients = list(router.dispatcher.answers.values())
+            router.dispatcher.answers.clear()
             self._cluster.end(router)
             for client in clients:
                 client.lose_router()

@@ -1,18 +1,21 @@
 """Clients: what they ask for, and whether they get exactly that, once and in time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from faultsim.engine import expected
+from faultsim.registration import VOCAB_SIZE, Size
 from faultsim.router import RouterProcess
 from faultsim.world import ViolationError, World
+from pdserve.base.ids import RequestId
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE
-from pdserve.errors import Status
-from pdserve.ids import RequestId
-from pdserve.router.commands import Deliver, Finished, Refused
-from pdserve.router.events import ClientEvent, ClientGone, RequestArrived, StopStringFound
-from pdserve.router.timeline import Moved
-from pdserve.sampling import SamplingParams
+from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
+from pdserve.protocol.paging import PageShape
+from pdserve.protocol.refusal import Refused, Status
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.router.requests.commands import Deliver, Finished
+from pdserve.router.requests.events import ClientEvent, ClientGone, RequestArrived, StopStringFound
+from pdserve.router.requests.timeline import Moved
 
 GRACE_S = 1.0  # an answer's end may come this long after its deadline
 
@@ -31,12 +34,13 @@ class Wish:
     leaves_after_s: float | None = None
     leaves_at_first_token: bool = False
     stops_at: int | None = None  # tokens of a continuation after which a stop string is found
+    adapter: AdapterDigest = NO_ADAPTER
 
 
 class Answer:
     """One request as its client sees it."""
 
-    def __init__(self, world: World, wish: Wish, vocab_size: int, on_end: Callable[["Answer", str], object]) -> None:
+    def __init__(self, world: World, wish: Wish, size: Size, on_end: Callable[["Answer", str], object]) -> None:
         self.wish = wish
         self.outcome: str | None = None
         self.came_s: list[list[float]] = [[] for _ in range(wish.params.n)]  # each token of each continuation
@@ -48,7 +52,7 @@ class Answer:
         self._received: list[list[int]] = [[] for _ in range(wish.params.n)]
         self._ended = [False] * wish.params.n
         self._stopped = [False] * wish.params.n  # by a stop string; what is under way may still come
-        self._vocab_size = vocab_size
+        self._size = size
         self._expected: list[list[int]] = []  # of each continuation, once a token has come
 
     def ask(self, router: RouterProcess | None) -> None:
@@ -65,6 +69,7 @@ class Answer:
             deadline_s=now + wish.deadline_s,
             priority=wish.priority,
             tenant=wish.tenant,
+            adapter=wish.adapter,
         )
         self._world.after(wish.deadline_s + GRACE_S, None, self._check_in_time)
         if wish.leaves_after_s is not None:
@@ -85,7 +90,7 @@ class Answer:
         self._world.num_messages += 1
         wish, index = self.wish, command.index
         if not self._expected:
-            self._expected = [whole_answer(wish, number, self._vocab_size) for number in range(wish.params.n)]
+            self._expected = [whole_answer(wish, number, self._size.others) for number in range(wish.params.n)]
         received, due, fresh = self._received[index], self._expected[index], command.token_ids
         start = len(received)
         received.extend(fresh)
@@ -142,10 +147,10 @@ class Answer:
         return ViolationError(invariant, f"request {self.wish.request_id!r}: {text}", self.wish.request_id)
 
 
-def whole_answer(wish: Wish, index: int, vocab_size: int) -> list[int]:
+def whole_answer(wish: Wish, index: int, others: Sequence[PageShape]) -> list[int]:
     """Return all tokens of a continuation, up to the first one that stops it."""
     params = wish.params
     seed = (params.seed + index * SEED_STRIDE) & SEED_MASK
-    tokens = expected(wish.prompt, seed, params.max_tokens, vocab_size)
+    tokens = expected(wish.prompt, seed, params.max_tokens, VOCAB_SIZE, others, wish.adapter)
     stops = (place for place, token in enumerate(tokens) if token in params.stop_token_ids)
     return tokens[: next(stops, len(tokens)) + 1]

@@ -12,11 +12,10 @@ from faultsim.scenario import Scenario
 from faultsim.sharing import Sharing
 from faultsim.worker import WorkerProcess
 from faultsim.world import Process, ViolationError, World
-from pdserve.ids import Incarnation
-from pdserve.kvtransfer.session import Peer
-from pdserve.roles import Role, lacks_pages
+from pdserve.base.ids import Incarnation, Peer
+from pdserve.base.roles import Role, lacks_pages
 from pdserve.router.config import Limits
-from pdserve.router.events import ProcessEnded
+from pdserve.router.requests.events import ProcessEnded
 
 MIXED = 0.25  # share of workers that start again as mixed ones
 REAPED_S = 3.0  # at most, until a launcher has noticed an end
@@ -82,7 +81,7 @@ class Cluster:
         delay_s = rng.random() ** 6 * REAPED_S
         if isinstance(process, WorkerProcess):
             is_explained = process.incarnation % 2 == 0
-            gone = ProcessEnded(process.peer.worker_id, process.incarnation, is_explained)
+            gone = ProcessEnded(Peer(process.peer.worker_id, process.incarnation), is_explained)
             late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
             self.world.after(delay_s + late_s, None, self._note_gone, gone)
         if process in (self.routers.get(process.name), self.workers.get(process.name)):
@@ -129,6 +128,8 @@ class Cluster:
     def _new_worker(self, name: str, incarnation: Incarnation) -> WorkerProcess:
         is_decode, scenario = name.startswith("d"), self.scenario
         size = scenario.decode_size if is_decode else scenario.prefill_size
+        if name in scenario.lacking:
+            size = replace(size, adapters=size.adapters[:1])
         role = Role.DECODE if is_decode else Role.PREFILL
         if name in self.workers and not lacks_pages(Role.MIXED, size.num_pages, size.max_num_pages):
             role = Role.MIXED if self._rng.random() < MIXED else role  # it has started before

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from faultsim.clients import Wish, whole_answer
 from faultsim.registration import VOCAB_SIZE
+from pdserve.protocol.paging import PageShape
 
 NUM_TURNS = 3
 ONE_IN = 24  # requests, of which one begins a conversation
@@ -18,7 +19,7 @@ MAX_TOKENS = 16  # of an answer
 MAX_FIRST = 24  # tokens of a first prompt
 
 
-def converse(seed: int, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
+def converse(seed: int, wishes: Sequence[Wish], others: Sequence[PageShape]) -> tuple[Wish, ...]:
     """Return the requests of a seed with some of them made turns of conversations, in every other seed."""
     rng = random.Random(f"conversations {seed}")
     changed = list(wishes)
@@ -32,13 +33,15 @@ def converse(seed: int, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
         params = replace(first.params, max_tokens=min(MAX_TOKENS, first.params.max_tokens))
         changed[turns[0]] = replace(first, prompt=first.prompt[:MAX_FIRST], params=params)
         for before, after in pairwise(turns):
-            changed[after] = _next_turn(rng, changed[before], changed[after])
+            changed[after] = _next_turn(rng, changed[before], changed[after], others)
     return tuple(changed)
 
 
-def _next_turn(rng: random.Random, before: Wish, wish: Wish) -> Wish:
-    """Return a request that goes on where another, of the same tenant, has ended."""
-    answer = whole_answer(before, 0, VOCAB_SIZE)
+def _next_turn(rng: random.Random, before: Wish, wish: Wish, others: Sequence[PageShape]) -> Wish:
+    """Return a request that goes on where another, of the same tenant and adapter, has ended."""
+    answer = whole_answer(before, 0, others)
     added = (rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, MAX_ADDED)))
     params = replace(wish.params, max_tokens=min(MAX_TOKENS, wish.params.max_tokens))
-    return replace(wish, prompt=(*before.prompt, *answer, *added), params=params, tenant=before.tenant)
+    return replace(
+        wish, prompt=(*before.prompt, *answer, *added), params=params, tenant=before.tenant, adapter=before.adapter
+    )

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from faultsim.handoffs import ReceiverStreams, SenderStreams
 from faultsim.mover import Host, Mover, digest
 from faultsim.world import Process, ViolationError
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.decode_worker.incoming import Incoming
+from pdserve.decode_worker.receiver import State
 from pdserve.kvtransfer.doors import (
     CancelCopies,
     CheckDigests,
@@ -27,8 +29,7 @@ from pdserve.kvtransfer.doors import (
     ToReceiver,
     ToSender,
 )
-from pdserve.kvtransfer.receiver import State
-from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
+from pdserve.kvtransfer.session import Commit, Grant, Quiesced, Taken, Withdrawn
 from pdserve.worker.messages import Placed
 
 if TYPE_CHECKING:
@@ -52,16 +53,16 @@ class Doors:
         self._receivers = SenderStreams(owner, owner.introduction, owner.network, self._from_receiver)
         self._senders = ReceiverStreams(owner, owner.introduction, self._from_sender)
         self.accept = self._senders.accept
-        self.placed: deque[tuple[Peer, HandoffKey]] = deque(maxlen=8)  # the latest hand-offs that leave
-        self.granted: deque[tuple[Peer, HandoffKey, Grant, int]] = deque(maxlen=4)  # the latest, with tokens of each
-        self._grants: dict[HandoffKey, Grant] = {}  # as last received
-        self._num_tokens: dict[HandoffKey, int] = {}
-        self._sent: set[tuple[HandoffKey, type]] = set()
+        self.placed: deque[tuple[Peer, AttemptKey]] = deque(maxlen=8)  # the latest hand-offs that leave
+        self.granted: deque[tuple[Peer, AttemptKey, Grant, int]] = deque(maxlen=4)  # the latest, with tokens of each
+        self._grants: dict[AttemptKey, Grant] = {}  # as last received
+        self._num_tokens: dict[AttemptKey, int] = {}
+        self._sent: set[tuple[AttemptKey, type]] = set()
         self._received_s: dict[Peer, float] = {}  # when something was received last from each attached sender
 
     def note(self, placed: Placed) -> None:
         """Remember what a placement says of a hand-off."""
-        key = HandoffKey(placed.job.request_id, placed.job.attempt)
+        key = AttemptKey(placed.job.request_id, placed.job.attempt)
         if placed.target is not None:
             self.placed.append((placed.target, key))
         if placed.source is not None:
@@ -133,7 +134,7 @@ class Doors:
         elif isinstance(message, Quiesced):
             self._grants.pop(key, None)
 
-    def _to_sender(self, peer: Peer, key: HandoffKey, message: Grant | Taken | Withdrawn) -> None:
+    def _to_sender(self, peer: Peer, key: AttemptKey, message: Grant | Taken | Withdrawn) -> None:
         if not isinstance(message, Withdrawn):
             if (key, type(message)) in self._sent:
                 raise ViolationError("I1", f"{self._owner.name} said {message} twice", key.request_id)

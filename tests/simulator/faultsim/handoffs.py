@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable
 
 from faultsim.network import End, Network
 from faultsim.world import Process, ViolationError
-from pdserve.errors import ProtocolError
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import dialling, roster, wire
 from pdserve.kvtransfer.dialling import CONNECT_TIMEOUT_S, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverMessage, SenderAlive, SenderMessage
 from pdserve.kvtransfer.roster import Roster, StreamId
-from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Hello, HelloAck, Introduction, Peer
+from pdserve.kvtransfer.session import FromReceiver, FromSender, Hello, HelloAck, Introduction
 from pdserve.kvtransfer.wire import Request, Response
 
 MOVER = "simulated"
@@ -39,7 +40,7 @@ class SenderStreams:
     def connect(self, peer: Peer, address: str) -> None:
         self._perform(self._dialling.connect(peer, address))
 
-    def send(self, peer: Peer, key: HandoffKey, message: FromSender) -> None:
+    def send(self, peer: Peer, key: AttemptKey, message: FromSender) -> None:
         self._perform(self._dialling.send(peer, key, message))
 
     def forget(self, peer: Peer) -> None:
@@ -134,7 +135,7 @@ class ReceiverStreams:
         end.receive = lambda message: self._receive(stream, message)
         end.lost = lambda reason: self._ended(stream, reason)
 
-    def send(self, peer: Peer, key: HandoffKey, command: FromReceiver) -> None:
+    def send(self, peer: Peer, key: AttemptKey, command: FromReceiver) -> None:
         stream = self._roster.stream_of(peer)
         if stream is not None:
             self._ends[stream].send(wire.from_receiver(key, command).SerializeToString())

@@ -5,26 +5,15 @@ from dataclasses import replace
 from faultsim.cluster import Cluster
 from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError
-from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.base.errors import ProtocolError
+from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.kvtransfer.doors import DigestsChecked, ReceiverMessage, SenderMessage, ToReceiver
-from pdserve.kvtransfer.session import (
-    Capsule,
-    Commit,
-    FromSender,
-    HandoffKey,
-    PagesLanded,
-    Peer,
-    Quiesced,
-    Tail,
-    Taken,
-    Withdrawn,
-)
-from pdserve.sampling import SampledToken
+from pdserve.kvtransfer.session import Capsule, Commit, FromSender, PagesLanded, Quiesced, Tail, Taken, Withdrawn
+from pdserve.protocol.sampling import SampledToken
 from pdserve.worker.messages import Cancelled
 
 NOBODY = Peer(WorkerId("p0"), Incarnation(1))  # an incarnation that ended long ago
-UNKNOWN = HandoffKey(RequestId(b"request-of-nobody"[:16]), Attempt(0))
+UNKNOWN = AttemptKey(RequestId(b"request-of-nobody"[:16]), Attempt(0))
 CAPSULE = Capsule(1, (Tail(0, (SampledToken(1),)),))
 STRANGER = Tail(1 << 20, (SampledToken(1),))  # of a continuation that nobody asked for
 LATE_NEWS = DigestsChecked(UNKNOWN, None)  # honest, and of nothing that goes on

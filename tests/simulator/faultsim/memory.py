@@ -7,13 +7,12 @@ told by page and generation: no two grants ever name the same.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from faultsim.engine import EMPTY, SIZE, FakeRunner, chain
+from faultsim.engine import SIZE, FakeRunner, beginning, chain, group_slot
 from faultsim.world import ViolationError
+from pdserve.base.ids import AttemptKey, Generation, PageId
 from pdserve.engine.kvcache import KvCache, PagesStored
 from pdserve.engine.step import StepPlan
-from pdserve.ids import Generation, PageId
-from pdserve.kvtransfer.session import HandoffKey
-from pdserve.prefix_hash import PrefixHash
+from pdserve.protocol.prefix_hash import PrefixHash
 
 
 class Stamp(NamedTuple):
@@ -35,12 +34,12 @@ class Memory:
     def stamp(self, page: PageId) -> Stamp:
         return Stamp(page, *self._cache.pool.generations((page,)))
 
-    def read(self, stamp: Stamp, key: HandoffKey) -> bytes:
+    def read(self, stamp: Stamp, key: AttemptKey) -> bytes:
         """Return a page's bytes for a copy; its content must have been kept for that."""
         self.check_source(stamp, key)
         return bytes(self._runner.page(stamp.page))
 
-    def write(self, stamp: Stamp, key: HandoffKey, content: bytes) -> None:
+    def write(self, stamp: Stamp, key: AttemptKey, content: bytes) -> None:
         """Write the first bytes of a page from outside."""
         self.check_target(stamp, key)
         self._runner.page(stamp.page)[: len(content)] = content
@@ -48,14 +47,14 @@ class Memory:
     def content(self, page: PageId) -> bytes:
         return bytes(self._runner.page(page))
 
-    def check_source(self, stamp: Stamp, key: HandoffKey) -> None:
+    def check_source(self, stamp: Stamp, key: AttemptKey) -> None:
         """Raise ViolationError unless the page is still held as it was."""
         pool = self._cache.pool
         if pool.holders(stamp.page) == 0 or self.stamp(stamp.page) != stamp:
             text = f"{self._name} released {stamp} under a copy for attempt {key.attempt}"
             raise ViolationError("I5", text, key.request_id)
 
-    def check_target(self, stamp: Stamp, key: HandoffKey) -> None:
+    def check_target(self, stamp: Stamp, key: AttemptKey) -> None:
         """Raise ViolationError unless the page is still granted, or quarantined, as it was."""
         pool, page = self._cache.pool, stamp.page
         if self.stamp(page) != stamp or pool.holders(page) or pool.is_free(page):
@@ -65,8 +64,13 @@ class Memory:
 
     def check_step(self, plan: StepPlan, announced: Iterable[PageId]) -> None:
         """Raise ViolationError where a step writes a page that is announced for a copy: its content is final."""
-        size = self._cache.page_size
-        written = {page for chunk in plan.chunks for page in chunk.pages[chunk.start // size :]}
+        sizes = self._cache.paging.sizes
+        written = {
+            page
+            for chunk in plan.chunks
+            for size, pages in zip(sizes, (chunk.pages, *chunk.other_pages), strict=True)
+            for page in pages[chunk.start // size :]
+        }
         both = written.union(target for _, target in plan.copies).intersection(announced)
         if both:
             raise ViolationError("I3", f"{self._name} announced {sorted(both)}, and a step writes them")
@@ -76,9 +80,18 @@ class Memory:
         for change in self._cache.take_changes():
             if isinstance(change, PagesStored):
                 self._expect(change)
-        for prefix_hash, page in self._cache.pages.items():
-            if self._runner.page(page) != self._due[prefix_hash]:
-                raise ViolationError("I3", f"page {page} of {self._name} does not hold the prefix that it is found by")
+        for group, prefix_hash, pages in self._cache.indexed:
+            if b"".join([self._runner.page(page) for page in pages]) != self._due_in(group, prefix_hash):
+                text = f"pages {pages} of {self._name} do not hold the prefix that they are found by"
+                raise ViolationError("I3", text)
+
+    def _due_in(self, group: int, prefix_hash: PrefixHash) -> bytes:
+        """Return what the pages of a span hold in a group."""
+        due, width = self._due[prefix_hash], self.page_bytes // self._cache.paging.sizes[group]
+        if group == 0:
+            return due
+        states = [int.from_bytes(due[place : place + SIZE], "little") for place in range(0, len(due), SIZE)]
+        return b"".join([group_slot(group, state, width) for state in states])
 
     def _expect(self, stored: PagesStored) -> None:
         """Compute what pages hold that can be reused from now on."""
@@ -86,5 +99,5 @@ class Memory:
         for number in range(stored.run.stop):
             if hashes[number] not in self._due:
                 before = self._due[hashes[number - 1]][-SIZE:] if number else b""
-                state = int.from_bytes(before, "little") if before else EMPTY
+                state = int.from_bytes(before, "little") if before else beginning(stored.prefix.scope.adapter)
                 self._due[hashes[number]] = chain(state, tokens[number * size : (number + 1) * size])

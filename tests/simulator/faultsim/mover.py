@@ -13,9 +13,10 @@ from zlib import crc32
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
 from faultsim.world import Process
+from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.copies import Copy, CopyQueue
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import Grant
 
 DISCONNECT_S = 0.03  # until a write into a dead process is an error
 STALLED_S = 18.0  # until a write along a cut path is an error
@@ -53,7 +54,7 @@ class Op:
     over: bool = False
 
     @property
-    def key(self) -> HandoffKey:
+    def key(self) -> AttemptKey:
         return self.copy.handoff
 
 
@@ -95,7 +96,7 @@ class Mover:
         self._copies.setdefault(command.peer, CopyQueue()).add(copy)
         self._go_on(command.peer)
 
-    def cancel(self, peer: Peer, key: HandoffKey) -> None:
+    def cancel(self, peer: Peer, key: AttemptKey) -> None:
         """Copy nothing more of a hand-off than the slice on its way."""
         if peer in self._copies:
             self._copies[peer].cancel(key, "cancelled")
@@ -172,7 +173,7 @@ class Mover:
             self._world.after(self._doubt.random() * LATE_S, target, self._land_late, target, dst, op.key, content)
         self._stop(op, "the transfer failed")
 
-    def _land_late(self, target: Host, dst: Stamp, key: HandoffKey, content: bytes) -> None:
+    def _land_late(self, target: Host, dst: Stamp, key: AttemptKey, content: bytes) -> None:
         if self._owner.alive:
             target.memory.write(dst, key, content)
 

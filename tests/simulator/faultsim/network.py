@@ -7,7 +7,7 @@ ends the stream; a reset tells both ends, at different times; a dead process's p
 from collections.abc import Callable
 
 from faultsim.world import Process, World
-from pdserve.clock import Action
+from pdserve.base.clock import Action
 
 KEEPALIVE_S = 15.0  # a silent path ends its streams: rpc's ping interval and time-out
 CONNECT_TIMEOUT_S = 2.0

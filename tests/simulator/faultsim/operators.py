@@ -6,10 +6,10 @@ from collections.abc import Callable
 from faultsim.cluster import Cluster
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
-from pdserve.ids import WorkerId
-from pdserve.roles import Role
-from pdserve.router.events import MovesAsked, RoleAsked
-from pdserve.router.view import WorkerView
+from pdserve.base.ids import WorkerId
+from pdserve.base.roles import Role
+from pdserve.router.placement.view import WorkerView
+from pdserve.router.requests.events import MovesAsked, RoleAsked
 
 FLIP_SEEDS = 0.5  # share of seeds in which roles change; none of the calm ones
 RESTORE_S = 1.0  # after all faults

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
-from pdserve.ids import PROTOCOL_VERSION
+from pdserve.base.ids import PROTOCOL_VERSION
+from pdserve.base.roles import Role
 from pdserve.kvtransfer.session import Introduction
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.roles import Role
-from pdserve.wire import ROLE_NUMBERS, layout_to_proto
+from pdserve.protocol.adapters import Adapter
+from pdserve.protocol.kvlayout import KvGroup, KvLayout
+from pdserve.protocol.link import ROLE_NUMBERS, layout_to_proto
+from pdserve.protocol.paging import PageShape
 
 MODEL = "chain-of-hashes"
 VOCAB_SIZE = 997
@@ -26,10 +29,18 @@ class Size:
     step_s: float = 0.004
     token_s: float = 0.0002
     load_s: float = 0.3
+    most_drafts: int = 0  # guesses that a step verifies for a sequence
+    others: tuple[PageShape, ...] = ()  # groups of layers after the first
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def layout(self) -> KvLayout:
+        groups = (KvGroup("other", self.page_size // s.page_size, 1, 1, s.page_size, s.window) for s in self.others)
+        return KvLayout("weights", 1, 1, 1, self.page_size, "float32", others=tuple(groups))
 
     @property
     def max_num_pages(self) -> int:
-        return -(-self.max_model_len // self.page_size)
+        return self.layout.num_pages(self.max_model_len)
 
 
 def registration(me: Introduction, role: Role, size: Size) -> link.Register:
@@ -47,4 +58,5 @@ def registration(me: Introduction, role: Role, size: Size) -> link.Register:
         max_num_batched_tokens=size.max_num_batched_tokens,
         max_model_len=size.max_model_len,
         handoff_address=peer.worker_id,
+        adapters=[link.Adapter(name=each.name, digest=each.digest) for each in size.adapters],
     )

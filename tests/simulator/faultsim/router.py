@@ -11,18 +11,18 @@ from faultsim.network import End, Network
 from faultsim.registration import MODEL
 from faultsim.witness import RouterWitness
 from faultsim.world import Process, ViolationError
-from pdserve.errors import InvariantError
-from pdserve.ids import Incarnation
-from pdserve.kvtransfer.session import Peer
+from pdserve.base.errors import InvariantError
+from pdserve.base.ids import Incarnation, Peer
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.refusal import Refused
 from pdserve.router import wire
-from pdserve.router.commands import Command as CoreCommand
-from pdserve.router.commands import Deliver, DropLink, Finished, Refused, Warn
 from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
-from pdserve.router.desk import Command, Desk, Rang, Send, SetAlarm
-from pdserve.router.events import ClientEvent, Event, LinkId, LinkLost, RequestArrived, StepReported
-from pdserve.router.routing import Policy
+from pdserve.router.dispatcher import Command, Dispatcher, Rang, Send, SetAlarm
+from pdserve.router.placement.routing import Policy
+from pdserve.router.requests.commands import Command as CoreCommand
+from pdserve.router.requests.commands import Deliver, DropLink, Finished, Warn
+from pdserve.router.requests.core import RouterCore
+from pdserve.router.requests.events import ClientEvent, Event, LinkId, LinkLost, RequestArrived, StepReported
 
 
 class Client(Protocol):
@@ -38,13 +38,13 @@ class RouterProcess(Process):
         super().__init__(network.world, name, incarnation)
         self.core = RouterCore(MODEL, limits, policy)
         self.witness = RouterWitness(name, self.core.placements.requests)
-        self.desk: Desk[Client] = Desk(self)
+        self.dispatcher: Dispatcher[Client] = Dispatcher(self)
         self.limits = limits
         self.streams: dict[LinkId, End] = {}
         self.recent: deque[tuple[LinkId, link.AttachRequest]] = deque(maxlen=8)  # steps reported last
 
     def accept(self, end: End) -> None:
-        link_id = self.desk.open()
+        link_id = self.dispatcher.open_link()
         self.streams[link_id] = end
         end.receive, end.lost = partial(self._receive, link_id), partial(self._lost, link_id)
         each_step = self.incarnation % 4 == 0  # another router gets several short steps together
@@ -52,15 +52,15 @@ class RouterProcess(Process):
         end.send(link.AttachResponse(welcome=welcome).SerializeToString())
 
     def admit(self, event: RequestArrived, client: Client) -> None:
-        self._carry_out(self.desk.admit(event, client, self.world.now))
+        self._carry_out(self.dispatcher.handle_arrival(event, client, self.world.now))
 
     def post(self, *events: Event | Rang) -> None:
         """Handle events now, or right after the one that is being handled."""
         for event in events:
-            self._carry_out(self.desk.handle(event, self.world.now))
+            self._carry_out(self.dispatcher.handle(event, self.world.now))
 
     def handle(self, event: Event, now_s: float) -> list[CoreCommand]:
-        """Let the core handle an event, as the desk asks for it."""
+        """Let the core handle an event, as the dispatcher asks for it."""
         self.world.note(self.name, event)
         stale = self.witness.sees(event)
         try:
@@ -88,8 +88,8 @@ class RouterProcess(Process):
             self.core.check_idle()
         except InvariantError as error:
             raise ViolationError("I4", f"{self.name}: {error}") from error
-        if self.desk.answers:
-            raise ViolationError("I4", f"{self.name} forgot {list(self.desk.answers)}")
+        if self.dispatcher.answers:
+            raise ViolationError("I4", f"{self.name} forgot {list(self.dispatcher.answers)}")
 
     def check(self) -> None:
         """Raise ViolationError unless the core keeps within its limits."""

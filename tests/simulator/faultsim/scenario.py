@@ -1,18 +1,28 @@
 """What one seed is about: the cluster, the requests, and which things go wrong in it."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from faultsim.clients import Wish
 from faultsim.conversations import converse
 from faultsim.mover import CopyFaults
 from faultsim.registration import VOCAB_SIZE, Size
-from pdserve.ids import RequestId
-from pdserve.sampling import SamplingParams
+from pdserve.base.ids import RequestId
+from pdserve.protocol.adapters import DIGEST_BYTES, NO_ADAPTER, Adapter
+from pdserve.protocol.paging import PageShape
+from pdserve.protocol.sampling import SamplingParams
 
 PERIOD = 8  # of so many seeds, the first is calm, the fifth has impatient clients but no faults, the last has zombies
 NUM_ZOMBIES = 8
 NO_ROUTE_SEEDS = 0.4  # share of the seeds with faults
+
+# Groups of layers after the first, in half of the seeds.
+GROUPS = ((), (), (PageShape(2, window=6),), (PageShape(4, window=3), PageShape(2)))
+
+# In half of the seeds a third of the requests is for the model alone, the others for these.
+ADAPTERS = tuple(Adapter(name, name.encode() * (DIGEST_BYTES // 4)) for name in ("blue", "gold"))
+LACKING = 0.3  # of the workers after the first of each role: those that have loaded one adapter only
 
 FAULTS = (
     "crash_worker",
@@ -53,6 +63,7 @@ class Scenario:
     no_route: tuple[str, str] | None  # a worker that can open no stream to another, until all faults have healed
     lease_s: float
     site_chance: float  # of a fault at a moment chosen to hurt
+    lacking: frozenset[str]  # workers that have not loaded the second adapter
 
     is_calm: bool  # no faults, and clients that wait: every request has to succeed
 
@@ -64,7 +75,10 @@ def draw(seed: int, num_requests: int) -> Scenario:
     has_zombies = seed % PERIOD == PERIOD - 1
     span_s = num_requests * max(rng.choice((0.005, 0.01, 0.03)), 0.04 if has_zombies else 0.0)
     step_s = rng.choice((0.002, 0.004, 0.008))
-    max_model_len = 96
+    max_model_len, most_drafts = 96, random.Random(f"guesses {seed}").choice((0, 0, 1, 3))
+    others = random.Random(f"groups {seed}").choice(GROUPS)
+    adapters = ADAPTERS if random.Random(f"adapters {seed}").random() < 0.5 else ()
+    per_page = Size(0, others=others).max_num_pages / Size(0).max_num_pages  # pages that hold what one did
     page_s = max(rng.choice((0.0001, 0.0005, 0.002)), 0.015 if has_zombies else 0.0)  # most of the time a copy goes on
     copy_faults = CopyFaults(
         failed=1 / 16 if "failed_copies" in faults else 0.0,
@@ -78,13 +92,26 @@ def draw(seed: int, num_requests: int) -> Scenario:
         num_routers=rng.choice((1, 2, 2)),
         num_prefill=(num_prefill := rng.choice((1, 2, 2, 3))),
         num_decode=(num_decode := rng.choice((1, 2, 2, 3))),
-        prefill_size=Size(rng.choice((32, 64, 128)), max_model_len=max_model_len, step_s=step_s),
+        prefill_size=Size(
+            int(rng.choice((32, 64, 128)) * per_page),
+            max_model_len=max_model_len,
+            step_s=step_s,
+            most_drafts=most_drafts,
+            others=others,
+            adapters=adapters,
+        ),
         decode_size=Size(
-            rng.choice((32, 64, 128)), max_num_seqs=rng.choice((8, 16)), max_model_len=max_model_len, step_s=step_s
+            int(rng.choice((32, 64, 128)) * per_page),
+            max_num_seqs=rng.choice((8, 16)),
+            max_model_len=max_model_len,
+            step_s=step_s,
+            most_drafts=most_drafts,
+            others=others,
+            adapters=adapters,
         ),
         mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
         span_s=span_s,
-        wishes=converse(seed, _wishes(rng, num_requests, span_s, calm)),
+        wishes=converse(seed, _with_adapters(seed, _wishes(rng, num_requests, span_s, calm), adapters), others),
         faults=faults,
         num_faults=rng.randrange(3, 14),
         num_zombies=NUM_ZOMBIES if has_zombies else 0,
@@ -93,6 +120,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
         lease_s=rng.choice((1.0, 1.0, 2.0)),
         is_calm=calm,
         site_chance=rng.choice((0.0, 0.002, 0.01)),
+        lacking=frozenset() if faultless else _lacking(seed, num_prefill, num_decode),
     )
 
 
@@ -104,6 +132,17 @@ def _no_route(seed: int, num_prefill: int, num_decode: int) -> tuple[str, str] |
     names = [f"d{number}" for number in range(num_decode)]
     source, target = rng.sample(names, 2)
     return (source if rng.random() < 0.8 else f"p{rng.randrange(num_prefill)}"), target
+
+
+def _lacking(seed: int, num_prefill: int, num_decode: int) -> frozenset[str]:
+    rng = random.Random(f"lacking {seed}")
+    names = [f"p{number}" for number in range(1, num_prefill)] + [f"d{number}" for number in range(1, num_decode)]
+    return frozenset([name for name in names if rng.random() < LACKING])
+
+
+def _with_adapters(seed: int, wishes: Sequence[Wish], adapters: Sequence[Adapter]) -> list[Wish]:
+    rng, digests = random.Random(f"wanted {seed}"), [NO_ADAPTER, *(each.digest for each in adapters)]
+    return [replace(wish, adapter=rng.choice(digests)) for wish in wishes]
 
 
 def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) -> list[Wish]:

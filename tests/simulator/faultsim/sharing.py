@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.router.commands import Fetch
-from pdserve.router.policies import least_loaded
-from pdserve.router.routing import Decision, Demand, Group, Placed
+from pdserve.router.placement.policies import least_loaded
+from pdserve.router.placement.routing import Decision, Demand, Group, Placed
+from pdserve.router.requests.commands import Fetch
 
 SHARE = 0.5  # of placements
 

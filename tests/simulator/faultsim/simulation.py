@@ -9,7 +9,7 @@ from faultsim.clients import Answer, Wish
 from faultsim.cluster import REAPED_S, START_S, Cluster
 from faultsim.scenario import Scenario, draw
 from faultsim.world import ViolationError, World
-from pdserve.garbage import garbage_left
+from pdserve.base.collector import garbage_left
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.worker.admission import NUM_STILL_LOOKS
 
@@ -93,7 +93,7 @@ class Simulation:
                 process.check()
 
     def _ask(self, wish: Wish) -> None:
-        answer = Answer(self.world, wish, self.scenario.decode_size.vocab_size, self._ended)
+        answer = Answer(self.world, wish, self.scenario.decode_size, self._ended)
         self.answers.append(answer)
         routers = [router for router in self.cluster.routers.values() if router.alive]
         answer.ask(self.world.rng.choice(routers) if routers else None)

@@ -7,8 +7,7 @@ from enum import Enum
 
 from google.protobuf.message import Message
 
-from pdserve.ids import RequestId
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.base.ids import AttemptKey, Peer, RequestId
 
 MAX_SHOWN = 8  # elements of a sequence
 NUM_LAST = 12  # lines told of what happened last, whatever it was about
@@ -42,7 +41,7 @@ class Trace:
 def brief(what: object) -> str:
     """Return a value on one line: requests and processes by their names, and only what is not a default."""
     match what:
-        case HandoffKey():
+        case AttemptKey():
             return f"{brief(what.request_id)} attempt {what.attempt}"
         case Peer():
             return f"{what.worker_id}#{what.incarnation}"

@@ -10,15 +10,15 @@ has committed, no token of an earlier one is taken.
 from collections.abc import Iterable, Iterator, Mapping
 
 from faultsim.world import ViolationError, World
+from pdserve.base.ids import Attempt, AttemptKey, RequestId
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.doors import ReceiverMessage
-from pdserve.kvtransfer.session import HandoffKey, Taken, Withdrawn
-from pdserve.reports import Stage
-from pdserve.router import events as to_router
-from pdserve.router.events import StageReached, StepReported, TokenDelta
-from pdserve.router.request import Request
+from pdserve.kvtransfer.session import Taken, Withdrawn
+from pdserve.protocol.reports import Stage
+from pdserve.router.requests import events as to_router
+from pdserve.router.requests.events import StageReached, StepReported, TokenDelta
+from pdserve.router.requests.request import Request
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled, Event, Failed, MoveAsked, Placed, RoleTaken, Tokens
 
@@ -35,8 +35,8 @@ class WorkerWitness:
         self.role_epoch = 0
         self._cancelled: dict[RequestId, Attempt] = {}  # attempts up to this one
         self._left: dict[Continuation, Attempt] = {}  # the commit of this attempt has left
-        self._moves: dict[HandoffKey, tuple[HandoffKey, int]] = {}  # asked for: which continuation of what runs here
-        self._next: dict[tuple[HandoffKey, int], int] = {}  # the position of the token that is due
+        self._moves: dict[AttemptKey, tuple[AttemptKey, int]] = {}  # asked for: which continuation of what runs here
+        self._next: dict[tuple[AttemptKey, int], int] = {}  # the position of the token that is due
 
     def sees(self, event: Event) -> None:
         """Note what an event asks of the worker, or lets it do."""
@@ -44,11 +44,11 @@ class WorkerWitness:
             case Placed(job=job):
                 first = len(job.token_ids) - job.num_prompt_tokens
                 for index in job.indices:
-                    self._next[HandoffKey(*job.key), index] = first
+                    self._next[AttemptKey(*job.key), index] = first
             case Cancelled(request_id, attempt, indices=()):
                 self._cancelled[request_id] = max(attempt, self._cancelled.get(request_id, attempt))
             case MoveAsked(key=key, index=index, new_attempt=new_attempt):
-                self._moves[HandoffKey(key.request_id, new_attempt)] = key, index
+                self._moves[AttemptKey(key.request_id, new_attempt)] = key, index
             case ReceiverMessage(key=key, event=Taken()):
                 self._moves.pop(key, None)
             case ReceiverMessage(key=key, event=Withdrawn()):
@@ -57,7 +57,7 @@ class WorkerWitness:
             case _:
                 pass
 
-    def handed_over(self, key: HandoffKey, indices: Iterable[int]) -> None:
+    def handed_over(self, key: AttemptKey, indices: Iterable[int]) -> None:
         """Note that the commit of these continuations leaves."""
         for index in indices:
             self._left[key.request_id, index] = key.attempt
@@ -79,7 +79,7 @@ class WorkerWitness:
         """Raise ViolationError where a move has ended, its continuation goes on, and no router can know."""
         for key, (present, index) in [each for each in self._moves.items() if not core.outgoing.is_open(each[0])]:
             del self._moves[key]
-            runs = [s for s in (*scheduler.running, *scheduler.waiting) if HandoffKey(*s.job.key) == present]
+            runs = [s for s in (*scheduler.running, *scheduler.waiting) if AttemptKey(*s.job.key) == present]
             if any(index in sequence.indices for sequence in runs):
                 text = f"{self._name} goes on with {index} of attempt {present.attempt}, and its move was not reported"
                 raise ViolationError("I4", text, key.request_id)
@@ -107,7 +107,7 @@ class WorkerWitness:
         if tokens.position != due:
             text = f"{self._name} reports token {tokens.position} of {tokens.index} of attempt {attempt}, due was {due}"
             raise ViolationError("I3", text, request_id)
-        self._next[key, tokens.index] += 1
+        self._next[key, tokens.index] += len(tokens.tokens)
 
 
 class RouterWitness:

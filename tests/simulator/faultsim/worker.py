@@ -6,8 +6,7 @@ its end, so that whatever touches its pages before that is seen.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, cast
 
@@ -20,25 +19,22 @@ from faultsim.network import End, Network
 from faultsim.registration import MODEL, Size, registration
 from faultsim.witness import WorkerWitness
 from faultsim.world import Process, ViolationError
+from pdserve.base.errors import InvariantError, ProtocolError
+from pdserve.base.ids import Incarnation, Peer, WorkerId
+from pdserve.base.roles import Role
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import Chunk, StepPlan, StepResult
-from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.executor.failing import Isolating
 from pdserve.kvtransfer.doors import HEARTBEAT_S
-from pdserve.kvtransfer.session import Introduction, Peer
-from pdserve.prefix_hash import PrefixHasher
-from pdserve.roles import Role
+from pdserve.kvtransfer.session import Introduction
+from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.failing import FailedSteps, Isolating
 from pdserve.worker.inbox import MAX_INBOX
 from pdserve.worker.load import leaked_pages
-from pdserve.worker.loop import MAX_IN_FLIGHT
 from pdserve.worker.messages import (
     Command,
-    DrainAsked,
     Event,
     Failed,
     Load,
@@ -49,6 +45,7 @@ from pdserve.worker.messages import (
     Tokens,
 )
 from pdserve.worker.reporting import Reporter
+from pdserve.worker.turns import Turns
 
 if TYPE_CHECKING:
     from pdserve.worker.link import Links
@@ -69,15 +66,17 @@ class WorkerProcess(Host):
         self.peer = Peer(WorkerId(name), incarnation)
         self.network = network
         self.size = size
-        self.runner = FakeRunner(size.num_pages, size.page_size, size.vocab_size)
+        self.runner = FakeRunner(size.num_pages, size.page_size, size.vocab_size, size.most_drafts, size.others)
         hasher = PrefixHasher(b"a secret of the cluster", MODEL, block_tokens=size.page_size)
-        limits = Limits(size.max_num_seqs, size.max_num_batched_tokens, size.max_model_len, frozenset())
-        self.scheduler = Scheduler(KvCache(size.num_pages, size.page_size, hasher), limits)
+        tokens = size.max_num_batched_tokens
+        limits = Limits(size.max_num_seqs, tokens, size.max_model_len, frozenset(), size.most_drafts)
+        self.scheduler = Scheduler(KvCache(size.num_pages, size.layout.paging, hasher), limits)
         self.memory = Memory(name, self.runner, self.scheduler.cache)
-        layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
-        self.introduction = Introduction(self.peer, layout)
+        self.introduction = Introduction(self.peer, size.layout)
         key = self.world.rng.randbytes(16)
-        rules = Rules(size.max_tasks, True, MAX_QUARANTINED_SHARE, lease_s, role, fills_steps_ahead=True)
+        adapters = frozenset([each.digest for each in size.adapters])
+        settings = size.max_tasks, True, MAX_QUARANTINED_SHARE, lease_s, role
+        rules = Rules(*settings, fills_steps_ahead=True, adapters=adapters)
         self.core = WorkerCore(self.scheduler, size.vocab_size, self.runner.page_bytes, key, rules)
         self.copy_faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
@@ -88,10 +87,8 @@ class WorkerProcess(Host):
         self.break_next_step = False
         self._broken: list[Chunk] = []  # of the step that is computed
         self._steps = Isolating(self._compute)
-        self._running: deque[StepPlan] = deque()
-        self.num_steps = 0
+        self._turns = Turns(self.core, self)
         self._reports_due_s = inf
-        self._failed_steps = FailedSteps()
         self.exited = False
         self.on_exit: Callable[[], object] = lambda: None
         self.on_dismissed: Callable[[], object] = lambda: None
@@ -153,20 +150,17 @@ class WorkerProcess(Host):
         if self.exited:
             return
         silent_s, self._ticked_s = self.world.now - self._ticked_s, self.world.now
-        self.beat()
+        self._turns.beat(self.world.now)
         self.offer(Ticked(silent_s))
         self.world.after(HEARTBEAT_S, self, self._wake)
 
-    def beat(self) -> None:
-        self.reporter.beat(self._current_load(), self.num_steps)
+    def beat(self, load: Load, num_steps: int) -> None:
+        self.reporter.beat(load, num_steps)
         self.doors.beat()
 
-    def _current_load(self) -> Load:
-        return replace(self.core.load(), failed_steps=self._failed_steps.count(self.world.now))
-
-    def _refresh(self, *, at_once: bool) -> None:
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         try:
-            self.reporter.refresh(self._current_load, self.num_steps, at_once=at_once)
+            self.reporter.refresh(load, num_steps, at_once=at_once)
         except ValueError as error:
             raise ViolationError("I2", f"{self.name} reports a load that cannot be: {error}") from error
 
@@ -177,12 +171,12 @@ class WorkerProcess(Host):
         self._busy = True
         while self._inbox:
             self.handle(self._inbox.popleft())
-        if step_is_over or not self._running:
+        if step_is_over or not self._turns.steps:
             self._between_steps()
         self._busy = False
 
     def _between_steps(self) -> None:
-        if self.core.drained and not self._running:
+        if self._turns.drained:
             self._exit()
         else:
             self._start_steps()
@@ -197,28 +191,25 @@ class WorkerProcess(Host):
         if isinstance(event, Placed):
             self.doors.note(event)
         try:
-            commands = self.core.handle(event, self.world.now)
+            self._turns.handle(event, self.world.now)
         except ProtocolError as error:
             raise ViolationError("I7", f"{self.name} refused an honest {event}: {error}") from error
+        except ViolationError:
+            raise
         except Exception as error:
             raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
-        self._perform(commands, None)
-        if isinstance(event, DrainAsked):
-            self.beat()
-        if isinstance(event, Placed):
-            self._refresh(at_once=True)
+        self._turns.note((event,), self.world.now)
 
     def _start_steps(self) -> None:
-        while len(self._running) < MAX_IN_FLIGHT and (not self._running or self.core.may_plan_ahead):
+        while True:
             try:
-                plan = self.core.plan(self.world.now)
+                plan = self._turns.next_step(self.world.now)
             except Exception as error:
                 raise ViolationError("I7", f"{self.name} broke while planning: {error!r}") from error
             if plan is None:
                 return
             self.witness.computes(self.scheduler.steps[-1].sequences)
-            self._running.append(plan)
-            if len(self._running) == 1:
+            if len(self._turns.steps) == 1:
                 self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> None:
@@ -227,18 +218,13 @@ class WorkerProcess(Host):
 
     def _step(self) -> None:
         """End the oldest step: what it computed is in memory now."""
-        plan = self._running.popleft()
         self._busy = True
-        self.num_steps += 1
+        plan, *behind = self._turns.steps
         try:
             result = self._run(plan)
-            if self._running:
-                self._begin(self._running[0])
-            commands = self.core.commit(plan, result, self.world.now)
-            self._perform(commands, None if result.failed else (plan, result))
-            if self._failed_steps.note(plan, result, self.world.now):
-                self.beat()
-            self._refresh(at_once=False)
+            if behind:
+                self._begin(behind[0])
+            self._turns.end_step(result, result.elapsed_s, self.world.now)
         except ViolationError:
             raise
         except Exception as error:
@@ -265,7 +251,7 @@ class WorkerProcess(Host):
             raise RuntimeError("broken by the simulator")
         return result
 
-    def _perform(self, commands: list[Command], step: tuple[StepPlan, StepResult] | None) -> None:
+    def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
         reports: list[Report] = []
         for command in commands:
             if isinstance(command, Tokens):
@@ -309,6 +295,6 @@ class WorkerProcess(Host):
     def _exit(self) -> None:
         self.world.note(self.name, "drained")
         self.exited = True
-        self.reporter.beat(self.core.load(), self.num_steps)
+        self.reporter.beat(self.core.load(), self._turns.num_steps)
         self.links.finish()
         self.world.after(0.05, None, self.on_exit)

@@ -5,8 +5,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from faultsim.story import Trace
-from pdserve.clock import Action, VirtualClock
-from pdserve.ids import Incarnation, RequestId
+from pdserve.base.clock import Action, VirtualClock
+from pdserve.base.ids import Incarnation, RequestId
 
 if TYPE_CHECKING:
     from faultsim.network import End

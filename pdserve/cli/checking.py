@@ -1,0 +1,65 @@
+"""The command that says of a model whether it is served, what it needs, and what fits."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.base.errors import ConfigError
+from pdserve.cli.models import fetched
+from pdserve.cli.options import AsJson
+from pdserve.settings.config import GPU_PAGE_SIZE, PAGE_SIZE, Device, Dtype, Quantization
+
+if TYPE_CHECKING:
+    from pdserve.executor.footprint import Footprint
+
+
+def check_model(
+    model: Annotated[str, typer.Argument(help="A model, by path or name.")],
+    device: Annotated[Device, typer.Option(help="Device of the workers.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Type of weights and KV.")] = "auto",
+    quantization: Annotated[Quantization, typer.Option(help="Form of the weights.")] = "auto",
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a model is served, what it needs, and what fits on this machine. Starts nothing.
+
+    Reads its config, tokenizer, chat templates and the headers of its weights. Exit status 1 if it is not served.
+    """
+    from pdserve.executor.footprint import Choices, footprint_of
+
+    size = page_size or (GPU_PAGE_SIZE if device == "cuda" else PAGE_SIZE)
+    try:
+        fit = footprint_of(fetched(model), Choices(device, dtype, quantization, size))
+    except ConfigError as error:
+        typer.echo(json.dumps({"model": model, "refused": str(error)}, indent=2) if as_json else f"not served: {error}")
+        raise typer.Exit(1) from None
+    if as_json:
+        fitting = {"num_pages": fit.num_pages, "num_tokens": fit.num_tokens, "num_sequences": fit.num_sequences}
+        typer.echo(json.dumps({**asdict(fit), **fitting}, indent=2))
+        return
+    for name, text in _described(fit):
+        typer.echo(f"{name:14}{text}")
+
+
+def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
+    """Yield what is shown of a model, line by line."""
+    sees = "all tokens" if fit.sliding_window is None else f"the last {fit.sliding_window:,} tokens"
+    form = fit.dtype if fit.quantization == "none" else f"{fit.quantization}, inputs {fit.dtype}"
+    yield "model", f"{fit.name} ({fit.path})"
+    yield "family", f"{fit.architecture}: served"
+    yield "parameters", f"{fit.num_parameters:,}"
+    yield "weights", f"{_size(fit.file_bytes)} in files, about {_size(fit.weight_bytes)} in memory"
+    yield "form", f"{form} ({fit.because})"
+    yield "context", f"{fit.max_model_len:,} tokens"
+    yield "KV", f"{fit.num_layers} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {sees}"
+    yield "KV bytes", f"{fit.token_bytes:,} a token, {fit.page_bytes:,} a page of {fit.page_size} tokens"
+    room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"
+    yield f"this {fit.device}", f"{_size(fit.free_bytes)} free: beside the weights {room}"
+    yield "chat", "by its template" if fit.has_chat_template else "not served: the model has no chat template"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

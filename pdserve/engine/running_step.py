@@ -1,0 +1,54 @@
+"""A step between its planning and its commit. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdserve.base.ids import PageId
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Chunk, Phase
+from pdserve.protocol.page_tables import Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a running step adds to one of its sequences."""
+
+    place: int  # of the sequence's chunk in the step
+    num_tokens: int  # computed
+    num_sampled: int  # 0 or 1
+
+
+_NONE = Progress(0, 0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class RunningStep:
+    """A step from its planning until it is committed. Its sequences are parallel to its chunks."""
+
+    before: Mapping[Sequence, Progress]  # what the step adds that ran when this one was planned
+    sequences: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[PageId, PageId]] = field(default_factory=list)  # (from, to)
+    dropped: set[Sequence] = field(default_factory=set)  # stopped since: their results are dropped
+    leaving: list[Pages] = field(default_factory=list)  # pages to release when it is over
+
+    def add(self, sequence: Sequence, chunk: Chunk) -> None:
+        self.sequences.append(sequence)
+        self.chunks.append(chunk)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum([len(chunk.token_ids) for chunk in self.chunks if chunk.phase is Phase.PROMPT])
+
+    def num_rows(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence the step computes, guesses included."""
+        pairs = zip(self.sequences, self.chunks, strict=False)  # a leap has no chunks
+        return sum([len(chunk.token_ids) for each, chunk in pairs if each is sequence])
+
+    def progress_before(self, sequence: Sequence) -> Progress:
+        return self.before.get(sequence, _NONE)
+
+    def progress(self) -> dict[Sequence, Progress]:
+        """Return what the step will have added to each of its sequences."""
+        pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
+        return {s: Progress(place, len(chunk.token_ids), 1 if chunk.samples else 0) for place, (s, chunk) in pairs}

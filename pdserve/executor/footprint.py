@@ -1,0 +1,121 @@
+"""What a model needs, and what of it fits on this machine: from the headers of its files, before anything starts."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from pdserve.checkpoint.checkpoint import ChosenQuantization, bits_of, choose_quantization
+from pdserve.checkpoint.open import check_model
+from pdserve.executor.loading import DTYPES, KERNEL_DEVICES, describe_layout
+from pdserve.executor.memory import available_bytes
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.model.loading import needed_weights
+from pdserve.model.weights import GROUP, Stored, Weights
+from pdserve.settings.config import PAGE_SIZE, Device, Dtype, Quantization
+from pdserve.settings.processor import choose_dtype, read_cpu_info
+
+SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What an operator may choose for workers; the defaults are theirs."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    quantization: Quantization = "auto"
+    page_size: int = PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A model that is served, in figures. Bytes, unless they say otherwise."""
+
+    name: str
+    path: str
+    architecture: str
+    num_parameters: int  # a tied head counts once
+    file_bytes: int  # of the weights' files
+    dtype: str
+    because: str  # why it is that
+    quantization: str
+    weight_bytes: int  # in memory, nearly
+    max_model_len: int  # tokens
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None  # tokens that a query sees; None: all
+    token_bytes: int  # of KV
+    page_size: int  # tokens
+    page_bytes: int
+    device: str
+    free_bytes: int
+    has_chat_template: bool
+
+    @property
+    def num_pages(self) -> int:
+        """Return how many pages fit beside the weights."""
+        return max(0, self.free_bytes - self.weight_bytes) // self.page_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def num_sequences(self) -> int:
+        """Return how many sequences of the greatest length have KV at once."""
+        return self.num_pages // -(-self.max_model_len // self.page_size)
+
+
+def footprint_of(path: Path, choices: Choices) -> Footprint:
+    """Read a model's config, tokenizer, chat templates and the headers of its weights.
+
+    Raises ConfigError for whatever workers and routers would refuse in them, naming the key or the tensor.
+    """
+    checkpoint = check_model(path)
+    config, device = checkpoint.config, choices.device
+    compiled = device not in KERNEL_DEVICES and not isinstance(library(), Missing)
+    dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
+    quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
+    weights = needed_weights(config, checkpoint.weights())
+    layout = describe_layout(config, "", choices.page_size, dtype, device)
+    file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
+    return Footprint(
+        name=checkpoint.name,
+        path=str(checkpoint.path),
+        architecture=config.architecture,
+        num_parameters=sum(prod(stored.shape) for stored in weights.values()),
+        file_bytes=file_bytes,
+        dtype=dtype,
+        because=because,
+        quantization=quantization,
+        weight_bytes=file_bytes if quantization == "gguf" else _weight_bytes(weights, quantization, dtype),
+        max_model_len=config.max_position_embeddings,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        sliding_window=config.sliding_window,
+        token_bytes=layout.token_bytes,
+        page_size=layout.page_size,
+        page_bytes=layout.page_bytes,
+        device="cpu" if device == "auto" else device,
+        free_bytes=_free_bytes(device),
+        has_chat_template=checkpoint.chat_template is not None,
+    )
+
+
+def _weight_bytes(weights: Weights, quantization: ChosenQuantization, dtype: str) -> int:
+    itemsize = DTYPES[dtype].itemsize
+    return sum(_bytes(stored, bits_of(name, stored, quantization), itemsize) for name, stored in weights.items())
+
+
+def _bytes(stored: Stored, bits: int | None, itemsize: int) -> int:
+    count = prod(stored.shape)
+    return count * itemsize if bits is None else count * bits // 8 + count // GROUP * SCALE_BYTES
+
+
+def _free_bytes(device: Device) -> int:
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()

@@ -1,0 +1,241 @@
+"""Loads a model on the device that a worker computes with, and lays out the pages that fit beside it."""
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from pdserve.base.errors import ConfigError
+from pdserve.base.roles import lacks_pages
+from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
+from pdserve.engine.runner import EngineRunner, Runner
+from pdserve.engine.scheduler import Limits
+from pdserve.executor.executor import Executor
+from pdserve.executor.local import LocalExecutor
+from pdserve.executor.memory import available_bytes, share_weights
+from pdserve.executor.no_gpu import driver_version, why_no_gpu
+from pdserve.executor.threads import Seat
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import Model
+from pdserve.model.loading import dummy_weights, load_model
+from pdserve.protocol.kvlayout import KvLayout, PageDigest
+from pdserve.settings.config import Device, WorkerConfig
+from pdserve.settings.processor import allocator_problem, choose_dtype, cpu_name, read_cpu_info
+
+logger = logging.getLogger(__name__)
+
+KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
+MAX_CHARACTERS = 100
+DUMMY = "dummy 2"  # in the weights' hash: the number goes up when these weights change
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Progress = Callable[[float], None]  # takes the share of the model that is loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to compute, and what its worker has to know of it."""
+
+    executor: Executor
+    layout: KvLayout
+    limits: Limits
+
+
+def load(config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat: Seat | None = None) -> Loaded:
+    """Load the weights and set up the pages. Takes seconds to minutes: not for an event loop. Close the executor."""
+    thread = ThreadPoolExecutor(1, "engine")
+    try:
+        return thread.submit(_load, config, checkpoint, progress, seat, thread).result()
+    except BaseException:
+        thread.shutdown()
+        raise
+
+
+def _load(
+    config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat: Seat | None, thread: ThreadPoolExecutor
+) -> Loaded:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if config.max_num_seqs > max(config.step_tokens.values()):
+        raise ConfigError(
+            f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
+        )
+    model_config = checkpoint.config
+    compiled = config.device not in KERNEL_DEVICES and not isinstance(library(), Missing)
+    dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info(), compiled=compiled)
+    if config.load_format == "dummy":
+        checkpoint = replace(checkpoint, weights=partial(dummy_weights, model_config, config.seed), coded_weights=None)
+    quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
+    products = quantization if quantization == "none" else f"{quantization} x {config.quantized_inputs} bits"
+    logger.info("dtype %s: %s; quantization %s", dtype, because, products)
+    form = DUMMY if config.load_format == "dummy" else config.load_format
+    weights_hash = f"{checkpoint.fingerprint} {form} {config.seed} {products}"
+    layout = describe_layout(model_config, weights_hash, config.page_size, dtype, config.device)
+    device = engine_device(config)
+    if config.device in KERNEL_DEVICES:
+        _check_kernels(config, model_config, DTYPES[dtype], device)
+    num_pages = pages_asked_for(config, layout, device)
+    if num_pages is not None:
+        _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
+    weights = weights_in_form(checkpoint, quantization)
+    model = load_model(model_config, weights, DTYPES[dtype], progress, device, config.quantized_inputs)
+    if config.shared_weights_dir is not None and device.type == "cpu":
+        share_weights(model, config.shared_weights_dir, layout.weights_hash)
+    if num_pages is None:
+        num_pages = _pages_beside(model, config, layout)
+    limits = _limits(config, checkpoint, num_pages)
+    if device.type == "cpu":
+        _check_memory(config, num_pages * layout.page_bytes)
+    runner = _runner(model, num_pages, config, limits)
+    if seat is not None and not isinstance(loaded := library(), Missing):
+        seat.use(loaded)
+    name = device_name(config.device, read_cpu_info())
+    return Loaded(LocalExecutor(runner, thread, name, config.test_step_s), layout, limits)
+
+
+def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:
+    """Return how pages of a model lie in memory. `weights_hash`: of the weights that fill them."""
+    return KvLayout(
+        weights_hash=weights_hash,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        page_digest=page_digest(device),
+    )
+
+
+def page_digest(device: Device) -> PageDigest:
+    """Return what digests of pages are taken with: what is quick where the pages are."""
+    return "splitmix64" if device == "cuda" else "xxh3"
+
+
+def engine_device(config: WorkerConfig) -> torch.device:
+    """Return where the engine runs; ConfigError if it is not there, or its memory could not be shared."""
+    if config.device != "cuda":
+        return torch.device("cpu")
+    if problem := allocator_problem():
+        raise ConfigError(problem)
+    if not torch.cuda.is_available():
+        reason = why_no_gpu(torch.version.cuda, driver_version(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        raise ConfigError(f"device: cuda is asked for, and torch sees no CUDA device: {reason}")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Limits:
+    model_limit, page_size = checkpoint.config.max_position_embeddings, config.page_size
+    max_model_len = _max_model_len(config, model_limit, num_pages * page_size)
+    if lacks := lacks_pages(config.role, num_pages, -(-max_model_len // page_size)):
+        raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.step_tokens.values()),
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(checkpoint.eos_token_ids),
+    )
+
+
+def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device) -> int | None:
+    """Return how many pages the configuration asks for; None: as many as a GPU has room for. ConfigError if it is 0."""
+    if config.num_pages is not None:
+        return config.num_pages
+    if device.type == "cuda" and "kv_cache_memory_bytes" not in config.model_fields_set:
+        return None
+    num_pages = config.kv_cache_memory_bytes // layout.page_bytes
+    if num_pages == 0:
+        given = config.kv_cache_memory_bytes
+        raise ConfigError(f"kv_cache_memory_bytes: {given} have no room for a page of {layout.page_bytes} bytes")
+    return num_pages
+
+
+def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
+    """Raise ConfigError where pages take more memory than there is: the kernel would end a worker that serves."""
+    available = available_bytes()
+    if num_bytes > available:
+        field = "kv_cache_memory_bytes" if config.num_pages is None else "num_pages"
+        raise ConfigError(f"{field}: KV pages take {num_bytes} bytes, and {available} are left beside the model")
+
+
+def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
+    """Return how many pages fit on the model's GPU beside it and a step."""
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_flashinfer import WORKSPACE_BYTES  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import GpuMemory, step_bytes  # noqa: PLC0415
+
+    memory = GpuMemory.of(model.device)
+    max_model_len = config.max_model_len or model.config.max_position_embeddings
+    sizes = (max(config.step_tokens.values()), config.max_num_seqs, max_model_len)
+    needed = step_bytes(model, *sizes)
+    needed += WORKSPACE_BYTES if config.attention_backend == "flashinfer" else 0
+    num_pages = memory.pages_that_fit(config.gpu_memory_utilization, needed, layout.page_bytes)
+    if num_pages == 0:
+        share = f"{config.gpu_memory_utilization} of {memory.total} bytes, {memory.free} of them free"
+        page = f"a page of {layout.page_bytes} bytes beside {memory.own + needed}"
+        raise ConfigError(f"gpu_memory_utilization: {share}, leaves no room for {page}")
+    return num_pages
+
+
+def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if the kernels do not serve a model, or pages of the configured size."""
+    if config.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_flashinfer import why_not  # noqa: PLC0415
+    from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
+    from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
+    from pdserve.kernels.tuning import device_of  # noqa: PLC0415
+
+    try:
+        spec = attention_spec(model, config.page_size, 1, dtype)
+        PagedAttention(spec, "meta", chip=device_of(str(device)))
+    except ValueError as error:
+        raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
+    if config.attention_backend == "flashinfer" and (reason := why_not(spec, device)):
+        raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
+
+
+def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) -> EngineRunner:
+    if config.device not in KERNEL_DEVICES:
+        return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids))
+    # A CPU worker has no need of Triton.
+    from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415
+    from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415
+    from pdserve.engine.runner_cuda import CudaRunner  # noqa: PLC0415
+
+    prompts = None
+    if config.attention_backend == "flashinfer":
+        spec = attention_spec(model.config, config.page_size, num_pages, model.dtype)
+        prompts = FlashInferPrompts(spec, model.device)
+    runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)
+    runner.capture()
+    return runner
+
+
+def _max_model_len(config: WorkerConfig, model_limit: int, pool_tokens: int) -> int:
+    """Return the longest sequence: what was asked for if model and pages allow it, else what they allow."""
+    asked = config.max_model_len
+    if asked is None:
+        return min(model_limit, pool_tokens)
+    if asked > model_limit:
+        raise ConfigError(f"max_model_len: {asked} is over the model's limit of {model_limit}")
+    if asked > pool_tokens:
+        raise ConfigError(f"max_model_len: {asked} is over the {pool_tokens} tokens that the KV pages hold")
+    return asked
+
+
+def device_name(device: str, cpu_info: str) -> str:
+    """Return the name by which routers learn what steps cost: the model of the GPU or the CPU.
+
+    Triton's interpreter has another one, since it is far slower.
+    """
+    if device == "cuda":
+        return torch.cuda.get_device_name(torch.cuda.current_device())[:MAX_CHARACTERS]
+    name = cpu_name(cpu_info)[:MAX_CHARACTERS]
+    return f"interpreter, {name}" if device == "interpreter" else name

@@ -1,0 +1,49 @@
+"""One rank, in the worker's own process."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from pdserve.engine.runner import EngineRunner, LaunchingRunner
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.executor.failing import Isolating
+from pdserve.executor.launching import Launches, paced
+from pdserve.executor.memory import take_in_background
+from pdserve.kvtransfer.device_region import device_region
+from pdserve.kvtransfer.region import Region
+
+
+class LocalExecutor:
+    """Computes steps in the thread that has loaded the model.
+
+    OpenMP keeps a team of threads for every thread that ever computed. With a second team it would count more threads
+    than cores, and none would spin any more: a decode step would take a third longer.
+    """
+
+    def __init__(
+        self, runner: EngineRunner, thread: ThreadPoolExecutor, device_name: str = "", step_s: float = 0.0
+    ) -> None:
+        """`thread`: one thread, which `close` ends. With `step_s` steps are paced, one by one."""
+        view = runner.kv.view(torch.uint8).view(len(runner.kv), -1)
+        is_on_host = view.device.type == "cpu"
+        self.device_name = device_name
+        self.regions: tuple[Region, ...] = (Region.of(view.numpy()) if is_on_host else device_region(view),)
+        self._pages_on_host = view if is_on_host else None
+        self._thread, self._ends = thread, ThreadPoolExecutor(1, "step-ends")  # starts with the first launched step
+        self._steps = Isolating(paced(runner.run, step_s))
+        self._launches: Launches | None = None
+        if isinstance(runner, LaunchingRunner) and not step_s:
+            self._launches = Launches(runner, self._steps)
+
+    def start(self, plan: StepPlan) -> Future[StepResult]:
+        if self._launches is None:
+            return self._thread.submit(self._steps.run, plan)
+        return self._ends.submit(self._launches.finish, self._thread.submit(self._launches.launch, plan))
+
+    def take_memory(self) -> None:
+        if self._pages_on_host is not None:
+            take_in_background(self._pages_on_host)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._ends.shutdown()

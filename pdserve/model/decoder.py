@@ -1,0 +1,130 @@
+"""A decoder-only transformer: embedding, layers, norm, head. What they are is in its `design`."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pdserve.base.errors import ConfigError
+from pdserve.model import design
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import TensorSource
+from pdserve.model.layers import Layer, Parts, build_layer
+from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
+from pdserve.model.rope import Rope
+from pdserve.model.weights import WHOLE, Rank, Weights
+
+EMBEDDING = "model.embed_tokens"
+LM_HEAD = "lm_head"
+ANGLES = "rotary_emb.inv_freq"  # checkpoints may hold them; they follow from the config
+XIELU_CONSTANTS = {".mlp.act_fn.beta": 0.5, ".mlp.act_fn.eps": -1e-6}  # the values that are computed with
+ROUNDED = 0.01  # share by which a file's constant may differ: it may be in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model; `family.Model` describes the methods."""
+
+    config: ModelConfig
+    ops: Ops
+    embedding: Linear  # [vocab_size, hidden_size]
+    embedding_scale: float
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    final_norm: Norm
+    lm_head: Linear
+    logit_scale: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.final_norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.final_norm.weight.device
+
+    def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+        hidden = self.hidden(token_ids, attention, rows)
+        return self.logits(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
+
+    def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+        hidden = self.ops.embed(token_ids, self.embedding, self.embedding_scale)
+        for index, layer in enumerate(self.layers):
+            wanted = rows if index == len(self.layers) - 1 else None
+            hidden = layer.forward(self.ops, attention, index, hidden, wanted)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.ops.logits(self.ops.norm(hidden, self.final_norm), self.lm_head, self.logit_scale)
+
+    def matrices(self) -> Iterator[Linear | GateUp]:
+        yield from (self.embedding, self.lm_head)
+        for layer in self.layers:
+            yield from layer.matrices()
+
+    def activation_bytes(self) -> int:
+        config = self.config
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        inner = 3 * max(layer.mlp.inner_size for layer in config.design.layers)
+        return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize
+
+    def bytes_read(self, num_rows: int) -> int:
+        attentions = sum(weight_bytes(layer.attention.qkv) + weight_bytes(layer.attention.o) for layer in self.layers)
+        mlps = sum(layer.mlp.bytes_read(num_rows) for layer in self.layers)
+        embedded = weight_bytes(self.embedding) * num_rows // self.config.vocab_size
+        return embedded + attentions + mlps + weight_bytes(self.lm_head)
+
+    def with_ops(self, ops: Ops) -> "Decoder":
+        return replace(self, ops=ops)
+
+    @classmethod
+    def build(cls, config: ModelConfig, tensors: TensorSource, ops: DeviceOps, rank: Rank = WHOLE) -> Self:
+        """Put a rank's part of a model together. So far nothing computes with less than the whole."""
+        of, sizes = config.design, (config.vocab_size, config.hidden_size)
+        table = tensors.take_matrix(EMBEDDING, *sizes)
+        embedding, head = ops.held_embedding(table, tied=config.tie_word_embeddings)
+        parts = Parts(config, tensors, ops, rank)
+        layers = tuple(
+            build_layer(layer, replace(parts, prefix=f"model.layers.{index}.")) for index, layer in enumerate(of.layers)
+        )
+        return cls(
+            config=config,
+            ops=ops,
+            embedding=embedding,
+            embedding_scale=_embedding_scale(of.embedding, tensors.dtype),
+            layers=layers,
+            ropes=_ropes(config, tensors.device),
+            final_norm=parts.norm(of.head.norm_name, of.head.norm),
+            lm_head=head or ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=of.head.bias, shard=rank.rows())),
+            logit_scale=of.head.scale,
+        )
+
+
+def ignores(name: str, config: ModelConfig) -> bool:
+    """Say whether checkpoints may hold a tensor of this name that the model does not read."""
+    if name.endswith((ANGLES, *XIELU_CONSTANTS)):
+        return True
+    return name == f"{LM_HEAD}.weight" and config.tie_word_embeddings
+
+
+def check_constants(weights: Weights) -> None:
+    """Raise ConfigError where a checkpoint holds another constant than the one that is computed with."""
+    for name, stored in weights.items():
+        for suffix, value in XIELU_CONSTANTS.items():
+            if name.endswith(suffix):
+                given = float(torch.as_tensor(stored.read(())))
+                if not math.isclose(given, value, rel_tol=ROUNDED):
+                    raise ConfigError(f"{name}: {given:g} is not supported, {value:g} is")
+
+
+def _embedding_scale(of: design.Embedding, dtype: torch.dtype) -> float:
+    return float(torch.tensor(of.scale, dtype=dtype)) if of.rounds_scale else of.scale
+
+
+def _ropes(config: ModelConfig, device: torch.device) -> tuple[Rope, ...]:
+    configs = [layer.attention.rope for layer in config.design.layers]
+    ropes = {each: Rope(config.head_dim, each, device) for each in dict.fromkeys(configs)}
+    return tuple(ropes[each] for each in configs)

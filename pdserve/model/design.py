@@ -1,0 +1,161 @@
+"""What a decoder-only model consists of, as values that its family's file states. Free of torch.
+
+`decoder.py` builds a model of them and computes with it. A family is a way to read a config.json as a `Design`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdserve.model.rope_config import RopeConfig
+
+
+class Activation(StrEnum):
+    """What an MLP does with each feature, by transformers' names in a config."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"  # its approximation by tanh
+    SQUARED_RELU = "relu2"
+    XIELU = "xielu"  # with two scalars that are learnt in each layer (Huang, Schlag 2024)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """x / rms(x) * (weight + plus)."""
+
+    eps: float
+    plus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean(x)) / std(x) * (weight + plus) + bias."""
+
+    eps: float
+    plus: float = 0.0
+
+
+Norm = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of q and of k."""
+
+    eps: float
+    q: str = "q_norm"
+    k: str = "k_norm"
+    after_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WideNorms:
+    """RMS norms over all heads of q together, and over all of k, before rope."""
+
+    eps: float
+    q: str = "q_norm"
+    k: str = "k_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """The attention of a layer: its matrices and what happens to q and k before they meet."""
+
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: HeadNorms | WideNorms | None = None
+    fused: bool = False  # the file has one `qkv_proj`
+    o: str = "o_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x))."""
+
+    inner_size: int
+    activation: Activation = Activation.SILU
+    bias: bool = False
+    fused: bool = False  # the file has one `gate_up_proj`
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """down(activation(up(x)))."""
+
+    inner_size: int
+    activation: Activation
+    bias: bool = False
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+Mlp = GatedMlp | PlainMlp
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The norms before and after attention or MLP, by name: x + after(block(before(x))). None: there is none."""
+
+    before: str | None
+    after: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """A layer whose MLP sees what its attention has added."""
+
+    attention: SelfAttention
+    mlp: Mlp
+    norm: Norm
+    around_attention: Around = Around("input_layernorm")
+    around_mlp: Around = Around("post_attention_layernorm")
+    residual_scale: float = 1.0  # of what attention and MLP add; only where no norm comes after them
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """A layer whose attention and MLP see the same: x + attention(norm(x)) + mlp(norm(x))."""
+
+    attention: SelfAttention
+    mlp: Mlp
+    norm: Norm
+    before: str = "input_layernorm"
+
+
+Layer = Sequential | Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What logits are computed by, after the last layer."""
+
+    norm: Norm
+    norm_name: str = "model.norm"
+    bias: bool = False
+    scale: float = 1.0  # of logits
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """How tokens become the first layer's input."""
+
+    scale: float = 1.0
+    rounds_scale: bool = False  # to the model's dtype, before it multiplies
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """All of a model but its sizes, which `ModelConfig` has."""
+
+    layers: tuple[Layer, ...]
+    head: Head
+    embedding: Embedding = field(default_factory=Embedding)
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    sliding_window: int | None = None  # a token sees itself and the window - 1 before it
+
+    @property
+    def longest_context(self) -> int | None:
+        """Return the most tokens that the ropes serve, where they say so."""
+        ends = [layer.attention.rope.longest_context for layer in self.layers]
+        return min((end for end in ends if end is not None), default=None)

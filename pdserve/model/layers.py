@@ -1,0 +1,238 @@
+"""A model's layers, loaded: each computes what its `design` says, over the operations of a device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pdserve.base.errors import ConfigError
+from pdserve.model import design
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import TensorSource
+from pdserve.model.mlp import Mlp, build_mlp
+from pdserve.model.ops import (
+    Attention,
+    DeviceOps,
+    GateUp,
+    LayerNorm,
+    Linear,
+    Matrix,
+    Norm,
+    Ops,
+    QkNorm,
+    Quantized,
+    RmsNorm,
+    joined,
+    rows_of,
+)
+from pdserve.model.rope import order
+from pdserve.model.weights import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What one layer, or another part of a model, is built from."""
+
+    config: ModelConfig
+    tensors: TensorSource
+    ops: DeviceOps
+    rank: Rank
+    prefix: str = ""
+
+    def norm(self, name: str, of: design.Norm) -> Norm:
+        shape = (self.config.hidden_size,)
+        weight = self.tensors.take(f"{self.prefix}{name}.weight", shape, plus=of.plus)
+        if isinstance(of, design.RmsNorm):
+            return RmsNorm(weight, of.eps)
+        return LayerNorm(weight, self.tensors.take(f"{self.prefix}{name}.bias", shape), of.eps)
+
+    def norm_or_none(self, name: str | None, of: design.Norm) -> Norm | None:
+        return None if name is None else self.norm(name, of)
+
+    def after(self, name: str | None, of: design.Norm) -> RmsNorm | None:
+        """Return a norm of what attention or MLP has computed."""
+        norm = self.norm_or_none(name, of)
+        assert norm is None or isinstance(norm, RmsNorm), "no family has another"
+        return norm
+
+
+@dataclass(frozen=True, slots=True)
+class WideNorm:
+    """RMS norms over all heads of q together and over all of k."""
+
+    q: RmsNorm
+    k: RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """q, k and v, and what is made of them."""
+
+    qkv: Linear
+    qk_norm: QkNorm | WideNorm | None
+    o: Linear
+    head_dim: int
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return what each token attends to, before `o`: [num_tokens, num_heads * head_dim]."""
+        qkv, norm = ops.linear(x, self.qkv), self.qk_norm
+        if isinstance(norm, WideNorm):
+            q_width, k_width = len(norm.q.weight), len(norm.k.weight)
+            ops.norm_(qkv[:, :q_width], norm.q)
+            ops.norm_(qkv[:, q_width : q_width + k_width], norm.k)
+            norm = None
+        return attention.run(index, qkv.view(len(qkv), -1, self.head_dim), norm)
+
+    @classmethod
+    def build(cls, of: design.SelfAttention, parts: Parts) -> Self:
+        config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}self_attn."
+        head_dim, features = config.head_dim, order(config.head_dim, of.rope)
+        group = config.num_heads // config.num_kv_heads * head_dim  # features of the queries of one KV head
+        matrices = _qkv(of, parts, prefix, group)
+        if features is not None:
+            matrices[:2] = [rows_of(matrix, _in_each_head(features, matrix)) for matrix in matrices[:2]]
+        norm = _qk_norm(of.qk_norm, parts, prefix, features)
+        o = parts.tensors.take_matrix(
+            f"{prefix}{of.o}",
+            config.hidden_size,
+            config.num_heads * head_dim,
+            bias=of.o_bias,
+            shard=rank.columns(group),
+        )
+        return cls(parts.ops.held(joined(*matrices)), norm, parts.ops.held(o), head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """Attention, then the MLP over what attention has added; norms before or after each of them, or both."""
+
+    before_attention: Norm | None
+    attention: SelfAttention
+    after_attention: RmsNorm | None
+    before_mlp: Norm | None
+    mlp: Mlp
+    after_mlp: RmsNorm | None
+    residual_scale: float
+
+    def forward(self, ops: Ops, attention: Attention, index: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the layer's output of `rows`, or of all tokens. index: the layer's place. hidden is overwritten."""
+        mixed = self.attention.mixed(ops, attention, index, _normed(ops, hidden, self.before_attention))
+        hidden, mixed = _chosen(hidden, rows), _chosen(mixed, rows)
+        if len(hidden) == 0:
+            return hidden
+        o, scale = self.attention.o, self.residual_scale
+        if self.after_attention is None:
+            hidden = ops.linear_add(mixed, o, hidden, scale)
+        else:
+            hidden = ops.norm_add(ops.linear(mixed, o), self.after_attention, hidden)
+        x = _normed(ops, hidden, self.before_mlp)
+        if self.after_mlp is None:
+            return self.mlp.forward(ops, x, hidden, scale)
+        return ops.norm_add(self.mlp.forward(ops, x, None), self.after_mlp, hidden)
+
+    def matrices(self) -> Iterator[Linear | GateUp]:
+        yield from (self.attention.qkv, self.attention.o, *self.mlp.matrices())
+
+    @classmethod
+    def build(cls, of: design.Sequential, parts: Parts) -> Self:
+        first, second = of.around_attention, of.around_mlp
+        return cls(
+            before_attention=parts.norm_or_none(first.before, of.norm),
+            attention=SelfAttention.build(of.attention, parts),
+            after_attention=parts.after(first.after, of.norm),
+            before_mlp=parts.norm_or_none(second.before, of.norm),
+            mlp=_mlp(of.mlp, parts),
+            after_mlp=parts.after(second.after, of.norm),
+            residual_scale=of.residual_scale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Attention and MLP side by side, over one norm of the layer's input."""
+
+    norm: Norm
+    attention: SelfAttention
+    mlp: Mlp
+
+    def forward(self, ops: Ops, attention: Attention, index: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the layer's output of `rows`, or of all tokens. index: the layer's place. hidden is overwritten."""
+        x = ops.norm(hidden, self.norm)
+        mixed = self.attention.mixed(ops, attention, index, x)
+        hidden, mixed, x = _chosen(hidden, rows), _chosen(mixed, rows), _chosen(x, rows)
+        if len(hidden) == 0:
+            return hidden
+        return self.mlp.forward(ops, x, ops.linear_add(mixed, self.attention.o, hidden))
+
+    def matrices(self) -> Iterator[Linear | GateUp]:
+        yield from (self.attention.qkv, self.attention.o, *self.mlp.matrices())
+
+    @classmethod
+    def build(cls, of: design.Parallel, parts: Parts) -> Self:
+        return cls(parts.norm(of.before, of.norm), SelfAttention.build(of.attention, parts), _mlp(of.mlp, parts))
+
+
+Layer = Sequential | Parallel
+
+
+def build_layer(of: design.Layer, parts: Parts) -> Layer:
+    return Sequential.build(of, parts) if isinstance(of, design.Sequential) else Parallel.build(of, parts)
+
+
+def _normed(ops: Ops, x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else ops.norm(x, norm)
+
+
+def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _mlp(of: design.Mlp, parts: Parts) -> Mlp:
+    return build_mlp(f"{parts.prefix}mlp.", of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
+
+
+def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, group: int) -> list[Matrix]:
+    """Return the rank's matrices of q, k and v."""
+    config, tensors, hidden = parts.config, parts.tensors, parts.config.hidden_size
+    kv = config.num_kv_heads * config.head_dim
+    widths = {"q": config.num_heads * config.head_dim, "k": kv, "v": kv}
+    shards = {"q": parts.rank.rows(group), "k": parts.rank.rows(config.head_dim), "v": parts.rank.rows(config.head_dim)}
+    if not of.fused:
+        return [
+            tensors.take_matrix(f"{prefix}{each}_proj", width, hidden, bias=of.qkv_bias, shard=shards[each])
+            for each, width in widths.items()
+        ]
+    fused = tensors.take_matrix(f"{prefix}qkv_proj", sum(widths.values()), hidden, bias=of.qkv_bias)
+    matrices, first = [], 0
+    for each, width in widths.items():
+        shard = shards[each]
+        span = slice(0, width) if shard is None else shard.span(f"{prefix}qkv_proj", width)
+        matrices.append(rows_of(fused, slice(first + span.start, first + span.stop)))
+        first += width
+    return matrices
+
+
+def _in_each_head(features: Tensor, matrix: Matrix) -> Tensor:
+    """Return the rows of a matrix of whole heads with the features of each in another order."""
+    num_rows = matrix.groups.shape[0] if isinstance(matrix, Quantized) else len(matrix.data)
+    return (torch.arange(0, num_rows, len(features))[:, None] + features).flatten()
+
+
+def _qk_norm(
+    of: design.HeadNorms | design.WideNorms | None, parts: Parts, prefix: str, features: Tensor | None
+) -> QkNorm | WideNorm | None:
+    if of is None:
+        return None
+    config, tensors = parts.config, parts.tensors
+    if isinstance(of, design.HeadNorms):
+        q, k = (tensors.take(f"{prefix}{name}.weight", (config.head_dim,)) for name in (of.q, of.k))
+        if features is not None:
+            q, k = q[features], k[features]
+        return QkNorm(q, k, of.eps, of.after_rope)
+    if parts.rank.size > 1:
+        raise ConfigError(f"{prefix}{of.q}: a norm over all heads cannot be split over {parts.rank.size} ranks")
+    assert features is None, "no family has both"
+    widths = {of.q: config.num_heads * config.head_dim, of.k: config.num_kv_heads * config.head_dim}
+    return WideNorm(*(RmsNorm(tensors.take(f"{prefix}{name}.weight", (w,)), of.eps) for name, w in widths.items()))

@@ -1,0 +1,78 @@
+"""A checkpoint's tensors by name. A model reads each of them whole, or one rank's shard of it. Free of torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from pdserve.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from pdserve.model.groups import Groups
+
+    Read: TypeAlias = npt.NDArray[np.float32] | torch.Tensor | Groups
+
+Part = tuple[slice, ...]  # indexes a part of a tensor; empty: all of it
+ROWS, COLUMNS = 0, 1  # axes of a matrix: its outputs, and its inputs
+GROUP = 32  # inputs of a quantized matrix that share a scale and a minimum
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint that is not read yet."""
+
+    shape: tuple[int, ...]
+    read: "Callable[[Part], Read]"  # reads no other rows; and no other bytes, where the format allows it
+    group: int = 1  # columns that cannot be parted
+
+
+Weights = Mapping[str, Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a tensor along one axis. Parts may differ by one unit."""
+
+    axis: int
+    rank: int
+    size: int  # ranks
+    unit: int = 1  # rows or columns that stay together, such as those of a head
+
+    def part(self, name: str, stored: Stored) -> Part:
+        """Return what indexes the shard of a tensor; ConfigError if the tensor cannot be divided like this."""
+        span = self.span(name, stored.shape[self.axis])
+        length, start, stop = stored.shape[self.axis], span.start, span.stop
+        if self.axis == COLUMNS and (start % stored.group or stop % stored.group):
+            part = f"inputs {start} to {stop} of {length} are not whole groups of {stored.group}"
+            raise ConfigError(f"{name}: {part}, for rank {self.rank} of {self.size}")
+        return (*(slice(None),) * self.axis, span)
+
+    def span(self, name: str, length: int) -> slice:
+        """Return the shard of an axis of so many; ConfigError if it cannot be divided like this."""
+        units, rest = divmod(length, self.unit)
+        if rest or units < self.size:
+            raise ConfigError(f"{name}: {length} in units of {self.unit} cannot be split over {self.size} ranks")
+        start, stop = (rank * units // self.size * self.unit for rank in (self.rank, self.rank + 1))
+        return slice(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of `size` devices that hold a model together."""
+
+    index: int = 0
+    size: int = 1
+
+    def rows(self, unit: int = 1) -> Shard | None:
+        """Return the shard of a matrix whose outputs are divided; None: all of it."""
+        return Shard(ROWS, self.index, self.size, unit) if self.size > 1 else None
+
+    def columns(self, unit: int = 1) -> Shard | None:
+        """Return the shard of a matrix whose inputs are divided, so that ranks add their products; None: all of it."""
+        return Shard(COLUMNS, self.index, self.size, unit) if self.size > 1 else None
+
+
+WHOLE = Rank()

@@ -1,0 +1,109 @@
+"""How a worker's KV pages are laid out, how two layouts differ, and on which tier pages lie.
+
+A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]` of the layers of one group.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal, get_args
+
+from pdserve.base.errors import ConfigError
+from pdserve.base.values import value
+from pdserve.protocol.paging import PageShape, Paging
+
+MOST_UNUSED = 0.1  # of a page: groups whose pages fill less of it need pools of their own
+
+PageDigest = Literal["xxh3", "splitmix64"]  # the hash of a page's bytes, 64 bits: see `kvtransfer.region`
+PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Tier(Enum):
+    """Where a worker keeps KV of prefixes."""
+
+    DEVICE = auto()  # where it computes: such pages are of use at once
+    HOST = auto()
+    DISK = auto()
+
+
+@value
+class KvGroup:
+    """Layers whose KV lies in the same pages."""
+
+    name: str  # "full", "window"; for people
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # token slots in a page
+    window: int | None = None  # tokens that a query sees, its own included; None: all
+
+    @property
+    def page_elements(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape and meaning of a page. Two equal layouts hold interchangeable bytes.
+
+    The first group of layers, whose pages are the largest and have no window, is described by the fields themselves;
+    where all layers are alike there is no other.
+    """
+
+    weights_hash: str  # fingerprint of the weights and config that fill the pages
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # token slots in a page
+    dtype: str  # a key of DTYPE_BYTES
+    tp_size: int = 1
+    tp_rank: int = 0
+    page_digest: PageDigest = "xxh3"
+    others: tuple[KvGroup, ...] = ()  # groups of layers after the first
+
+    @property
+    def paging(self) -> Paging:
+        return Paging((PageShape(self.page_size), *(PageShape(group.page_size, group.window) for group in self.others)))
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page, which are the same in every group."""
+        own = self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
+        return max([own, *[group.page_elements for group in self.others]]) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of a token's KV, as if there were no windows."""
+        page_bytes = self.page_bytes
+        return sum([page_bytes // size for size in self._sizes])
+
+    def num_pages(self, num_tokens: float) -> int:
+        """Return how many pages hold so many tokens, as if there were no windows."""
+        if not self.others:
+            return int(-(-num_tokens // self.page_size))
+        return int(sum([-(-num_tokens // size) for size in self._sizes]))
+
+    def num_tokens(self, num_pages: int) -> int:
+        """Return how many tokens so many pages hold, as if there were no windows."""
+        return int(num_pages / sum([1 / size for size in self._sizes])) if self.others else num_pages * self.page_size
+
+    def check(self) -> None:
+        """Raise ConfigError unless the pages of every group fill almost as many bytes as the largest."""
+        largest = self.page_bytes // DTYPE_BYTES[self.dtype]
+        own = KvGroup("full", self.num_layers, self.num_kv_heads, self.head_dim, self.page_size)
+        for group in (own, *self.others):
+            if group.page_elements < largest * (1 - MOST_UNUSED):
+                filled = f"{group.page_elements} of {largest} elements of a page"
+                raise ConfigError(f"page_size: {group.page_size} tokens of the {group.name} layers fill {filled}")
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.page_size, *[group.page_size for group in self.others])
+
+    def difference(self, other: "KvLayout") -> str | None:
+        """Return the first field in which two layouts differ, or None: pages can be copied between them."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {mine} != {theirs}"
+        return None

@@ -1,0 +1,57 @@
+"""What both ends of link.proto share: numbers of its enumerations, and layouts.
+
+Each end has its own half of the messages: `router/wire.py` and `worker/wire.py`.
+"""
+
+from pdserve.base.errors import ConfigError, ProtocolError
+from pdserve.base.roles import Role
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, KvGroup, KvLayout, Tier
+from pdserve.protocol.reports import Failure, Stage
+
+ROLES = {link.Role.Value(f"ROLE_{role.name}"): role for role in Role}
+ROLE_NUMBERS = {role: number for number, role in ROLES.items()}
+STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
+STAGE_NUMBERS = {stage: number for number, stage in STAGES.items()}
+TIERS = {link.Tier.Value(f"TIER_{tier.name}"): tier for tier in Tier}
+TIER_NUMBERS = {tier: number for number, tier in TIERS.items()}
+FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
+FAILURE_NUMBERS = {failure: number for number, failure in FAILURES.items()}
+MAX_KV_GROUPS = 64
+_LAYOUT_FIELDS = tuple(name for name in KvLayout.__slots__ if name != "others")
+_GROUP_FIELDS = ("name", "num_layers", "num_kv_heads", "head_dim", "page_size")
+
+
+def layout_to_proto(layout: KvLayout) -> link.KvLayout:
+    message = link.KvLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
+    for group in layout.others:
+        message.others.add(**{name: getattr(group, name) for name in _GROUP_FIELDS}, window=group.window or 0)
+    return message
+
+
+def layout_from_proto(message: link.KvLayout) -> KvLayout:
+    """Return the layout that a peer reports; ProtocolError names the first impossible field."""
+    if len(message.others) > MAX_KV_GROUPS:
+        raise ProtocolError(f"layout.others: {len(message.others)} groups are over {MAX_KV_GROUPS}")
+    others = tuple(map(_group, message.others))
+    layout = KvLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS}, others=others)
+    if layout.dtype not in DTYPE_BYTES:
+        raise ProtocolError(f"layout.dtype: {layout.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+    if layout.page_digest not in PAGE_DIGESTS:
+        raise ProtocolError(f"layout.page_digest: {layout.page_digest!r} is none of {', '.join(PAGE_DIGESTS)}")
+    for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "tp_size"):
+        if getattr(layout, name) < 1:
+            raise ProtocolError(f"layout.{name}: must be at least 1")
+    try:
+        layout.paging  # noqa: B018 - checks page sizes
+        layout.check()
+    except ConfigError as error:
+        raise ProtocolError(f"layout.{error}") from error
+    return layout
+
+
+def _group(message: link.KvGroup) -> KvGroup:
+    for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+        if getattr(message, name) < 1:
+            raise ProtocolError(f"layout.others.{name}: must be at least 1")
+    return KvGroup(**{name: getattr(message, name) for name in _GROUP_FIELDS}, window=message.window or None)

@@ -1,0 +1,94 @@
+"""Which pages hold which tokens, where a model keeps KV in several groups of layers. Pure.
+
+All pages of a pool have the same number of bytes, so that a page can serve any group: it holds the fewer tokens, the
+more layers its group has. In a group with a window, later queries do not see old tokens: a page is not needed any more
+once all of its tokens are out of the window of the next query.
+
+A span is as many tokens as the largest page holds. It fills whole pages in every group, so prefixes are found, shared
+and sent span by span.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pdserve.base.errors import ConfigError
+from pdserve.base.values import value
+
+
+@value
+class PageShape:
+    """The pages of one group."""
+
+    page_size: int  # tokens
+    window: int | None = None  # how many tokens a query sees, its own included; None: all
+
+
+class Paging:
+    """The groups of a model, in the order in which sequences list their pages."""
+
+    def __init__(self, shapes: Iterable[PageShape]) -> None:
+        """ConfigError unless every page size divides the largest, and queries of the first group see all tokens."""
+        self.shapes = tuple(shapes)
+        self.sizes = tuple(shape.page_size for shape in self.shapes)
+        self.span = max(self.sizes)
+        self.has_windows = any(shape.window is not None for shape in self.shapes)
+        self.is_single = len(self.shapes) == 1
+        if any(size < 1 or self.span % size for size in self.sizes):
+            raise ConfigError(f"page_size: {self.sizes} are not all divisors of the largest")
+        if self.shapes[0].window is not None:
+            raise ConfigError("window: the first group has one; put a group of full attention first")
+
+    @classmethod
+    def of(cls, page_size: int) -> "Paging":
+        """Return the paging of a model whose layers are all alike."""
+        return cls((PageShape(page_size),))
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Return how many pages hold the first `num_tokens` tokens in all groups."""
+        if self.is_single:
+            return -(-num_tokens // self.span)
+        return sum([-(-num_tokens // size) for size in self.sizes])
+
+    def first_needed(self, group: int, num_tokens: int) -> int:
+        """Return the number of the first page of a group that queries at position `num_tokens` and later see."""
+        size, window = self.shapes[group].page_size, self.shapes[group].window
+        return 0 if window is None else max(0, num_tokens - window + 1) // size
+
+
+@dataclass(frozen=True, slots=True)
+class PageOrder:
+    """The order in which both ends of a hand-off name its pages, by group and number.
+
+    Pages come by their first token, and those with the same first token by group. So the pages of a shorter prefix
+    come before those that a longer one adds. Pages that no query at position `num_known` or later sees are left out.
+    Both ends know `num_known` before the first page is sent.
+    """
+
+    paging: Paging
+    num_known: int  # tokens that the receiver's job names
+
+    def count(self, num_tokens: int) -> int:
+        """Return how many pages a hand-off of so many tokens has."""
+        paging = self.paging
+        if paging.is_single:
+            return -(-num_tokens // paging.span)
+        return sum(
+            max(0, -(-num_tokens // size) - paging.first_needed(group, self.num_known))
+            for group, size in enumerate(paging.sizes)
+        )
+
+    def num_tokens(self, count: int) -> int:
+        """Return how many tokens the first `count` pages have room for."""
+        if self.paging.is_single:
+            return count * self.paging.span
+        most = count * self.paging.sizes[0]  # every token is in a page of the first group
+        return bisect_right(range(most + 1), count, key=self.count) - 1
+
+    def pages(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return group and number of the pages that begin with one of tokens[start:stop]; `start` begins a span."""
+        found: list[tuple[int, int, int]] = []
+        for group, size in enumerate(self.paging.sizes):
+            first = max(start // size, self.paging.first_needed(group, self.num_known))
+            found += [(number * size, group, number) for number in range(first, -(-stop // size))]
+        return [(group, number) for _, group, number in sorted(found)]

@@ -1,0 +1,185 @@
+"""The JSON of an answer as Anthropic's clients know it: content blocks, whole or as events, and errors.
+
+The order of events is that of Anthropic's documentation: message_start; for each block, one after the other, its start,
+its deltas and its stop; message_delta with the reason of the end and the usage; message_stop.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.protocol.refusal import Refused
+from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.openai.dialect import Choice, Json, Shown, encode
+from pdserve.router.frontend.openai.filters import Delta
+from pdserve.router.requests.timeline import Usage
+
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_FIELDS = {  # as chats have them
+    ".function.parameters": ".input_schema",
+    ".function.name": ".name",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
+_TEXTS = {"content": ("text", "text"), "reasoning_content": ("thinking", "thinking")}  # blocks, and their members
+
+
+class MessagesResponse:
+    """One response: a message, its blocks, and the events that bring them."""
+
+    def __init__(self, model: str, max_model_len: int) -> None:
+        """`max_model_len`: tokens that prompt and answer may have together."""
+        self.shown = Shown()
+        self.num_prompt_tokens = 0
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self._model = model
+        self._max_model_len = max_model_len
+        self._num_tokens = 0
+        self._num_blocks = 0  # begun
+        self._open = ""  # the type of the block that goes on
+        self._arguments = ""  # of the call that goes on
+        self._has_called = False  # with arguments that are an object
+        self._end: Json = {}
+
+    def chunks(self, choice: Choice, gain: Gain) -> bytes:
+        self._num_tokens += len(gain.token_ids)
+        events = b"" if choice.is_begun else self._start()
+        choice.is_begun = True
+        return events + b"".join([self._delta(delta) for delta in choice.deltas(gain)])
+
+    def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:
+        events = self._close()
+        self._end = self._ending(choice)
+        return events
+
+    def end(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
+        told = {"delta": self._end, "usage": _usage(usages), "pdserve": ledger}
+        return _event("message_delta", told) + _event("message_stop", {})
+
+    def refused(self, refused: Refused) -> bytes:
+        return b"event: error\ndata: " + body_of(refused) + b"\n\n"
+
+    def body(self, choices: Sequence[tuple[Choice, Gain]], usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
+        ((choice, gain),) = choices
+        self._num_tokens += len(gain.token_ids)
+        blocks = _blocks(choice.deltas(gain))
+        self._has_called = any(block["type"] == "tool_use" for block in blocks)
+        told = {**self._ending(choice), "usage": _usage(usages), "pdserve": ledger}
+        return encode({**self._message(), "content": blocks, **told})
+
+    def _message(self) -> Json:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
+
+    def _start(self) -> bytes:
+        usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        end = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", {"message": {**self._message(), "content": [], **end, "usage": usage}})
+
+    def _delta(self, delta: Delta) -> bytes:
+        events = b""
+        for name, (kind, member) in _TEXTS.items():
+            if text := delta.get(name):
+                events += b"" if self._open == kind else self._begin(_begun(kind))
+                events += self._gain({"type": f"{kind}_delta", member: text})
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += self._begin(_begun("tool_use", call))
+            if text := call["function"].get("arguments"):
+                self._arguments += text
+                events += self._gain({"type": "input_json_delta", "partial_json": text})
+        return events
+
+    def _begin(self, block: Json) -> bytes:
+        events = self._close()
+        self._open, self._num_blocks = block["type"], self._num_blocks + 1
+        return events + _event("content_block_start", {"index": self._num_blocks - 1, "content_block": block})
+
+    def _gain(self, delta: Json) -> bytes:
+        return _event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        self._has_called |= self._open == "tool_use" and _object(self._arguments) is not None
+        self._open = self._arguments = ""
+        return _event("content_block_stop", {"index": self._num_blocks - 1})
+
+    def _ending(self, choice: Choice) -> Json:
+        """Return why a message ends."""
+        if choice.finish_reason == "length":
+            is_full = self.num_prompt_tokens + self._num_tokens >= self._max_model_len
+            return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
+        if self._has_called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(choice.stop_match, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_match}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def body_of(refused: Refused) -> bytes:
+    """Return the JSON of an error, of a response or of an event."""
+    message = refused.message
+    for ours, theirs in _FIELDS.items():
+        message = message.replace(ours, theirs)
+    kind = _ERRORS.get(refused.response.http, "invalid_request_error" if refused.response.http < 500 else "api_error")
+    error = {"type": kind, "message": message, "refused_because": refused.cause.value}
+    return encode({"type": "error", "error": error})
+
+
+def _usage(usages: Sequence[Usage]) -> Json:
+    """Return the usage: input_tokens are those that no cache had."""
+    cached = sum(usage.cached_tokens for usage in usages)
+    return {
+        "input_tokens": sum(usage.prompt_tokens for usage in usages) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": sum(usage.completion_tokens for usage in usages),
+    }
+
+
+def _blocks(deltas: Sequence[Delta]) -> list[Json]:
+    """Return the blocks of a whole message. A call without whole arguments is left out: no client could run it."""
+    blocks: list[Json] = []
+    arguments: dict[int, str] = {}  # of calls, by the place of the block
+    for delta in deltas:
+        for name, (kind, member) in _TEXTS.items():
+            if text := delta.get(name):
+                if not blocks or blocks[-1]["type"] != kind:
+                    blocks.append(_begun(kind))
+                blocks[-1][member] += text
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                blocks.append(_begun("tool_use", call))
+            place = len(blocks) - 1
+            arguments[place] = arguments.get(place, "") + (call["function"].get("arguments") or "")
+    for place, text in arguments.items():
+        blocks[place]["input"] = _object(text)
+    return [block for block in blocks if block.get("input", {}) is not None]
+
+
+def _object(text: str) -> Json | None:
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _begun(kind: str, call: Json | None = None) -> Json:
+    """Return a block without its content."""
+    if call is not None:
+        return {"type": kind, "id": call["id"], "name": call["function"]["name"], "input": {}}
+    return {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
+
+
+def _event(name: str, told: Json) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode({"type": name, **told}))

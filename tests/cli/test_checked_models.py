@@ -1,0 +1,100 @@
+"""`pdserve models check`: what it says of a model is what workers do with it."""
+
+import json
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from model_zoo import write_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pdserve.checkpoint.checkpoint import weights_in_form
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.executor import footprint
+from pdserve.executor.footprint import Choices, footprint_of
+from pdserve.model.groups import Groups
+
+Command = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("mistral", tmp_path_factory.mktemp("checked"))
+
+
+def copied(folder: Path, to: Path, **config: object) -> Path:
+    """Copy a model with other values in its config."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    told = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(told | config))
+    return to
+
+
+def test_figures_are_those_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = footprint_of(folder, Choices(dtype="float32", page_size=32))
+    tensors = load_file(folder / "model.safetensors").values()
+    assert fit.num_parameters == sum(tensor.numel() for tensor in tensors)
+    assert fit.weight_bytes == 4 * fit.num_parameters
+    assert fit.token_bytes == 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, features, bytes
+    assert (fit.page_bytes, fit.sliding_window, fit.max_model_len) == (32 * fit.token_bytes, 96, 4096)
+    monkeypatch.setattr(footprint, "available_bytes", lambda: fit.weight_bytes + 256 * fit.page_bytes - 1)
+    fits = footprint_of(folder, Choices(dtype="float32", page_size=32))
+    assert (fits.num_pages, fits.num_tokens, fits.num_sequences) == (255, 255 * 32, 1)
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("int4", "bfloat16"), ("none", "bfloat16")])
+def test_weights_take_the_bytes_that_they_are_said_to_take(folder: Path, quantization: str, dtype: str) -> None:
+    fit = footprint_of(folder, Choices(dtype=dtype, quantization=quantization))  # type: ignore[arg-type]
+
+    def size(value: object) -> int:
+        if isinstance(value, Groups):
+            return value.nbytes
+        assert isinstance(value, Tensor)
+        return value.numel() * (2 if dtype == "bfloat16" else 4)
+
+    weights = weights_in_form(open_checkpoint(folder), quantization)  # type: ignore[arg-type]
+    assert fit.weight_bytes == sum(size(stored.read(())) for stored in weights.values())
+    assert fit.num_parameters == sum(prod(stored.shape) for stored in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"hidden_act": "mish"}, "hidden_act"),
+        ({"architectures": ["NobodysForCausalLM"]}, "NobodysForCausalLM"),
+        ({"router_aux_loss_of_mine": 3}, "router_aux_loss_of_mine"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type"),
+        ({"num_hidden_layers": 4}, "model.layers.3"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    folder: Path, tmp_path: Path, pdserve: Command, config: dict[str, object], named: str
+) -> None:
+    model = copied(folder, tmp_path / "model", **config)
+    said = pdserve("models", "check", str(model), "--json")
+    assert said.returncode == 1
+    assert named in json.loads(said.stdout)["refused"]
+
+
+def test_a_tensor_of_another_shape_is_named(folder: Path, tmp_path: Path, pdserve: Command) -> None:
+    model = copied(folder, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, model / "model.safetensors")
+    said = pdserve("models", "check", str(model))
+    assert (said.returncode, said.stdout.split(":")[0]) == (1, "not served")
+    assert f"{name}: shape (64, 159), the config asks for (64, 160)" in said.stdout
+
+
+def test_a_served_model_is_told_in_lines(folder: Path, pdserve: Command) -> None:
+    said = pdserve("models", "check", str(folder), "--dtype", "float32")
+    assert said.returncode == 0
+    lines = dict(line.split(maxsplit=1) for line in said.stdout.splitlines() if not line.startswith("KV bytes"))
+    assert lines["family"] == "MistralForCausalLM: served"
+    assert lines["KV"] == "3 layers of 2 heads of 16; a query sees the last 96 tokens"
+    assert lines["chat"] == "not served: the model has no chat template"

@@ -1,0 +1,187 @@
+"""Layers whose KV lies in several groups of pages: which pages hold what, which are given up, and which are found."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faultsim.engine import FakeRunner, expected
+from pdserve.base.errors import ConfigError, InvariantError
+from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.engine import scheduler
+from pdserve.engine.kvcache import KvCache, Prefix
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Sampled, Sequence
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.paging import PageOrder, PageShape, Paging
+from pdserve.protocol.prefix_hash import EVERYONE, PrefixHasher
+from pdserve.protocol.sampling import SamplingParams
+
+VOCAB, WINDOW = 101, 6
+SHAPES = (PageShape(4), PageShape(2, window=WINDOW))
+sizes = st.sampled_from((1, 2, 4))
+pagings = st.builds(
+    lambda first, others: Paging((PageShape(first), *others)),
+    sizes,
+    st.lists(st.builds(PageShape, sizes, st.none() | st.integers(1, 12)), max_size=3),
+)
+
+
+def test_a_page_size_that_does_not_divide_the_largest_is_refused() -> None:
+    with pytest.raises(ConfigError, match="page_size"):
+        Paging((PageShape(4), PageShape(3)))
+
+
+def test_a_window_in_the_first_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window"):
+        Paging((PageShape(4, window=8), PageShape(4)))
+
+
+@given(pagings, st.integers(0, 40), st.integers(0, 12), st.integers(0, 40))
+def test_an_order_names_each_page_that_is_needed_once_and_a_shorter_prefix_first(
+    paging: Paging, num_known: int, num_spans: int, more: int
+) -> None:
+    order, start = PageOrder(paging, num_known), num_spans * paging.span
+    stop = start + more
+    named = order.pages(0, stop)
+    assert order.pages(0, start) + order.pages(start, stop) == named
+    assert len(named) == order.count(stop) == len(set(named))
+    wanted = {
+        (group, position // shape.page_size)
+        for group, shape in enumerate(paging.shapes)
+        for position in range(stop)
+        if position // shape.page_size >= paging.first_needed(group, num_known)
+    }
+    assert set(named) == wanted
+    assert order.num_tokens(len(named)) >= stop
+    assert order.count(order.num_tokens(len(named))) <= len(named) < order.count(order.num_tokens(len(named)) + 1)
+
+
+@given(pagings, st.integers(0, 60))
+def test_a_page_is_needed_as_long_as_the_next_query_sees_one_of_its_tokens(paging: Paging, position: int) -> None:
+    for group, (size, window) in enumerate((shape.page_size, shape.window) for shape in paging.shapes):
+        seen = range(0 if window is None else max(0, position - window + 1), position + 1)
+        assert paging.first_needed(group, position) == seen.start // size
+
+
+class Engine:
+    """A scheduler and a runner of two groups."""
+
+    def __init__(self, num_pages: int = 40, other: PageShape = SHAPES[1]) -> None:
+        self.other = other
+        self.runner = FakeRunner(num_pages, 4, VOCAB, others=(other,))
+        hasher = PrefixHasher(b"secret", "model", 4)
+        self.cache = KvCache(num_pages, self.runner.paging, hasher)
+        self.scheduler = Scheduler(self.cache, Limits(4, 8, 64, frozenset()))
+        self.num_added = 0
+
+    def add(self, prompt: list[int], max_tokens: int) -> Sequence:
+        self.num_added += 1
+        params = SamplingParams(seed=self.num_added, max_tokens=max_tokens)
+        job = Job(RequestId(self.num_added.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
+        sequence = Sequence(job, (0,), list(prompt), self.num_added)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[int]:
+        """Compute a step; return the tokens sampled."""
+        plan = self.scheduler.plan()
+        outcomes = () if plan is None else self.scheduler.commit(plan, self.runner.run(plan))
+        self.cache.check()
+        return [token.token_id for one in outcomes if isinstance(one, Sampled) for token in one.tokens]
+
+    def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+        self.add(prompt, max_tokens)
+        sampled: list[int] = []
+        while len(sampled) < max_tokens:
+            sampled += self.step()
+        assert self.cache.pool.num_free == self.cache.pool.num_pages
+        assert sampled == expected(prompt, self.num_added, max_tokens, VOCAB, (self.other,))
+        return sampled
+
+
+def test_pages_behind_a_window_are_given_up_while_the_sequence_goes_on() -> None:
+    engine = Engine()
+    sequence = engine.add([1, 2, 3], max_tokens=50)
+    while sequence.num_output_tokens < 45:
+        engine.step()
+        pages, window = sequence.pages.runs if sequence.pages else ([], [])
+        assert len(pages) == -(-sequence.computed // 4)
+        assert len(window) <= WINDOW // 2 + 4  # those of the window, a begun one, and a span that is not indexed yet
+    assert engine.cache.pool.num_held == len(sequence.pages.held)
+
+
+def test_a_prefix_is_reused_with_the_pages_of_its_window_alone() -> None:
+    engine = Engine()
+    prompt = list(range(24))
+    engine.answer(prompt, 3)
+    sequence = engine.add([*prompt, 77], max_tokens=2)
+    engine.step()
+    assert sequence.num_cached_tokens == 24
+    assert sequence.pages.firsts == [0, (24 - WINDOW + 1) // 2]
+
+
+def test_pages_that_are_not_indexed_yet_are_kept_until_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_PUBLISHED_AT_ONCE", 4)
+    engine = Engine(60, PageShape(1, window=2))
+    prompt = list(range(22))  # computed 8 tokens at a time, then one by one
+    engine.answer(prompt, 12)
+    for length in (4, 8, 12, 16, 20):
+        sequence = engine.add([*prompt[:length], 77], max_tokens=1)
+        engine.step()
+        assert sequence.num_cached_tokens == length
+
+
+@given(st.lists(st.integers(0, 23), max_size=30), st.integers(1, 6))
+def test_a_hit_is_the_longest_prefix_whose_needed_pages_are_there_in_every_group(
+    lost: list[int], num_spans: int
+) -> None:
+    paging = Paging(SHAPES)
+    cache, prefix = KvCache(64, paging, PrefixHasher(b"secret", "model", 4)), Prefix(range(4 * num_spans), EVERYONE)
+    order = PageOrder(paging, 0)
+    tables = PageTables(([], []))
+    tables.add(order, cache.take(order.count(4 * num_spans)) or (), 0, 4 * num_spans)
+    cache.publish(prefix, tables, range(num_spans))
+    pages = tables.held
+    gone = {pages[place % len(pages)] for place in lost}
+    cache.pool.release(tuple(page for page in pages if page in gone))
+    rest = cache.take(cache.pool.num_free)  # so that the pages of `gone` hold something else
+    assert rest is not None
+    assert gone <= set(rest)
+    present = [set(tables.runs[0]) - gone, set(tables.runs[1]) - gone]
+
+    def is_there(length: int) -> bool:
+        """Whether all spans of a prefix that its next query sees are whole in each group."""
+        full = all(tables.find(0, number) in present[0] for number in range(length))
+        first = paging.first_needed(1, 4 * length) * 2 // 4
+        return full and all(tables.find(1, number) in present[1] for number in range(2 * first, 2 * length))
+
+    hit = cache.reuse(prefix, num_spans)
+    assert hit.num_spans == max(length for length in range(num_spans + 1) if is_there(length))
+    assert [hit.pages.find(0, number) for number in range(hit.num_spans)] == tables.runs[0][: hit.num_spans]
+    for number in range(paging.first_needed(1, 4 * hit.num_spans), 2 * hit.num_spans):
+        assert hit.pages.find(1, number) == tables.find(1, number)
+    cache.check()
+
+
+def test_a_span_that_has_left_its_window_is_indexed_in_the_other_groups() -> None:
+    cache, prefix = KvCache(16, Paging(SHAPES), PrefixHasher(b"secret", "model", 4)), Prefix(range(8), EVERYONE)
+    tables = PageTables(([PageId(0), PageId(1)], [PageId(4), PageId(5)]), [0, 2])
+    assert cache.take(8) is not None
+    cache.publish(prefix, tables, range(2))
+    found = {(group, pages) for group, _, pages in cache.indexed}
+    assert found == {(0, (0,)), (0, (1,)), (1, (4, 5))}
+    assert cache.reuse(prefix, 2).num_spans == 0, "a query at position 8 sees token 3, whose page is not there"
+
+
+@pytest.mark.parametrize("length", range(1, 20))
+def test_text_is_the_same_whether_a_prefix_is_cached_or_not(length: int) -> None:
+    engine = Engine()
+    prompt = [3 * i % VOCAB for i in range(length)]
+    for _ in range(3):
+        engine.answer(prompt, 9)
+
+
+def test_pages_that_do_not_follow_those_before_are_not_taken_for_others() -> None:
+    order, tables = PageOrder(Paging(SHAPES), 20), PageTables(([], [PageId(9)]))
+    with pytest.raises(InvariantError, match="group 1"):
+        tables.add(order, tuple(map(PageId, range(order.count(24)))), 0, 24)

@@ -1,0 +1,1 @@
+"""Measurements for those who change pdserve: in no wheel, beside the tests."""

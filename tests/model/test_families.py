@@ -1,0 +1,251 @@
+"""Each family computes in float32 what transformers computes; and each of its own variations, left out, is noticed."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from greedy_runs import greedy_texts, spec
+from held_weights import held
+from model_zoo import MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
+from torch import Tensor
+
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.checkpoint import in_form
+from pdserve.checkpoint.hf_directory import read_weights
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import Chunk, StepPlan
+from pdserve.model.config import ModelConfig
+from pdserve.model.decoder import Decoder
+from pdserve.model.design import Activation, Around, Design, Embedding, RmsNorm, Sequential
+from pdserve.model.family import Model, Tensors
+from pdserve.model.loading import load_model
+from pdserve.model.ops import TorchOps
+from pdserve.model.weights import Rank
+
+pytestmark = pytest.mark.slow
+
+PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: on busy cores, threads would wait for each other at each of these small products."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what writes a family's model, or finds it."""
+    written = dict[str, Path]()
+
+    def folder(family: str) -> Path:
+        if family not in written:
+            written[family] = write_model(family, tmp_path_factory.mktemp(family))
+        return written[family]
+
+    return folder
+
+
+def config_of(folder: Path) -> ModelConfig:
+    return ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(("constant", "value"), [("beta", 0.6), ("eps", -1e-3), ("beta", float("nan"))])
+def test_other_constants_of_an_activation_are_refused(
+    folders: Callable[[str], Path], constant: str, value: float
+) -> None:
+    folder, name = folders("apertus"), f"model.layers.1.mlp.act_fn.{constant}"
+    weights = dict(read_weights(folder))
+    assert name in weights, "transformers writes it"
+    weights |= held({name: torch.tensor(value)})
+    with pytest.raises(ConfigError, match=f"{name}: .* is not supported"):
+        load_model(config_of(folder), weights, torch.float32)
+
+
+def tokens(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(2, VOCAB) for _ in range(length)]
+
+
+PROMPT = tokens(150)
+
+
+@torch.inference_mode()
+def logits_of(model: Model) -> Tensor:
+    kv, pages = Runner(model, 10, PAGE_SIZE).kv, tuple(range(10))
+    attention = TorchAttention(model.config, kv, model.ropes)
+    attention.plan(Batch.of(StepPlan((Chunk(PROMPT, 0, pages, (spec(),)),)), PoolShape(10, PAGE_SIZE, VOCAB)))
+    return model.forward(torch.tensor(PROMPT), attention, None)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_logits_and_ragged_batches_are_those_of_transformers(family: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(family)
+    model, oracle = load_model(config_of(folder), read_weights(folder), torch.float32), load_oracle(folder)
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(model), expected, atol=5e-4, rtol=5e-4)
+    prompts = [tokens(length) for length in (1, PAGE_SIZE, PAGE_SIZE + 1, 140, 300)]
+    answers = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, NUM_TOKENS, PAGE_SIZE + 1)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert first_disagreement(oracle, prompt, answer) is None
+    assert len({token for answer in answers for token in answer}) > 8, "the same tokens again and again prove little"
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_in_quantized_tiles_decode_steps_are_those_of_one_by_one(
+    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders(family)
+    model = load_model(config_of(folder), in_form(read_weights(folder), "int8"), torch.float32)
+    prompts = [tokens(length) for length in (1, 20, 33)]
+    texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8)
+    monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
+    assert greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8) == texts
+
+
+Change = Callable[[Design], Design]
+Of = Any  # a layer of any kind
+
+
+def each_layer(design: Design, change: Callable[[Of], Of]) -> Design:
+    return replace(design, layers=tuple(change(layer) for layer in design.layers))
+
+
+def attention(**changes: object) -> Change:
+    return lambda of: each_layer(of, lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
+
+
+def rope(**changes: object) -> Change:
+    def changed(layer: Of) -> Of:
+        return replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, **changes)))
+
+    return lambda of: each_layer(of, changed)
+
+
+def mlp(**changes: object) -> Change:
+    return lambda of: each_layer(of, lambda layer: replace(layer, mlp=replace(layer.mlp, **changes)))
+
+
+def layers(**changes: object) -> Change:
+    return lambda of: each_layer(of, lambda layer: replace(layer, **changes))
+
+
+def without_norm_weights_plus_one(of: Design) -> Design:
+    return each_layer(of, lambda layer: replace(layer, norm=replace(layer.norm, plus=0.0)))
+
+
+def rope_in_every_layer(of: Design) -> Design:
+    return replace(of, layers=(of.layers[0],) * len(of.layers))
+
+
+def norms_before_rope(of: Design) -> Design:
+    norms = of.layers[0].attention.qk_norm
+    assert norms is not None
+    return attention(qk_norm=replace(norms, after_rope=False))(of)
+
+
+def one_after_the_other(of: Design) -> Design:
+    def changed(layer: Of) -> Of:
+        return Sequential(layer.attention, layer.mlp, layer.norm, around_mlp=Around(None))
+
+    return each_layer(of, changed)
+
+
+def rms_norms(of: Design) -> Design:
+    return each_layer(of, lambda layer: replace(layer, norm=RmsNorm(layer.norm.eps, layer.norm.plus)))
+
+
+def cosines_as_they_are(of: Design) -> Design:
+    scaling: Of = of.layers[0].attention.rope.scaling
+    return rope(scaling=replace(scaling, attention_factor=1.0))(of)
+
+
+LEFT_OUT: dict[tuple[str, str], Change] = {
+    ("apertus", "norms of q and k"): attention(qk_norm=None),
+    ("apertus", "rope scaling"): rope(scaling=None),
+    ("arcee", "the square"): mlp(activation=Activation.GELU),
+    ("ernie", "pairs of neighbours"): rope(interleaved=False),
+    ("ernie", "biases of q, k, v"): attention(qkv_bias=False),
+    ("ernie", "the bias of o"): attention(o_bias=False),
+    ("ernie", "biases of the MLP"): mlp(bias=False),
+    ("gemma", "1 + weight"): without_norm_weights_plus_one,
+    ("gemma", "the embedding's scale"): lambda of: replace(of, embedding=Embedding()),
+    ("gemma", "GELU"): mlp(activation=Activation.SILU),
+    ("glm4", "norms after attention"): layers(around_attention=Around("input_layernorm")),
+    ("glm4", "norms after MLPs"): layers(around_mlp=Around("post_attention_layernorm")),
+    ("glm4", "features that stay"): rope(share=1.0),
+    ("glm4", "pairs of neighbours"): rope(interleaved=False),
+    ("granite", "the embedding's multiplier"): lambda of: replace(of, embedding=Embedding()),
+    ("granite", "the scores' multiplier"): lambda of: replace(of, attention_scale=None),
+    ("granite", "the residuals' multiplier"): layers(residual_scale=1.0),
+    ("granite", "the logits' multiplier"): lambda of: replace(of, head=replace(of.head, scale=1.0)),
+    ("hunyuan", "norms of q and k"): attention(qk_norm=None),
+    ("hunyuan", "norms after rope"): norms_before_rope,
+    ("llama-gelu", "GELU"): mlp(activation=Activation.SILU),
+    ("llama-mscale", "the factor of cosines"): cosines_as_they_are,
+    ("nemotron", "1 + weight"): without_norm_weights_plus_one,
+    ("nemotron", "means"): rms_norms,
+    ("nemotron", "features that stay"): rope(share=1.0),
+    ("olmo2", "norms of q and k"): attention(qk_norm=None),
+    ("olmo2", "norms after attention"): layers(around_attention=Around(None)),
+    ("phi", "side by side"): one_after_the_other,
+    ("phi", "the head's bias"): lambda of: replace(of, head=replace(of.head, bias=False)),
+    ("phi3", "features that stay"): rope(share=1.0),
+    ("phi3", "the window"): lambda of: replace(of, sliding_window=None),
+    ("phi3-long", "short factors"): rope(scaling=None),
+    ("phi3-long", "the factor of cosines"): cosines_as_they_are,
+    ("seed-oss", "biases of q, k, v"): attention(qkv_bias=False),
+    ("seed-oss", "the bias of o"): attention(o_bias=False),
+    ("smollm3", "no rope"): rope_in_every_layer,
+    ("starcoder2", "means"): rms_norms,
+    ("starcoder2", "GELU"): mlp(activation=Activation.SILU),
+    ("starcoder2", "biases of the MLP"): mlp(bias=False),
+}
+
+
+@pytest.mark.parametrize(("family", "what"), LEFT_OUT)
+def test_a_variation_that_is_left_out_is_noticed(family: str, what: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(family)
+    config, weights = config_of(folder), read_weights(folder)
+    right = load_model(config, weights, torch.float32)
+    changed = replace(config, design=LEFT_OUT[family, what](config.design))
+    assert changed != config
+    wrong = Decoder.build(changed, Tensors(weights, torch.float32, CPU), TorchOps())
+    assert (logits_of(wrong) - logits_of(right)).abs().max() > 2e-2
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(family)
+    config, weights = config_of(folder), read_weights(folder)
+
+    def built(rank: Rank) -> Decoder:
+        return Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps(), rank)
+
+    if family == "olmo2":
+        with pytest.raises(ConfigError, match=r"q_norm: a norm over all heads cannot be split over 2 ranks"):
+            built(Rank(0, 2))
+        return
+    whole, halves = built(Rank()), [built(Rank(index, 2)) for index in range(2)]
+    x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    ops = TorchOps()
+    for index, layer in enumerate(whole.layers):
+        parts = [half.layers[index] for half in halves]
+        q, k, v = config.num_heads * config.head_dim, *(config.num_kv_heads * config.head_dim,) * 2
+        of_halves = [ops.linear(x, each.attention.qkv).split([q // 2, k // 2, v // 2], -1) for each in parts]
+        together = torch.cat([torch.cat(same, -1) for same in zip(*of_halves, strict=True)], -1)
+        torch.testing.assert_close(together, ops.linear(x, layer.attention.qkv), atol=1e-5, rtol=1e-5)
+        added = sum(each.mlp.forward(ops, x, None) for each in parts)
+        torch.testing.assert_close(added, layer.mlp.forward(ops, x, None), atol=1e-4, rtol=1e-4)
