@@ -296,7 +296,7 @@ def demo(
     model: Annotated[
         str, typer.Option(help="A path, or a name from the catalog or the Hugging Face hub.")
     ] = DEFAULT_MODEL,
-    question: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France?",
+    question: Annotated[str, typer.Option(help="What to ask.")] = "Name the capital of France.",
     expect: Annotated[str, typer.Option(help="Text that the answer must contain.")] = "Paris",
 ) -> None:
     """Start a cluster, ask it one question, stop it. Fails unless the answer contains what is expected."""
