@@ -14,48 +14,52 @@ from gguf.quants import Q4_K
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import naming
-from pdserve.checkpoint.gguf_config import ROPE_FACTORS, architecture_of
+from pdserve.checkpoint.gguf_config import architecture_of
+from pdserve.checkpoint.gguf_families import FAMILIES, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
+from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.model.config import ModelConfig
+from pdserve.model.fields import Fields
 from pdserve.model.groups import SIGNED_ZERO, Bytes, Floats, Groups, Halves, packed_halves, quantized
 from pdserve.model.weights import GROUP, Part, Stored, Weights
 
 SUPER_GROUP = 256  # inputs of a block of Q4_K
 HALF_BYTES = 2  # of a float16
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # scalars of each layer, which the metadata list by layer
 
 
 def read_weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = False) -> Weights:
     """Return each tensor under its Hugging Face name, not read yet: float32, or as it is coded if kept."""
     raw = np.memmap(file.path, np.uint8, mode="r")
-    interleaved_heads = {}
-    if architecture_of(file) == "llama":
-        interleaved_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-    weights = dict[str, Stored]()
+    family = FAMILIES[architecture_of(file)]
+    interleaved_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if family.interleaved else {}
+    of_rope = (FACTORS, SHORT_FACTORS, LONG_FACTORS) if family.long_rope else (FACTORS,)
+    weights = _scalars(file, config.num_layers) if family.xielu else {}
     for tensor in file.tensors:
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name in of_rope:
             continue
-        name = hf_name(tensor.name)
+        name = hf_name(tensor.name, family)
         if name in weights:
             raise ConfigError(f"{tensor.name}: given twice")
         num_heads = interleaved_heads.get(tensor.name.split(".")[-2])
         keeps = keep_coded and tensor.is_quantized
-        reader = _Reader(file.path, raw, tensor, num_heads, keeps)
+        minus = family.norms_plus if tensor.name.endswith("norm.weight") else 0.0
+        reader = _Reader(file.path, raw, tensor, num_heads, keeps, minus)
         weights[name] = Stored(tensor.shape, reader.read, GROUP if keeps else 1)
     return weights
+
+
+def _scalars(file: GgufFile, num_layers: int) -> dict[str, Stored]:
+    """Return the scalars of xIELU, which are numbers in the metadata and not tensors."""
+    fields, stored = Fields(file.metadata), dict[str, Stored]()
+    for name in XIELU:
+        values = fields.numbers(f"xielu.{name}")
+        if len(values) != num_layers:
+            raise fields.unsupported(f"xielu.{name}", f"a number for each of {num_layers} layers")
+        for layer, value in enumerate(values):
+            array = np.array([value], np.float32)
+            stored[f"model.layers.{layer}.mlp.act_fn.{name}"] = Stored((1,), array.__getitem__)
+    return stored
 
 
 def check_sizes(file: GgufFile) -> None:
@@ -69,13 +73,13 @@ def check_sizes(file: GgufFile) -> None:
         _coded(raw, tensor, byte_shape)
 
 
-def hf_name(name: str) -> str:
-    """Return the Hugging Face name of a tensor; ConfigError if no model of the Llama family has such a tensor."""
+def hf_name(name: str, family: GgufFamily) -> str:
+    """Return the Hugging Face name of a tensor; ConfigError if no model of the family has such a tensor."""
     match name.split("."):
-        case [part, "weight"] if part in TOP_NAMES:
-            return f"{TOP_NAMES[part]}.weight"
-        case ["blk", layer, part, "weight" | "bias" as kind] if part in LAYER_NAMES and layer.isdecimal():
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+        case [part, "weight" | "bias" as kind] if part in family.top_names:
+            return f"{family.top_names[part]}.{kind}"
+        case ["blk", layer, part, "weight" | "bias" as kind] if part in family.names and layer.isdecimal():
+            return f"model.layers.{layer}.{family.names[part]}.{kind}"
         case _:
             raise ConfigError(f"{name}: there is no place for such a tensor")
 
@@ -89,6 +93,7 @@ class _Reader:
     tensor: GgufTensor
     num_heads: int | None  # whose rows are not in Hugging Face's order
     keeps_codes: bool
+    minus: float  # subtracted from each number
 
     def read(self, part: Part) -> Floats | Groups:
         tensor = self.tensor
@@ -108,6 +113,8 @@ class _Reader:
             groups = read_groups(rows, kind)
             return groups.of_inputs(*inputs) if inputs else groups
         values = dequantize(rows, kind).reshape(-1, *shape[1:])[(slice(None), *inputs)]
+        if self.minus:
+            return np.asarray(values, dtype=np.float32) - np.float32(self.minus)
         return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 
