@@ -45,7 +45,9 @@ class GgufFamily:
     epsilon: Number = field(default_factory=lambda: Number(RMS_EPSILON, "rms_norm_eps"))
     numbers: tuple[Number, ...] = ()
     windowed: str | None = None  # Hugging Face's architecture of a file with a window; None: such a file is refused
-    interleaved: bool = False  # rows of q and k that turn together lie side by side, and on Hugging Face half a head apart
+    interleaved: bool = (
+        False  # rows of q and k that turn together lie side by side, and on Hugging Face half a head apart
+    )
     partial_rope: bool = False  # a part of each head may turn
     long_rope: bool = False  # the file may have factors for short and for long contexts
     norms_plus: float = 0.0  # what norms in the file have on top of Hugging Face's

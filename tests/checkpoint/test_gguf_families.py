@@ -1,0 +1,147 @@
+"""A GGUF file of each family gives transformers' logits, and what a family's files do not hold is refused by name."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf_models import CASES, random_model, round_matrices, write_gguf
+from greedy_runs import spec
+from model_zoo import load_oracle, prompt
+from torch import Tensor
+
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.gguf_config import hf_config
+from pdserve.checkpoint.gguf_families import FAMILIES
+from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import Chunk, StepPlan
+from pdserve.model.config import ModelConfig
+from pdserve.model.groups import Groups
+from pdserve.model.loading import load_model
+
+pytestmark = pytest.mark.slow
+
+PAGE_SIZE, NUM_PAGES = 16, 10
+PROMPT = prompt(150)
+CLOSE = {"atol": 5e-4, "rtol": 5e-4}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def logits_of(path: Path) -> Tensor:
+    checkpoint = open_checkpoint(path)
+    model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    attention = TorchAttention(model.config, Runner(model, NUM_PAGES, PAGE_SIZE).kv, model.ropes)
+    step = StepPlan((Chunk(PROMPT, 0, tuple(range(NUM_PAGES)), (spec(),)),))
+    attention.plan(Batch.of(step, PoolShape(NUM_PAGES, PAGE_SIZE, model.config.vocab_size)))
+    return model.forward(torch.tensor(PROMPT), attention, None)
+
+
+@pytest.mark.parametrize("kind", [None, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_a_gguf_file_are_those_of_transformers(
+    name: str, kind: GGMLQuantizationType | None, tmp_path: Path
+) -> None:
+    case, model = CASES[name], random_model(CASES[name])
+    if kind is not None:
+        round_matrices(model, kind)
+    path = write_gguf(case, model, tmp_path / "tiny.gguf", kind)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits_of(path), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.transformers_reads])
+def test_files_of_the_tests_are_read_alike_by_transformers_itself(name: str, tmp_path: Path) -> None:
+    path = write_gguf(CASES[name], random_model(CASES[name]), tmp_path / "tiny.gguf")
+    with torch.inference_mode():
+        expected = load_oracle(path)(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(path), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_that_are_kept_mean_what_the_file_means(name: str, tmp_path: Path) -> None:
+    path = write_gguf(CASES[name], random_model(CASES[name]), tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.coded_weights is not None
+    floats, coded = checkpoint.weights(), checkpoint.coded_weights()
+    assert floats.keys() == coded.keys()
+    kept = 0
+    for tensor, stored in coded.items():
+        read, expected = stored.read(()), floats[tensor].read(())
+        kept += isinstance(read, Groups)
+        np.testing.assert_allclose(read.values() if isinstance(read, Groups) else read, expected, rtol=1e-6, atol=1e-7)
+    assert kept > 8
+
+
+def test_each_served_architecture_is_tested() -> None:
+    written = {case.arch.name.lower().replace("_dense", "-dense") for case in CASES.values()}
+    assert written == set(FAMILIES) - {"qwen2", "qwen3"}, "whose models have tests of their own"
+
+
+METADATA = {
+    "block_count": 1,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 48,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.layer_norm_epsilon": 1e-5,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "complaint"),
+    [
+        ("gemma", {"attn_logit_softcapping": 50.0}, r"gemma\.attn_logit_softcapping: 50\.0"),
+        ("gemma", {"attention.sliding_window": 8}, r"gemma\.attention\.sliding_window: 8 .*only with .* llama, phi3"),
+        ("glm4", {"nextn_predict_layers": 1}, r"glm4\.nextn_predict_layers: 1"),
+        ("glm4", {"rope.dimension_count": 16}, r"glm4\.rope\.dimension_count: 16 .*1 to the head's 8"),
+        ("granite", {"attention.scale": 1.0}, r"granite\.logit_scale: missing"),
+        ("granite", {"attention.scale": 1.0, "logit_scale": 0.0}, r"logits_scaling: 0\.0"),
+        ("nemotron", {"attention.layer_norm_epsilon": None}, r"nemotron\.attention\.layer_norm_epsilon: missing"),
+        ("olmo2", {"attention.sliding_window": 8}, r"olmo2\.attention\.sliding_window: 8"),
+        ("phi3", {"rope.scaling.type": "longrope"}, r"phi3\.rope\.scaling\.type: 'longrope'"),
+        ("starcoder2", {"rope.dimension_count": 4, "attention.key_length": 8}, r"starcoder2\.rope\.dimension_count: 4"),
+    ],
+)
+def test_keys_that_a_family_does_not_have_are_refused_by_name(
+    architecture: str, changes: dict[str, object], complaint: str
+) -> None:
+    keys = {key: value for key, value in {**METADATA, **changes}.items() if value is not None}
+    if "attention.layer_norm_epsilon" not in changes and FAMILIES[architecture].epsilon.name == "rms_norm_eps":
+        del keys["attention.layer_norm_epsilon"]
+    metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": v for key, v in keys.items()}
+    file = GgufFile(Path("x.gguf"), metadata, (GgufTensor("token_embd.weight", (100, 32), 0, 0),))
+    with pytest.raises(ConfigError, match=complaint):
+        ModelConfig.from_hf(hf_config(file))
+
+
+@pytest.mark.parametrize("missing", ["alpha_p", "beta"])
+def test_scalars_of_xielu_are_checked(missing: str, tmp_path: Path) -> None:
+    model = random_model(CASES["apertus"])
+    with torch.no_grad():
+        for name, buffer in model.state_dict().items():
+            if name.endswith(f"act_fn.{missing}"):
+                buffer.fill_(0.75)
+    path = write_gguf(CASES["apertus"], model, tmp_path / "tiny.gguf")
+    if missing == "beta":
+        with pytest.raises(ConfigError, match=r"act_fn\.beta: 0\.75 is not supported"):
+            logits_of(path)
+    else:
+        with torch.inference_mode():
+            torch.testing.assert_close(logits_of(path), model(torch.tensor([PROMPT])).logits[0], **CLOSE)

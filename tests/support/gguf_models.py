@@ -1,0 +1,243 @@
+"""Small random models of many families as GGUF files, written the way llama.cpp's converter does.
+
+Names come from the `gguf` package's own table, so that they check ours.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType
+from model_zoo import LLAMA3_ROPE, LONGROPE, MORE_FAMILIES, SHAPE, causal
+from numpy.typing import NDArray
+from transformers import (
+    ApertusConfig,
+    GemmaConfig,
+    HunYuanDenseV1Config,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedModel,
+    SmolLM3Config,
+)
+
+Array = NDArray[np.float32]
+Write = Callable[[gguf.GGUFWriter, Any], None]
+LLAMA31_ROPE = {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}
+NTK_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+PHI3_ROPE = {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
+
+
+def _rms(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401 - configs of each family
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _of_head(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    writer.add_rope_dimension_count(_head_dim(config))
+
+
+def _granite(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _of_head(writer, config)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _partial(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(_head_dim(config) * share))
+
+
+def _glm4(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    _partial(writer, config)
+
+
+def _phi2(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    _partial(writer, config)
+
+
+def _phi3(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _glm4(writer, config)
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    writer.add_sliding_window(config.sliding_window or 0)
+
+
+def _nemotron(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_layer_norm_eps(config.norm_eps)
+    _partial(writer, config)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _starcoder2(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    writer.add_layer_norm_eps(config.norm_epsilon)
+
+
+def _hunyuan(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(1)
+    writer.add_rope_scaling_orig_ctx_len(256 * 1024)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, and what the converter does for it alone."""
+
+    arch: MODEL_ARCH
+    make: Callable[[dict[str, Any]], PreTrainedModel]
+    write: Write = _rms
+    permutes: bool = False
+    norms_plus: float = 0.0
+    shape: dict[str, Any] = field(default_factory=dict)
+    transformers_reads: bool = False  # of files with as many tokens as its config's default has, in these families
+
+
+def _zoo(arch: MODEL_ARCH, family: str, write: Write = _rms, **own: Any) -> Case:  # noqa: ANN401
+    return Case(arch, MORE_FAMILIES[family], write, **own)
+
+
+CASES = {
+    "apertus": Case(MODEL_ARCH.APERTUS, causal(ApertusConfig, rope_parameters=LLAMA31_ROPE), _of_head),
+    "arcee": _zoo(MODEL_ARCH.ARCEE, "arcee", _of_head, permutes=True),
+    "ernie4_5": _zoo(MODEL_ARCH.ERNIE4_5, "ernie"),
+    "gemma": Case(MODEL_ARCH.GEMMA, causal(GemmaConfig, head_dim=32), norms_plus=1.0),
+    "glm4": _zoo(MODEL_ARCH.GLM4, "glm4", _glm4),
+    "granite": _zoo(MODEL_ARCH.GRANITE, "granite", _granite, permutes=True),
+    "hunyuan-dense": Case(
+        MODEL_ARCH.HUNYUAN_DENSE, causal(HunYuanDenseV1Config, head_dim=16, rope_parameters=NTK_ROPE), _hunyuan
+    ),
+    "llama": Case(MODEL_ARCH.LLAMA, causal(LlamaConfig, attention_bias=True, mlp_bias=True), _of_head, permutes=True),
+    "nemotron": _zoo(MODEL_ARCH.NEMOTRON, "nemotron", _nemotron, norms_plus=1.0, transformers_reads=True),
+    "olmo2": _zoo(MODEL_ARCH.OLMO2, "olmo2"),
+    "phi2": _zoo(MODEL_ARCH.PHI2, "phi", _phi2, shape={"num_key_value_heads": 4, "intermediate_size": 256}),
+    "phi3": Case(MODEL_ARCH.PHI3, causal(Phi3Config, sliding_window=96, rope_parameters=PHI3_ROPE), _phi3),
+    "phi3-whole": Case(
+        MODEL_ARCH.PHI3, causal(Phi3Config), _phi3, shape={"vocab_size": 32064}, transformers_reads=True
+    ),
+    "phi3-long": Case(
+        MODEL_ARCH.PHI3,
+        causal(
+            Phi3Config,
+            original_max_position_embeddings=1024,
+            rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
+        ),
+        _phi3,
+    ),
+    "seed_oss": _zoo(MODEL_ARCH.SEED_OSS, "seed-oss"),
+    "smollm3": Case(MODEL_ARCH.SMOLLM3, causal(SmolLM3Config), _of_head, permutes=True, shape={"num_hidden_layers": 5}),
+    "starcoder2": _zoo(
+        MODEL_ARCH.STARCODER2, "starcoder2", _starcoder2, shape={"vocab_size": 49152}, transformers_reads=True
+    ),
+}
+
+
+def random_model(case: Case) -> PreTrainedModel:
+    """Return a model of whose numbers none are all ones or zeros, which would hide what is left out."""
+    torch.manual_seed(7)
+    model = case.make({**SHAPE, **case.shape}).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name or "lm_head" in name:
+                parameter.normal_()
+            elif parameter.ndim > 1:
+                parameter.mul_(12.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def write_gguf(case: Case, model: PreTrainedModel, path: Path, kind: GGMLQuantizationType | None = None) -> Path:
+    """Write the model; matrices in a quantized type, if one is given: the model then takes the rounded ones itself."""
+    config, writer = model.config, gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[case.arch])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
+    if getattr(config, "head_dim", None) is not None:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    case.write(writer, config)
+    if case.arch != MODEL_ARCH.GEMMA:
+        writer.add_rope_freq_base(_theta(config))
+    for name, values in (*_factors(config), *_tensors(case, model)):
+        if values.ndim == 2 and kind is not None:
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(values))
+    _add_scalars(writer, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def round_matrices(model: PreTrainedModel, kind: GGMLQuantizationType) -> None:
+    """Give the model the matrices that a file in this type would have. Rows are rounded each on its own."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                rounded = gguf.dequantize(gguf.quantize(parameter.numpy(), kind), kind)
+                parameter.copy_(torch.from_numpy(rounded))
+
+
+def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
+    names = gguf.get_tensor_name_map(case.arch, model.config.num_hidden_layers)
+    tied = model.config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if ".act_fn." in name or (tied and name.startswith("lm_head")):
+            continue
+        values: Array = tensor.numpy()
+        part, kind = name.rsplit(".", 1)
+        if case.permutes and part.endswith(("q_proj", "k_proj")):
+            heads = model.config.num_attention_heads if part.endswith("q_proj") else model.config.num_key_value_heads
+            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if name.endswith("norm.weight"):
+            values = values + np.float32(case.norms_plus)
+        mapped = names.get_name(part)
+        assert mapped is not None, name
+        yield f"{mapped}.{kind}", values
+
+
+def _factors(config: Any) -> Iterator[tuple[str, Array]]:  # noqa: ANN401
+    """Yield what the converter keeps of a rope that metadata cannot describe."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32)
+    if rope.get("rope_type") == "llama3":
+        half, original = _head_dim(config) // 2, rope["original_max_position_embeddings"]
+        turns = original / (2 * np.pi * rope["rope_theta"] ** (np.arange(half) / half))
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = ((turns - low) / (high - low)).clip(0.0, 1.0)
+        yield "rope_freqs.weight", (1.0 / ((1.0 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+
+
+def _add_scalars(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        values = [float(v) for key, v in model.state_dict().items() if key.endswith(f".act_fn.{name}")]
+        if values:
+            writer.add_array(f"xielu.{name}", values)
+
+
+def _theta(config: Any) -> float:  # noqa: ANN401
+    rope = config.rope_parameters
+    theta, dim = rope["rope_theta"], _head_dim(config)
+    return float(theta * rope["alpha"] ** (dim / (dim - 2)) if "alpha" in rope else theta)
+
+
+def _head_dim(config: Any) -> int:  # noqa: ANN401
+    given: int | None = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads
