@@ -73,14 +73,14 @@ SPLITS = {
     **_named(_GPT2, ["gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"]),
     **_named(_DIGITS_FIRST, ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"]),
     **_named(_LLAMA3, ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"]),
-    **_named(_THREE_DIGITS, ["dbrx", "smaug-bpe", "chatglm-bpe"]),
+    **_named(_THREE_DIGITS, ["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"]),
     **_named(_QWEN2, ["qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"]),
     **_named(_GPT4O, ["gpt-4o", "llama4"]),
     "falcon": _FALCON,
     "tekken": _TEKKEN,
     "seed-coder": _SEED,
     "deepseek-coder": _DEEPSEEK_CODER,
-    "deepseek-v3": _DEEPSEEK_V3,
+    **_named(_DEEPSEEK_V3, ["deepseek-v3", "hunyuan-dense"]),
 }
 
 
