@@ -40,6 +40,7 @@ class AttentionSpec:
     scale: float  # of q·k, usually head_dim ** -0.5
     dtype: torch.dtype = torch.bfloat16  # of queries, keys and values
     window: int | None = None  # positions a query sees, its own included
+    soft_cap: float | None = None  # c of c * tanh(score / c)
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the first field the kernels do not serve."""
@@ -53,6 +54,8 @@ class AttentionSpec:
         require(self.dtype in QUERY_DTYPES, f"dtype must be one of {QUERY_DTYPES}, got {self.dtype}")
         require(math.isfinite(self.scale) and self.scale > 0, f"scale must be positive, got {self.scale}")
         require(self.window is None or self.window >= 1, f"window must be positive, got {self.window}")
+        cap = 1.0 if self.soft_cap is None else self.soft_cap
+        require(0 < cap < math.inf, f"soft_cap must be positive, got {self.soft_cap}")
 
     @property
     def group(self) -> int:
@@ -186,7 +189,7 @@ class PagedAttention:
         device_attention.attend[grid](
             q, self._source(k), self._source(v), out, self._partials, self._lse, plan.items, plan.pages,
             *q.stride()[:2], *k.stride()[:3], *out.stride()[:2],
-            spec.scale * LOG2_E, spec.window or 0, spec.num_kv_heads,
+            *_score_factors(spec), spec.window or 0, spec.num_kv_heads,
             **self._constants(), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
         )  # fmt: skip
         if len(plan.combines) > 0:
@@ -220,6 +223,7 @@ class PagedAttention:
             # Neighbours in the grid share keys' pages where queries are few, else a K/V head.
             "HEADS_INNER": self.size is not None,
             "HAS_WINDOW": spec.window is not None,
+            "HAS_CAP": spec.soft_cap is not None,
             "PRECISION": "ieee" if self.exact else "native",
             "USE_TMA": self.use_tma,
         }
@@ -233,6 +237,16 @@ class PagedAttention:
             block = [1, 1, self.tile.block_n, self.spec.block_d]
             self._sources[key] = TensorDescriptor(pages, list(pages.shape), list(pages.stride()), block)
         return self._sources[key]
+
+
+def _score_factors(spec: AttentionSpec) -> tuple[float, float]:
+    """Return what the kernel multiplies products with, and what the tanh of that, where there is a cap.
+
+    The results are powers of two, and a tanh is computed by one: tanh(x) = 1 - 2 / (2 ** (2 x log2(e)) + 1).
+    """
+    if spec.soft_cap is None:
+        return spec.scale * LOG2_E, 1.0
+    return 2 * LOG2_E * spec.scale / spec.soft_cap, spec.soft_cap * LOG2_E
 
 
 def _tile(spec: AttentionSpec, chip: tuning.Device, size: StepSize | None) -> tuning.Tile:

@@ -32,7 +32,9 @@ class _Step(ctypes.Structure):
         *((name, Size) for name in ("chunk_table_stride", "num_blocks", "window")),
         *((name, Size) for name in ("table_stride", "num_tokens", "num_rows", "num_items", "num_keys")),
         *((name, Size) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "page_size", "type")),
+        ("page_bytes", Size),
         ("scale", ctypes.c_double),
+        ("soft_cap", ctypes.c_double),
     )
 
 
@@ -56,6 +58,14 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """What becomes of products of queries and keys: times `scale`, then cap * tanh(score / cap)."""
+
+    scale: float
+    soft_cap: float = 0.0  # 0: none
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """RMS norms over each head of q and of k."""
 
@@ -68,14 +78,14 @@ class HeadNorms:
 class PagedAttention:
     """The library's attention over one pool of pages, for one model's heads."""
 
-    def __init__(self, pool: Tensor, num_heads: int, scale: float | None = None, num_ropes: int = 1) -> None:
-        """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], contiguous.
+    def __init__(self, pool: Tensor, num_heads: int, scoring: Scoring | None = None, num_ropes: int = 1) -> None:
+        """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], of contiguous pages.
 
-        It is of float32 or bfloat16. scale: of scores; head_dim ** -0.5 unless given.
+        It is of float32 or bfloat16. scoring: scores are times head_dim ** -0.5 unless given.
         num_ropes: how many its layers have.
         """
         require_tensor("pool", pool, (None, None, 2, None, None, None), tuple(DTYPES))
-        require(pool.is_contiguous(), "pool must be contiguous")
+        require(pool[:1].is_contiguous() and pool.stride(0) >= pool[0].numel(), "pool must have contiguous pages")
         _, num_layers, _, num_kv_heads, page_size, head_dim = pool.shape
         require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
         require(serves(head_dim, pool.dtype), f"head_dim must be a multiple of {LANES} to {MAX_HEAD_DIM}")
@@ -84,7 +94,9 @@ class PagedAttention:
         self._step = _Step(
             pool=pool.data_ptr(), num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, page_size=page_size, type=DTYPES[pool.dtype],
-            scale=head_dim**-0.5 if scale is None else scale,
+            page_bytes=pool.stride(0) * pool.itemsize,
+            scale=head_dim**-0.5 if scoring is None else scoring.scale,
+            soft_cap=0.0 if scoring is None else scoring.soft_cap,
         )  # fmt: skip
         self._num_ropes = num_ropes
         self._arrays: tuple[object, ...] = ()  # what the step points to

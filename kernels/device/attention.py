@@ -74,11 +74,13 @@ def _load_tile(
 def _attend_range(
     acc, total, peak, q, q_position, begin, end, kv_end, last_page,
     k_source, v_source, kv_head, table, page_stride, slot_stride,
-    score_scale, window,
+    score_scale, score_cap, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them."""
+    factor = score_cap if HAS_CAP else score_scale
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
     for tile_start in tl.range(begin, end, BLOCK_N):
         start = tl.multiple_of(tile_start, BLOCK_N)
@@ -89,16 +91,18 @@ def _attend_range(
         # The next tile's page id is fetched one turn early: its address is needed before its data can be.
         page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
         scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
+        if HAS_CAP:
+            scores = 1.0 - 2.0 / (tl.exp2(scores * score_scale) + 1.0)
         if MASKED:
             position = start + tl.arange(0, BLOCK_N)
             visible = (position[None, :] <= q_position[:, None]) & (position < kv_end)[None, :]
             if HAS_WINDOW:
                 visible = visible & (position[None, :] > q_position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         # A row may have seen no key yet: its peak is -inf, and -inf - -inf would be NaN.
         reference = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-        weights = tl.exp2(scores * score_scale - reference[:, None])
+        weights = tl.exp2(scores * factor - reference[:, None])
         shrink = tl.exp2(peak - reference)
         total = total * shrink + tl.sum(weights, 1)
         acc = _multiply(weights.to(v.dtype), v, acc * shrink[:, None], PRECISION)
@@ -134,14 +138,15 @@ def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, pages_ptr,
     q_token_stride, q_head_stride, page_stride, head_stride, slot_stride,
     out_token_stride, out_head_stride,
-    score_scale, window, num_kv_heads,
+    score_scale, score_cap, window, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `combine`.
 
-    Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale includes log2(e).
+    Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale, or
+    with HAS_CAP score_cap, includes log2(e).
     """
     kv_head, item = tl.program_id(1 - HEADS_INNER), tl.program_id(HEADS_INNER)
     fields = items_ptr + item * ITEM_FIELDS
@@ -165,17 +170,17 @@ def attend(
     if HAS_WINDOW:
         acc, total, peak = _attend_range(
             acc, total, peak, q, q_position, kv_begin, begin, kv_end, last_page, k_source, v_source, kv_head,
-            table, page_stride, slot_stride, score_scale, window,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, PRECISION, USE_TMA, True,
+            table, page_stride, slot_stride, score_scale, score_cap, window,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True,
         )  # fmt: skip
     acc, total, peak = _attend_range(
         acc, total, peak, q, q_position, begin, end, kv_end, last_page, k_source, v_source, kv_head, table,
-        page_stride, slot_stride, score_scale, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, PRECISION, USE_TMA, False)  # fmt: skip
+        page_stride, slot_stride, score_scale, score_cap, window,
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, False)  # fmt: skip
     acc, total, peak = _attend_range(
         acc, total, peak, q, q_position, end, kv_end, kv_end, last_page, k_source, v_source, kv_head, table,
-        page_stride, slot_stride, score_scale, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, PRECISION, USE_TMA, True)  # fmt: skip
+        page_stride, slot_stride, score_scale, score_cap, window,
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True)  # fmt: skip
     slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
     if num_splits == 1:
         _store_whole(out_ptr + kv_head * GROUP * out_head_stride, q_start, q_count, out_token_stride, out_head_stride,

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from pdserve.engine.attention_torch import GroupedAttention
 from pdserve.engine.batch import Batch
-from pdserve.kernels.cpu.attention import Chunks, HeadNorms, PagedAttention, Rows
+from pdserve.engine.layer_kinds import LayerKind
+from pdserve.kernels.cpu.attention import Chunks, HeadNorms, PagedAttention, Rows, Scoring
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
-from pdserve.model.rope import Rope, distinct
+from pdserve.model.rope import distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,16 @@ class Planned:
 
 
 class CompiledAttention:
-    """Plans a step once, then serves each layer of it."""
+    """Plans a step once, then serves each layer of one kind of it."""
 
-    def __init__(self, calls: Calls, config: ModelConfig, kv: Tensor, ropes: Seq[Rope], *, with_chunks: bool) -> None:
-        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
-
-        ropes: of each layer. with_chunks: whether the kernels serve chunks of several tokens.
-        """
-        self._config = config
-        self._ropes, self._rope_of_layer = distinct(ropes)
-        self._paged = PagedAttention(kv, config.num_heads, config.attention_scale, len(self._ropes))
+    def __init__(self, calls: Calls, config: ModelConfig, kind: LayerKind, *, with_chunks: bool) -> None:
+        """Attend in layers of one kind. with_chunks: whether the kernels serve chunks of several tokens."""
+        self._window = kind.scores.window
+        self._ropes, self._rope_of_layer = distinct(kind.ropes)
+        scoring = Scoring(config.scale(kind.scores), kind.scores.soft_cap or 0.0)
+        self._paged = PagedAttention(kind.kv, config.num_heads, scoring, len(self._ropes))
         self._planned = self.planned(calls)
-        self._grouped = None if with_chunks else GroupedAttention(config, kv)
+        self._grouped = None if with_chunks else GroupedAttention(config, kind)
         self._num_rows = 0
 
     def planned(self, calls: Calls) -> Planned:
@@ -58,7 +57,7 @@ class CompiledAttention:
         """Prepare what all layers share of the step."""
         self._num_rows = num_rows = int(np.searchsorted(batch.query_lens, 1, side="right"))  # chunks are in that order
         ends = batch.kv_lens[:num_rows]
-        window = self._config.sliding_window
+        window = self._window
         begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
         positions = torch.from_numpy(batch.positions)
         self._paged.plan(
@@ -79,4 +78,4 @@ class CompiledAttention:
 
     def _chunks(self, batch: Batch, first: int) -> Chunks:
         positions = (batch.kv_lens - batch.query_lens)[first:]
-        return Chunks(batch.page_table[first:], batch.query_starts[first:], positions, self._config.sliding_window)
+        return Chunks(batch.page_table[first:], batch.query_starts[first:], positions, self._window)

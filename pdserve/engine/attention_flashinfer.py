@@ -3,6 +3,7 @@
 It reads the same pages as the kernels, and is used only if its results agree with theirs on the device at hand.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -55,11 +56,14 @@ class FlashInferPrompts:
         self._wrapper.run(q.contiguous(), (k, v), out=out)
 
 
-def why_not(spec: AttentionSpec, device: torch.device) -> str:
-    """Return why FlashInfer cannot be used for a model's attention on a device; empty: it can.
+def why_not(specs: Sequence[AttentionSpec], device: torch.device) -> str:
+    """Return why FlashInfer cannot be used for the attentions of a model's layers on a device; empty: it can.
 
     Computes a few prompts with it and with the kernels.
     """
+    spec = specs[0]
+    if len(specs) > 1 or spec.soft_cap is not None:
+        return "it is used where all layers are alike, without a soft cap of scores"
     if find_spec("flashinfer") is None:
         return "it is not installed: pip install flashinfer-python"
     if spec.dtype not in TOLERANCE:

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.layer_kinds import LayerKind, flat_rows
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm, RmsNorm, TorchOps
-from pdserve.model.rope import Angles, Rope, distinct, rotate_
+from pdserve.model.rope import Angles, distinct, rotate_
 
 ALIKE_BELOW = 128  # contexts up to this many tokens share a group whatever their ratio
 ALIKE_RATIO = 2  # longer ones may be this many times as long as the group's shortest
@@ -55,17 +56,16 @@ class _Step:
 
 
 class TorchAttention:
-    """Plans a step once, then serves each layer of it."""
+    """Plans a step once, then serves each layer of one kind of it."""
 
-    def __init__(self, config: ModelConfig, kv: Tensor, ropes: Seq[Rope]) -> None:
-        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]. ropes: of each layer."""
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         self._config = config
         self._ops = TorchOps()
-        self._ropes, self._rope_of_layer = distinct(ropes)
-        self._grouped = GroupedAttention(config, kv)
-        self._page_size = kv.shape[4]
-        self._dtype = kv.dtype
-        self._slots = kv.view(-1, config.head_dim)
+        self._ropes, self._rope_of_layer = distinct(kind.ropes)
+        self._grouped = GroupedAttention(config, kind)
+        self._page_size = kind.kv.shape[4]
+        self._dtype = kind.kv.dtype
+        self._slots = flat_rows(kind.kv, config.head_dim)
         self._step: _Step | None = None
 
     def plan(self, batch: Batch) -> None:
@@ -103,15 +103,17 @@ class TorchAttention:
 class GroupedAttention:
     """Attends in groups, after q and k have been rotated and K and V written into the pages."""
 
-    def __init__(self, config: ModelConfig, kv: Tensor) -> None:
-        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
+        kv, self._window = kind.kv, kind.scores.window
         self._config = config
         self._page_size = kv.shape[4]
         self._dtype = kv.dtype
-        self._runs = kv.view(-1, self._page_size * config.head_dim)
+        self._scale, self._soft_cap = config.scale(kind.scores), kind.scores.soft_cap
+        run_size = self._page_size * config.head_dim
+        self._runs = flat_rows(kv, run_size)
         self._slot_bytes = config.head_dim * kv.dtype.itemsize
         self._runs_per_layer = 2 * config.num_kv_heads
-        self._runs_per_page = config.num_layers * self._runs_per_layer
+        self._runs_per_page = kv.stride(0) // run_size
         self._groups: tuple[_Group, ...] = ()
 
     def plan(self, batch: Batch, first: int) -> None:
@@ -127,7 +129,7 @@ class GroupedAttention:
         return pages[:, None] * self._runs_per_page + np.arange(self._runs_per_layer)
 
     def _attend(self, layer: int, qkv: Tensor, group: _Group) -> Tensor:
-        num_heads, num_kv_heads, scale = self._config.num_heads, self._config.num_kv_heads, self._config.attention_scale
+        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = qkv.view(group.num_chunks, group.query_len, -1, self._config.head_dim).transpose(1, 2)
         if group.gather is None:
             k, v = heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
@@ -138,12 +140,19 @@ class GroupedAttention:
         if group.query_len == 1:
             # All heads that share K and V as one block of queries: each K is then read once, not once for each head.
             q = q.reshape(group.num_chunks, num_kv_heads, -1, self._config.head_dim)
-            return scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale).reshape(len(qkv), -1)
-        causal, grouped = group.gather is None, num_heads != num_kv_heads
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, is_causal=causal, enable_gqa=grouped, scale=scale
-        )
+            return self._weighted(q, k, v, group).reshape(len(qkv), -1)
+        out = self._weighted(q, k, v, group, is_causal=group.gather is None)
         return out.transpose(1, 2).reshape(len(qkv), -1)
+
+    def _weighted(self, q: Tensor, k: Tensor, v: Tensor, group: _Group, *, is_causal: bool = False) -> Tensor:
+        """Return the values, summed by their weights; heads of q share those of k where it has fewer."""
+        is_shared = q.shape[1] != k.shape[1]
+        if self._soft_cap is None:
+            return scaled_dot_product_attention(
+                q, k, v, attn_mask=group.mask, is_causal=is_causal, enable_gqa=is_shared, scale=self._scale
+            )
+        mask = torch.full((q.shape[2], k.shape[2]), float("-inf")).triu_(1) if is_causal else group.mask
+        return _capped(q, k, v, self._scale, self._soft_cap, mask)
 
     def _gathered(self, layer: int, gather: _Gather) -> Tensor:
         torch.index_select(self._runs[layer * self._runs_per_layer :], 0, gather.runs, out=gather.copy)
@@ -153,18 +162,29 @@ class GroupedAttention:
 
     def _group(self, batch: Batch, first: int, last: int) -> _Group:
         query_len = int(batch.query_lens[first])
-        kv_lens = batch.kv_lens[first:last]
-        longest = int(kv_lens[-1])
-        window = self._config.sliding_window
+        longest, window = int(batch.kv_lens[last - 1]), self._window
         fresh = longest == query_len and (window is None or longest <= window)
         gather, mask = None, None
         if not fresh:
-            runs = self._gathered_runs(batch.page_table[first:last, : -(-longest // self._page_size)])
+            kv_lens, page_table = self._seen(batch.kv_lens[first:last], batch.page_table[first:last], query_len)
+            longest = int(kv_lens.max())
+            runs = self._gathered_runs(page_table)
             copy = torch.empty((len(runs), self._runs.shape[1]), dtype=self._dtype)
             gather = _Gather(runs, copy, self._unwritten(copy, kv_lens))
             mask = _mask(kv_lens, query_len, window, self._dtype)
         tokens = slice(int(batch.query_starts[first]), int(batch.query_starts[last]))
         return _Group(tokens, last - first, query_len, longest, gather, mask)
+
+    def _seen(self, kv_lens: Ints, page_table: Ints, query_len: int) -> tuple[Ints, Ints]:
+        """Return contexts and pages of chunks without the pages that are out of the window of all their queries."""
+        size, firsts = self._page_size, np.zeros_like(kv_lens)
+        if self._window is not None:
+            firsts = np.maximum(kv_lens - query_len - self._window + 1, 0) // size
+        kv_lens = kv_lens - firsts * size
+        counts = -(-kv_lens // size)
+        columns = np.arange(int(counts.max()))
+        places = firsts[:, None] + np.where(columns < counts[:, None], columns, 0)
+        return kv_lens, np.take_along_axis(page_table, places, 1)
 
     def _gathered_runs(self, page_table: Ints) -> Tensor:
         """Return the runs of [num_chunks, pages] in the order k|v, chunk, kv head, page."""
@@ -193,6 +213,20 @@ def _alike(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
             first = index
     if first < len(batch.query_lens):
         yield first, len(batch.query_lens)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor | None) -> Tensor:
+    """Attend with cap * tanh(score / cap) in place of scores, one KV head after the other.
+
+    q: [chunks, heads, queries, head_dim]; k, v: [chunks, kv heads, keys, head_dim]; mask: added to the scores.
+    """
+    group, parts = q.shape[1] // k.shape[1], []
+    for head in range(k.shape[1]):
+        queries, keys, values = q[:, head * group : (head + 1) * group].float(), k[:, head].float(), v[:, head].float()
+        scores = torch.matmul(queries, keys.transpose(1, 2)[:, None]).mul_(scale / cap).tanh_().mul_(cap)
+        weights = torch.softmax(scores if mask is None else scores.add_(mask), -1)
+        parts.append(torch.matmul(weights, values[:, None]).to(q.dtype))
+    return torch.cat(parts, 1)
 
 
 def _mask(kv_lens: Ints, query_len: int, window: int | None, dtype: torch.dtype) -> Tensor | None:

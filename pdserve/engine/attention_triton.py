@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.layer_kinds import LayerKind
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize, room_for_partials
 from pdserve.kernels.pageio import Rotation, Target, rope_write
 from pdserve.model.config import ModelConfig
+from pdserve.model.design import Scores
 from pdserve.model.ops import QkNorm
-from pdserve.model.rope import Rope, distinct
+from pdserve.model.rope import distinct
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -32,17 +34,20 @@ def size_for(num_seqs: int, sizes: Seq[int]) -> int | None:
     return sizes[index] if index < len(sizes) else None
 
 
-def attention_spec(config: ModelConfig, page_size: int, num_pages: int, dtype: torch.dtype) -> AttentionSpec:
-    """Return a model's attention; ValueError names what of the model or its pages the kernels do not serve."""
+def attention_spec(
+    config: ModelConfig, scores: Scores, page_size: int, num_pages: int, dtype: torch.dtype
+) -> AttentionSpec:
+    """Return the attention of layers; ValueError names what of the model or its pages the kernels do not serve."""
     return AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
         num_pages=num_pages,
-        scale=config.attention_scale,
+        scale=config.scale(scores),
         dtype=dtype,
-        window=config.sliding_window,
+        window=scores.window,
+        soft_cap=scores.soft_cap,
     )
 
 
@@ -65,27 +70,26 @@ class _Step:
 
 
 class TritonAttention:
-    """Plans a step once, then serves each layer of it."""
+    """Plans a step once, then serves each layer of one kind of it."""
 
     def __init__(
         self,
         config: ModelConfig,
-        kv: Tensor,
-        ropes: Seq[Rope],
         max_kv_len: int,
         sizes: Seq[int],
-        prompts: PromptAttention | None = None,
+        prompts: PromptAttention | None,
+        kind: LayerKind,
     ) -> None:
-        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
+        """Attend in layers of one kind.
 
-        ropes: of each layer. max_kv_len: the longest context. sizes: how many sequences a decode step may have room
-        for, rising. prompts: what attends to chunks in place of the kernels. ValueError names what of a model or pool
-        the kernels do not serve.
+        max_kv_len: the longest context. sizes: how many sequences a decode step may have room for, rising.
+        prompts: what attends to chunks in place of the kernels. ValueError names what of a model or pool the kernels
+        do not serve.
         """
-        self._config = config
-        self._spec = attention_spec(config, kv.shape[4], kv.shape[0], kv.dtype)
-        self._pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(config.num_layers)]
-        found, places = distinct(ropes)
+        self._config, kv = config, kind.kv
+        self._spec = attention_spec(config, kind.scores, kv.shape[4], kv.shape[0], kv.dtype)
+        self._pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(kv.shape[1])]
+        found, places = distinct(kind.ropes)
         tables = [rope.table(max_kv_len) for rope in found]
         self._cos_sin = [tables[place] for place in places]
         self._device = kv.device

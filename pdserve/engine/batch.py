@@ -6,7 +6,7 @@ Chunks are sorted by query length, then by context, so that chunks which attenti
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -25,8 +25,18 @@ class PoolShape:
     """The bounds of a plan's numbers."""
 
     num_pages: int
-    page_size: int
+    page_size: int  # of the first group of layers
     vocab_size: int
+    other_page_sizes: tuple[int, ...] = ()  # of each group after it
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Where K and V of a step lie, in one group of layers."""
+
+    pages: Ints  # [num_tokens]: where a token's K and V go
+    slots: Ints  # [num_tokens]: and in which slot of that page
+    page_table: Ints  # [num_chunks, most pages]; rows are filled up with their own first page
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +54,26 @@ class Batch:
 
     token_ids: Ints  # [num_tokens]
     positions: Ints  # [num_tokens]
-    pages: Ints  # [num_tokens]: where a token's K and V go
-    slots: Ints  # [num_tokens]: and in which slot of that page
+    pages: Ints  # as `GroupPages`, of the first group
+    slots: Ints
     query_lens: Ints  # [num_chunks]
     query_starts: Ints  # [num_chunks + 1]: a chunk's first token, and the end
     kv_lens: Ints  # [num_chunks]: the context, the chunk's own tokens included
-    page_table: Ints  # [num_chunks, most pages]; rows are filled up with their own first page
+    page_table: Ints
     order: Ints  # [num_chunks]: index into the plan's chunks
     samples: tuple[SampleSpec, ...]  # in batch order
     sample_rows: Ints  # [num_samples]: the token whose logits a sample is taken from
     sample_counts: Ints  # [num_chunks]
     previous: Ints  # [num_tokens]: the chunk of the previous step that samples this token, or KNOWN
     scored: tuple[ScoredChunk, ...]
+    others: tuple[GroupPages, ...] = ()  # of each group after the first
+
+    def of_group(self, group: int) -> "Batch":
+        """Return the batch as layers of a group see it."""
+        if group == 0:
+            return self
+        of = self.others[group - 1]
+        return replace(self, pages=of.pages, slots=of.slots, page_table=of.page_table)
 
     @property
     def needs_previous(self) -> bool:
@@ -91,27 +109,34 @@ class Batch:
         query_starts = _offsets(query_lens)
         kv_lens = starts + query_lens
         token_ids = _flat([chunk.token_ids for chunk in chunks])
-        page_table = _page_table([chunk.pages for chunk in chunks])
-        _check(chunks, kv_lens, token_ids, page_table, shape)
+        _check(chunks, token_ids, shape)
         chunk_of_token = np.repeat(np.arange(len(chunks)), query_lens)
         positions = np.arange(len(token_ids)) + (starts - query_starts[:-1])[chunk_of_token]
         sample_counts = _lengths([chunk.samples for chunk in chunks])
+        tables = [[chunk.pages for chunk in chunks]]
+        tables += [[chunk.other_pages[group] for chunk in chunks] for group in range(len(shape.other_page_sizes))]
+        sizes = (shape.page_size, *shape.other_page_sizes)
+        first, *others = [
+            _group_pages(rows, kv_lens, chunk_of_token, positions, (size, shape.num_pages))
+            for rows, size in zip(tables, sizes, strict=True)
+        ]
         previous = [KNOWN if chunk.previous is None else chunk.previous for chunk in chunks]
         return cls(
             token_ids=token_ids,
             positions=positions,
-            pages=page_table[chunk_of_token, positions // shape.page_size],
-            slots=positions % shape.page_size,
+            pages=first.pages,
+            slots=first.slots,
             query_lens=query_lens,
             query_starts=query_starts,
             kv_lens=kv_lens,
-            page_table=page_table,
+            page_table=first.page_table,
             order=order,
             samples=tuple(chain.from_iterable(chunk.samples for chunk in chunks)),
             sample_rows=np.repeat(query_starts[1:] - 1, sample_counts),
             sample_counts=sample_counts,
             previous=np.array(previous, dtype=np.int64)[chunk_of_token],
             scored=_scored(plan, order, query_starts),
+            others=tuple(others),
         )
 
 
@@ -148,21 +173,32 @@ def _page_table(rows: Seq[Seq[int]]) -> Ints:
     return table
 
 
-def _check(chunks: Seq[Chunk], kv_lens: Ints, token_ids: Ints, page_table: Ints, shape: PoolShape) -> None:
-    for chunk, kv_len in zip(chunks, kv_lens, strict=True):
+def _group_pages(
+    rows: Seq[Seq[int]], kv_lens: Ints, chunk_of_token: Ints, positions: Ints, pool: tuple[int, int]
+) -> GroupPages:
+    """Lay out one group's pages. pool: the tokens of its pages, and how many pages there are."""
+    size, num_pages = pool
+    for row, kv_len in zip(rows, kv_lens, strict=True):
+        if len(row) * size < kv_len:
+            raise InvariantError(f"{len(row)} pages of {size} tokens for a context of {kv_len}")
+    table = _page_table(rows)
+    _check_range("page", table, num_pages)
+    return GroupPages(table[chunk_of_token, positions // size], positions % size, table)
+
+
+def _check(chunks: Seq[Chunk], token_ids: Ints, shape: PoolShape) -> None:
+    num_groups = 1 + len(shape.other_page_sizes)
+    for chunk in chunks:
         if not chunk.token_ids or chunk.start < 0:
             raise InvariantError(f"a chunk of {len(chunk.token_ids)} tokens at position {chunk.start}")
-        if len(chunk.pages) * shape.page_size < kv_len:
-            raise InvariantError(f"{len(chunk.pages)} pages of {shape.page_size} tokens for a context of {kv_len}")
-        if chunk.other_pages:
-            raise InvariantError(f"{1 + len(chunk.other_pages)} groups of layers: this runner reads one")
+        if len(chunk.other_pages) != num_groups - 1:
+            raise InvariantError(f"{1 + len(chunk.other_pages)} groups of layers: this runner reads {num_groups}")
         if chunk.adapter:
             raise InvariantError("an adapter: this runner has none")
         if chunk.num_drafts:
             raise InvariantError(f"{chunk.num_drafts} guesses: this runner verifies none")
         if chunk.previous is not None and chunk.phase is not Phase.DECODE:
             raise InvariantError(f"tokens of a prompt after chunk {chunk.previous} of the previous step")
-    _check_range("page", page_table, shape.num_pages)
     _check_range("token id", token_ids, shape.vocab_size)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +22,8 @@ from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch, Ints, PoolShape
+from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.layer_kinds import ByLayer, by_layer, pool_shape, pool_size
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.sampler import Sampler, score
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
@@ -31,6 +33,7 @@ from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.model.family import Model
+from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.ops_cpu import CompiledOps, NotCompiledError
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
@@ -38,7 +41,8 @@ from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 class EngineRunner(Protocol):
     """What computes an engine's steps, on whichever device. Call it from one thread at a time."""
 
-    kv: Tensor  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
+    kv: Tensor  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; of several groups [num_pages, elements]
+    groups: tuple[LayerGroup, ...]
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step: copy pages, compute all chunks, sample. InvariantError if the plan cannot be run.
@@ -74,7 +78,7 @@ class DecodePrograms:
     The model's own forward pass records the program, over operations that only keep their calls.
     """
 
-    def __init__(self, model: Model, attention: CompiledAttention, loaded: ctypes.CDLL) -> None:
+    def __init__(self, model: Model, attention: ByLayer[CompiledAttention], loaded: ctypes.CDLL) -> None:
         self._model = model
         self._attention = attention
         self._loaded = loaded
@@ -102,7 +106,9 @@ class DecodePrograms:
         program = Program(self._loaded)
         model = self._model.with_ops(CompiledOps(program))
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
-        logits = model.forward(token_ids, self._attention.planned(program), None)
+        attention = self._attention
+        planned = attention.with_parts([part.planned(program) for part in attention.parts])
+        logits = model.forward(token_ids, planned, None)
         return _Recorded(program, token_ids, logits)
 
 
@@ -115,13 +121,16 @@ class Runner:
     """One model on the CPU."""
 
     def __init__(self, model: Model, num_pages: int, page_size: int, eos_token_ids: Seq[int] | None = None) -> None:
-        """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
+        """Set up `num_pages` pages, zeroed; those of the smallest group of layers have `page_size` tokens.
+
+        eos_token_ids: the model config's unless given.
+        """
         config = model.config
-        shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = zeroed(shape, model.dtype, model.device)
+        self.groups = layer_groups(config, page_size)
+        self.kv = zeroed(pool_size(config, num_pages, self.groups), model.dtype, model.device)
         self._model = model
-        self._pool = PoolShape(num_pages, page_size, config.vocab_size)
-        self._attention, self._programs = _attention(model, self.kv)
+        self._pool = pool_shape(config, num_pages, self.groups)
+        self._attention, self._programs = _attention(model, self.kv, self.groups)
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
         self._mask_thread = ThreadPoolExecutor(1, "masks", _unbind)  # starts with the first mask
@@ -170,7 +179,8 @@ class Runner:
         """Prepare attention for a batch; return its token ids."""
         if batch.needs_previous:
             raise InvariantError("a step needs tokens of a running step, on a runner that computes one at a time")
-        self._attention.plan(batch)
+        for part, group in zip(self._attention.parts, self._attention.groups, strict=True):
+            part.plan(batch.of_group(group))
         return torch.from_numpy(batch.token_ids)
 
 
@@ -179,14 +189,17 @@ def _unbind() -> None:
     os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # the main thread's cores: it has the process's id
 
 
-def _attention(model: Model, kv: Tensor) -> tuple[TorchAttention | CompiledAttention, DecodePrograms | None]:
+_Attention = ByLayer[TorchAttention] | ByLayer[CompiledAttention]
+
+
+def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Attention, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
-    loaded = library()
-    if isinstance(loaded, Missing) or not serves(model.config.head_dim, kv.dtype):
-        return TorchAttention(model.config, kv, model.ropes), None
-    group = model.config.num_heads // model.config.num_kv_heads
-    with_chunks = serves_chunks(model.config.head_dim, group, kv.dtype)
-    attention = CompiledAttention(Immediate(loaded), model.config, kv, model.ropes, with_chunks=with_chunks)
+    loaded, config = library(), model.config
+    if isinstance(loaded, Missing) or not serves(config.head_dim, kv.dtype):
+        return by_layer(partial(TorchAttention, config), config, kv, model.ropes, groups), None
+    with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, kv.dtype)
+    make = partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)
+    attention = by_layer(make, config, kv, model.ropes, groups)
     if not is_compiled(model):
         return attention, None
     programs = DecodePrograms(model, attention, loaded)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.attention_triton import PromptAttention, TritonAttention, graph_sizes, size_for
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
+from pdserve.engine.layer_kinds import by_layer, pool_shape, pool_size
 from pdserve.engine.masks import token_masks
 from pdserve.engine.replays import Replays
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
@@ -37,6 +39,7 @@ from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.attention import PARTIALS_BYTES
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.family import Model
+from pdserve.model.layer_groups import layer_groups
 from pdserve.model.rope import distinct
 from pdserve.protocol.sampling import SamplingParams
 
@@ -47,7 +50,7 @@ LIBRARY_BYTES = 192 << 20  # of libraries' workspaces, on the two streams that l
 CONTEXT_BYTES = 1 << 30  # of CUDA's context and libraries in a process, at most: an assumption, never measured
 SAMPLING_BYTES = 8  # per logit: a count of penalties, and a score
 GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
-_NUM_INPUTS = 3  # token ids, positions, slots
+_NUM_INPUTS = 2  # token ids and positions, beside the slots of each group of layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +96,23 @@ class CudaRunner:
     def __init__(
         self, model: Model, num_pages: int, page_size: int, limits: Limits, prompts: PromptAttention | None = None
     ) -> None:
-        """Set up `num_pages` zeroed pages of `page_size` tokens. `limits`: those of the steps to come.
+        """Set up `num_pages` zeroed pages; those of the smallest group of layers have `page_size` tokens.
 
-        prompts: what attends to prompts in place of the kernels.
+        limits: of the steps to come. prompts: what attends to prompts in place of the kernels, where layers are alike.
 
         ValueError says what the kernels do not serve of the model or the pages.
         """
         config, device = model.config, model.device
-        shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = zeroed(shape, model.dtype, device)
+        self.groups = layer_groups(config, page_size, powers_of_two=True)
+        self.kv = zeroed(pool_size(config, num_pages, self.groups), model.dtype, device)
         self._model = model
         self._max_model_len = limits.max_model_len
-        self._pool = PoolShape(num_pages, page_size, config.vocab_size)
+        self._pool = pool_shape(config, num_pages, self.groups)
         self._sizes = graph_sizes(limits.max_num_seqs)
-        self._attention = TritonAttention(config, self.kv, model.ropes, limits.max_model_len, self._sizes, prompts)
+        make = partial(TritonAttention, config, limits.max_model_len, self._sizes, prompts)
+        self._attention = by_layer(make, config, self.kv, model.ropes, self.groups)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
-        self._inputs = Staging(device, _NUM_INPUTS * aligned(self._max_tokens))
+        self._inputs = Staging(device, (_NUM_INPUTS + len(self.groups)) * aligned(self._max_tokens))
         self._staging = Staging(device)
         self._replays = Replays(device)
         self._eos_token_ids = sorted(limits.eos_token_ids)
@@ -153,12 +157,14 @@ class CudaRunner:
         """Compile kernels and capture decode steps now, not when they are first needed. Overwrites slots of page 0."""
         penalized = SamplingParams(repetition_penalty=2.0)  # to compile the counting of tokens as well
         spec = SampleSpec(penalized, 0, 0, (0,), (), forbid_stops=False, sequence=(-1, 0))
-        self.run(StepPlan((Chunk((0, 0), 0, (PageId(0),), (spec,)),)))  # two tokens are a prompt to attention
+        nothing = tuple((PageId(0),) for _ in self.groups[1:])
+        chunk = Chunk((0, 0), 0, (PageId(0),), (spec,), other_pages=nothing)
+        self.run(StepPlan((chunk,)))  # two tokens are a prompt to attention
         if self.kv.device.type == "cuda":  # Triton's interpreter has nothing to compile
-            for plan in prompt_steps(self._max_tokens, self._max_model_len, self._pool.page_size):
+            for plan in prompt_steps(self._max_tokens, self._max_model_len, self._pool):
                 self.run(plan)
         for size in reversed(self._sizes):
-            chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
+            chunks = tuple(Chunk((0,), 0, (PageId(0),), (), other_pages=nothing) for _ in range(size))
             self.run(StepPlan(chunks))
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Scores | None, Mapping[int, Scores], Mapping[int, str]]:
@@ -228,14 +234,18 @@ class CudaRunner:
         longest = int(batch.kv_lens.max())
         if longest > self._max_model_len:
             raise InvariantError(f"a context of {longest} tokens, the limit is {self._max_model_len}")
-        token_ids, positions, slots = self._send(batch, size)
+        token_ids, positions, *slots = self._send(batch, size)
         if batch.needs_previous:
             self._fill_in(token_ids, batch)
-        self._attention.plan(batch, positions, slots)
+        for part, group in zip(self._attention.parts, self._attention.groups, strict=True):
+            part.plan(batch.of_group(group), positions, slots[group])
         return token_ids
 
     def _send(self, batch: Batch, size: int) -> list[Tensor]:
-        """Send token ids, positions and slots, int32 [size]; steps of one size find them at the same addresses."""
+        """Send token ids, positions and each group's slots, int32 [size].
+
+        Steps of one size find them at the same addresses.
+        """
         if size > self._max_tokens:
             raise InvariantError(f"a step of {size} tokens, the limit is {self._max_tokens}")
         return self._inputs.send(*step_inputs(batch, self._pool, size))
@@ -258,35 +268,39 @@ class CudaRunner:
         return done
 
 
-def prompt_steps(max_tokens: int, max_model_len: int, page_size: int) -> Iterator[StepPlan]:
+def prompt_steps(max_tokens: int, max_model_len: int, pool: PoolShape) -> Iterator[StepPlan]:
     """Yield steps of prompts that between them compile and allocate what later ones need; all in page 0.
 
     One token sequence far into a context, whose keys are split; then prompts from short ones to the largest step.
     """
-    yield _in_page_0([(max_model_len - min(2, max_model_len), min(2, max_model_len))], page_size)
+    yield _in_page_0([(max_model_len - min(2, max_model_len), min(2, max_model_len))], pool)
     for num_tokens in graph_sizes(max_tokens):
         whole, rest = divmod(num_tokens, max_model_len)
-        yield _in_page_0([(0, max_model_len)] * whole + [(0, rest)] * (rest > 0), page_size)
+        yield _in_page_0([(0, max_model_len)] * whole + [(0, rest)] * (rest > 0), pool)
 
 
-def _in_page_0(parts: Seq[tuple[int, int]], page_size: int) -> StepPlan:
+def _in_page_0(parts: Seq[tuple[int, int]], pool: PoolShape) -> StepPlan:
     """Return a step of chunks, each given as (start, tokens), with a sample each."""
     greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False, sequence=(-1, 0))
-    pages = [(PageId(0),) * -(-(start + count) // page_size) for start, count in parts]
-    return StepPlan(
-        tuple(Chunk((0,) * count, start, of, (greedy,)) for (start, count), of in zip(parts, pages, strict=True))
-    )
+    chunks = []
+    for start, count in parts:
+        first, *others = (
+            (PageId(0),) * -(-(start + count) // size) for size in (pool.page_size, *pool.other_page_sizes)
+        )
+        chunks.append(Chunk((0,) * count, start, first, (greedy,), other_pages=tuple(others)))
+    return StepPlan(tuple(chunks))
 
 
-def step_inputs(batch: Batch, pool: PoolShape, size: int) -> tuple[Ints32, Ints32, Ints32]:
-    """Return token ids, positions and slots of `size` tokens; K and V of padding go to a slot past the last one."""
-    slots = batch.pages * pool.page_size + batch.slots
-    nowhere = pool.num_pages * pool.page_size
-    return (
-        padded(batch.token_ids, (size,)),
-        padded(batch.positions, (size,)),
-        padded(slots, (size,), nowhere),
-    )
+def step_inputs(batch: Batch, pool: PoolShape, size: int) -> list[Ints32]:
+    """Return token ids, positions, and slots in each group of layers, of `size` tokens.
+
+    K and V of padding go to a slot past the last one.
+    """
+    inputs = [padded(batch.token_ids, (size,)), padded(batch.positions, (size,))]
+    for group, page_size in enumerate((pool.page_size, *pool.other_page_sizes)):
+        of = batch.of_group(group)
+        inputs.append(padded(of.pages * page_size + of.slots, (size,), pool.num_pages * page_size))
+    return inputs
 
 
 def step_bytes(model: Model, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int:

@@ -23,8 +23,9 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
+from pdserve.model.layer_groups import layer_groups
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.protocol.kvlayout import KvLayout, PageDigest
+from pdserve.protocol.kvlayout import KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, choose_dtype, cpu_name, read_cpu_info
 
@@ -82,14 +83,14 @@ def _load(
         _check_kernels(config, model_config, DTYPES[dtype], device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
-        _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
+        _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     weights = weights_in_form(checkpoint, quantization)
     model = load_model(model_config, weights, DTYPES[dtype], progress, device, config.quantized_inputs)
     if config.shared_weights_dir is not None and device.type == "cpu":
         share_weights(model, config.shared_weights_dir, layout.weights_hash)
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
-    limits = _limits(config, checkpoint, num_pages)
+    limits = _limits(config, checkpoint, layout, num_pages)
     if device.type == "cpu":
         _check_memory(config, num_pages * layout.page_bytes)
     runner = _runner(model, num_pages, config, limits)
@@ -101,14 +102,21 @@ def _load(
 
 def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:
     """Return how pages of a model lie in memory. `weights_hash`: of the weights that fill them."""
+    first, *others = layer_groups(model, page_size, powers_of_two=device in KERNEL_DEVICES)
     return KvLayout(
         weights_hash=weights_hash,
-        num_layers=model.num_layers,
+        num_layers=len(first.layers),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        page_size=page_size,
+        page_size=first.page_size,
         dtype=dtype,
         page_digest=page_digest(device),
+        others=tuple(
+            [
+                KvGroup(of.name, len(of.layers), model.num_kv_heads, model.head_dim, of.page_size, of.window)
+                for of in others
+            ]
+        ),
     )
 
 
@@ -129,10 +137,9 @@ def engine_device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Limits:
-    model_limit, page_size = checkpoint.config.max_position_embeddings, config.page_size
-    max_model_len = _max_model_len(config, model_limit, num_pages * page_size)
-    if lacks := lacks_pages(config.role, num_pages, -(-max_model_len // page_size)):
+def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int) -> Limits:
+    max_model_len = _max_model_len(config, checkpoint.config.max_position_embeddings, layout.num_tokens(num_pages))
+    if lacks := lacks_pages(config.role, num_pages, layout.num_pages(max_model_len)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
     return Limits(
         max_num_seqs=config.max_num_seqs,
@@ -193,11 +200,16 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
     try:
-        spec = attention_spec(model, config.page_size, 1, dtype)
-        PagedAttention(spec, "meta", chip=device_of(str(device)))
+        specs = [
+            attention_spec(model, scores, group.page_size, 1, dtype)
+            for group in layer_groups(model, config.page_size, powers_of_two=True)
+            for scores in dict.fromkeys(model.design.layers[place].attention.scores for place in group.layers)
+        ]
+        for spec in specs:
+            PagedAttention(spec, "meta", chip=device_of(str(device)))
     except ValueError as error:
         raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
-    if config.attention_backend == "flashinfer" and (reason := why_not(spec, device)):
+    if config.attention_backend == "flashinfer" and (reason := why_not(specs, device)):
         raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
 
 
@@ -211,7 +223,8 @@ def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) 
 
     prompts = None
     if config.attention_backend == "flashinfer":
-        spec = attention_spec(model.config, config.page_size, num_pages, model.dtype)
+        (scores,) = {layer.attention.scores for layer in model.config.design.layers}  # `_check_kernels` has seen it
+        spec = attention_spec(model.config, scores, config.page_size, num_pages, model.dtype)
         prompts = FlashInferPrompts(spec, model.device)
     runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)
     runner.capture()

@@ -4,17 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.base.errors import ConfigError
-from pdserve.model.design import Design
+from pdserve.model.design import Design, Scores
 from pdserve.model.families import llama
 from pdserve.model.families.apertus import APERTUS
 from pdserve.model.families.arcee import ARCEE
+from pdserve.model.families.cohere2 import COHERE2
 from pdserve.model.families.ernie import ERNIE
-from pdserve.model.families.gemma import GEMMA
+from pdserve.model.families.exaone4 import EXAONE4
+from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
 from pdserve.model.families.glm4 import GLM4
 from pdserve.model.families.granite import GRANITE
 from pdserve.model.families.hunyuan import HUNYUAN
 from pdserve.model.families.nemotron import NEMOTRON
-from pdserve.model.families.olmo2 import OLMO2
+from pdserve.model.families.olmo2 import OLMO2, OLMO3
 from pdserve.model.families.phi import PHI
 from pdserve.model.families.phi3 import PHI3
 from pdserve.model.families.reading import Family
@@ -26,18 +28,24 @@ from pdserve.model.rope_config import LongRope
 
 FAMILIES: Mapping[str, Family] = {  # by architecture
     "LlamaForCausalLM": llama.LLAMA,
+    "MinistralForCausalLM": llama.MINISTRAL,
     "MistralForCausalLM": llama.MISTRAL,
     "Qwen2ForCausalLM": llama.QWEN2,
     "Qwen3ForCausalLM": llama.QWEN3,
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
+    "Cohere2ForCausalLM": COHERE2,
     "Ernie4_5ForCausalLM": ERNIE,
+    "Exaone4ForCausalLM": EXAONE4,
     "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA_2,
+    "Gemma3ForCausalLM": GEMMA_3,
     "Glm4ForCausalLM": GLM4,
     "GraniteForCausalLM": GRANITE,
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "NemotronForCausalLM": NEMOTRON,
     "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
     "Phi3ForCausalLM": PHI3,
     "PhiForCausalLM": PHI,
     "SeedOssForCausalLM": SEED_OSS,
@@ -128,15 +136,13 @@ class ModelConfig:
         return read
 
     @property
-    def sliding_window(self) -> int | None:
-        """Return how many tokens a token sees, itself among them; None: all of them."""
-        return self.design.sliding_window
+    def windows(self) -> tuple[int | None, ...]:
+        """Return how many tokens a token sees in each layer, itself among them; None: all of them."""
+        return tuple([layer.attention.scores.window for layer in self.design.layers])
 
-    @property
-    def attention_scale(self) -> float:
-        """Return what scores of queries and keys are multiplied with."""
-        scale = self.design.attention_scale
-        return self.head_dim**-0.5 if scale is None else scale
+    def scale(self, scores: Scores) -> float:
+        """Return what products of queries and keys are multiplied with."""
+        return self.head_dim**-0.5 if scores.scale is None else scores.scale
 
 
 def _architecture(fields: Fields) -> str:

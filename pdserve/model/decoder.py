@@ -37,6 +37,7 @@ class Decoder:
     final_norm: Norm
     lm_head: Linear
     logit_scale: float
+    logit_cap: float | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +59,8 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.logits(self.ops.norm(hidden, self.final_norm), self.lm_head, self.logit_scale)
+        logits = self.ops.logits(self.ops.norm(hidden, self.final_norm), self.lm_head, self.logit_scale)
+        return logits if self.logit_cap is None else self.ops.soft_cap(logits, self.logit_cap)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
         yield from (self.embedding, self.lm_head)
@@ -100,6 +102,7 @@ class Decoder:
             final_norm=parts.norm(of.head.norm_name, of.head.norm),
             lm_head=head or ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=of.head.bias, shard=rank.rows())),
             logit_scale=of.head.scale,
+            logit_cap=of.head.soft_cap,
         )
 
 

@@ -33,6 +33,7 @@ class LayerNorm:
 
     eps: float
     plus: float = 0.0
+    bias: bool = True
 
 
 Norm = RmsNorm | LayerNorm
@@ -46,6 +47,7 @@ class HeadNorms:
     q: str = "q_norm"
     k: str = "k_norm"
     after_rope: bool = False
+    plus: float = 0.0  # to the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,17 @@ class WideNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Which keys a query sees, and what becomes of their products."""
+
+    scale: float | None = None  # None: head_dim ** -0.5
+    window: int | None = None  # a token sees itself and the window - 1 before it; None: all before it
+    soft_cap: float | None = None  # c of c * tanh(score / c)
+
+
+@dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """The attention of a layer: its matrices and what happens to q and k before they meet."""
+    """The attention of a layer: its matrices, what happens to q and k before they meet, and what then."""
 
     rope: RopeConfig
     qkv_bias: bool = False
@@ -67,6 +78,7 @@ class SelfAttention:
     qk_norm: HeadNorms | WideNorms | None = None
     fused: bool = False  # the file has one `qkv_proj`
     o: str = "o_proj"
+    scores: Scores = Scores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +146,7 @@ class Head:
     norm_name: str = "model.norm"
     bias: bool = False
     scale: float = 1.0  # of logits
+    soft_cap: float | None = None  # c of c * tanh(logit / c), after the scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +164,6 @@ class Design:
     layers: tuple[Layer, ...]
     head: Head
     embedding: Embedding = field(default_factory=Embedding)
-    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
-    sliding_window: int | None = None  # a token sees itself and the window - 1 before it
 
     @property
     def longest_context(self) -> int | None:

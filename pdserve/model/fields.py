@@ -114,6 +114,10 @@ class Fields:
         if self._value(key) not in (None, value):
             raise self.unsupported(key, json.dumps(value))
 
+    def skip(self, key: str) -> None:
+        """Count a key as looked up: another one says the same."""
+        self._read.add(key)
+
     def unread(self) -> list[str]:
         """Return the keys that are given and were never looked up."""
         return [key for key in self._values if self.has(key) and key not in self._read]

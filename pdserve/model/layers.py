@@ -46,7 +46,8 @@ class Parts:
         weight = self.tensors.take(f"{self.prefix}{name}.weight", shape, plus=of.plus)
         if isinstance(of, design.RmsNorm):
             return RmsNorm(weight, of.eps)
-        return LayerNorm(weight, self.tensors.take(f"{self.prefix}{name}.bias", shape), of.eps)
+        bias = self.tensors.take(f"{self.prefix}{name}.bias", shape) if of.bias else torch.zeros_like(weight)
+        return LayerNorm(weight, bias, of.eps)
 
     def norm_or_none(self, name: str | None, of: design.Norm) -> Norm | None:
         return None if name is None else self.norm(name, of)
@@ -227,7 +228,7 @@ def _qk_norm(
         return None
     config, tensors = parts.config, parts.tensors
     if isinstance(of, design.HeadNorms):
-        q, k = (tensors.take(f"{prefix}{name}.weight", (config.head_dim,)) for name in (of.q, of.k))
+        q, k = (tensors.take(f"{prefix}{name}.weight", (config.head_dim,), plus=of.plus) for name in (of.q, of.k))
         if features is not None:
             q, k = q[features], k[features]
         return QkNorm(q, k, of.eps, of.after_rope)

@@ -123,6 +123,10 @@ class Ops(Protocol):
         """Return linear(x) * scale, in float32 where that costs nothing: bfloat16 would make near logits equal."""
         ...
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """Return cap * tanh(x / cap) in float32; x may be overwritten."""
+        ...
+
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Return linear(x) * scale + residual, which may be overwritten."""
         ...
@@ -216,6 +220,9 @@ class TorchOps:
 
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
         return times(self.linear(x, weight), scale)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.float().div_(cap).tanh_().mul_(cap)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(weight, Packed) and scale == 1.0:

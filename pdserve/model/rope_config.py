@@ -1,7 +1,7 @@
 """How positions rotate queries and keys: the rope part of a config.json, checked and typed. Free of torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.model.fields import Fields
 
@@ -82,6 +82,31 @@ def read_rope(fields: Fields, default_share: float | None = None, *, interleaved
     """
     newer, older = fields.section("rope_parameters"), fields.section("rope_scaling")
     section = newer if fields.has("rope_parameters") else older
+    return _read_section(section, fields, default_share, interleaved)
+
+
+def read_ropes(
+    fields: Fields, local_key: str = "rope_theta", local_theta: float | None = None
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the ropes of layers that see all tokens and of those with a window.
+
+    local_key: what older configs call the theta of the latter, which have no scaling there. local_theta: its default;
+    None: that of the others.
+    """
+    newer = fields.section("rope_parameters")
+    kinds = ("full_attention", "sliding_attention")
+    local = fields.optional_number(local_key) or local_theta
+    if not fields.has("rope_parameters"):
+        full = read_rope(fields)
+        return full, RopeConfig(full.theta if local is None else local)
+    full, sliding = (_read_section(newer.section(kind), fields, None, interleaved=False) for kind in kinds)
+    if unread := newer.unread():
+        raise newer.unsupported(unread[0], f"{kinds[0]} and {kinds[1]}")
+    is_given = newer.section(kinds[1]).has("rope_theta")
+    return full, sliding if is_given or local is None else replace(sliding, theta=local)
+
+
+def _read_section(section: Fields, fields: Fields, default_share: float | None, interleaved: bool) -> RopeConfig:
     given = fields.optional_number("partial_rotary_factor")
     otherwise = next(share for share in (given, default_share, 1.0) if share is not None)
     share = section.number("partial_rotary_factor", otherwise)

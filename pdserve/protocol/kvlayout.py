@@ -11,7 +11,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.base.values import value
 from pdserve.protocol.paging import PageShape, Paging
 
-MOST_UNUSED = 0.1  # of a page: groups whose pages fill less of it need pools of their own
+MOST_UNUSED = 0.25  # of a page: groups whose pages fill less of it need pools of their own
 
 PageDigest = Literal["xxh3", "splitmix64"]  # the hash of a page's bytes, 64 bits: see `kvtransfer.region`
 PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
@@ -67,9 +67,11 @@ class KvLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of a page, which are the same in every group."""
-        own = self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
-        return max([own, *[group.page_elements for group in self.others]]) * DTYPE_BYTES[self.dtype]
+        """Return the bytes of a page, which are the same in every group: whole slots of a head in the largest pages."""
+        unit = self.page_size * self.head_dim
+        own = self.num_layers * 2 * self.num_kv_heads * unit
+        largest = max([own, *[group.page_elements for group in self.others]])
+        return -(-largest // unit) * unit * DTYPE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:

@@ -15,7 +15,6 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.executor.executor import StartStep
 from pdserve.perfmodel.curve import TimedStep
-from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.worker import wire
 
@@ -52,7 +51,7 @@ def _fits(num_tokens: int, count: int, num_pages: int, limits: Limits, pool: KvC
 
 async def _run(count: int, length: int, limits: Limits, pool: KvCache, start_step: StartStep) -> list[TimedStep]:
     """Compute so many prompts at once, and what is decoded after them."""
-    scheduler = Scheduler(KvCache(pool.pool.num_pages, Paging.of(pool.page_size), None), limits)
+    scheduler = Scheduler(KvCache(pool.pool.num_pages, pool.paging, None), limits)
     params = SamplingParams(max_tokens=_NUM_DECODED + 1, ignore_eos=True)
     for order in range(count):
         job = Job(RequestId(bytes(16)), Attempt(0), (0,) * length, length, params, (0,))

@@ -14,7 +14,7 @@ import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, PagedAttention, Rows, serves
+from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, PagedAttention, Rows, Scoring, serves
 from pdserve.kernels.cpu.calls import Immediate
 
 NUM_LAYERS = 2
@@ -95,7 +95,8 @@ def random_case(
 def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None)) -> Tensor:
     """Return what some of the case's rows attend to, as one step."""
     num_heads = case.qkv.shape[1] - 2 * case.pool.shape[3]
-    paged = PagedAttention(case.pool, num_heads, SCALE * case.pool.shape[-1] ** -0.5, num_ropes=2)
+    scoring = Scoring(SCALE * case.pool.shape[-1] ** -0.5)
+    paged = PagedAttention(case.pool, num_heads, scoring, num_ropes=2)
     chosen = Rows(case.rows.page_table[rows], case.rows.begins[rows], case.rows.ends[rows])
     other = torch.full_like(case.cos_sin[rows], math.nan)
     paged.plan([other, case.cos_sin[rows]], case.targets[rows], chosen)
@@ -194,7 +195,7 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
     empty = Rows(case.rows.page_table, case.rows.ends, case.rows.ends)
     ones, wide = torch.ones(64), torch.ones(128)[::2]
     for bad, message in (
-        (lambda: PagedAttention(case.pool.transpose(3, 4), 6), "pool must be contiguous"),
+        (lambda: PagedAttention(case.pool.transpose(3, 4), 6), "pool must have contiguous pages"),
         (lambda: PagedAttention(case.pool, 5), "num_heads must be a multiple of 2"),
         (lambda: PagedAttention(case.pool[..., :63].contiguous(), 6), "head_dim must be"),
         (lambda: paged.plan([case.cos_sin], case.targets, short), "page_table must be"),

@@ -15,6 +15,7 @@ from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.layer_kinds import LayerKind
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.kernels.cpu.attention import serves_chunks
 from pdserve.kernels.cpu.build import Missing
@@ -62,13 +63,13 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
 
 
-def compiled(config: ModelConfig, kv: Tensor, ropes: list[Rope]) -> CompiledAttention:
+def compiled(config: ModelConfig, kind: LayerKind) -> CompiledAttention:
     loaded = library()
     assert not isinstance(loaded, Missing), loaded
-    with_chunks = kv.dtype == torch.bfloat16
-    if with_chunks and not serves_chunks(kv.shape[-1], 3, kv.dtype):
+    with_chunks = kind.kv.dtype == torch.bfloat16
+    if with_chunks and not serves_chunks(kind.kv.shape[-1], 3, kind.kv.dtype):
         pytest.skip("this processor has matrix units: torch attends")
-    return CompiledAttention(Immediate(loaded), config, kv, ropes, with_chunks=with_chunks)
+    return CompiledAttention(Immediate(loaded), config, kind, with_chunks=with_chunks)
 
 
 KINDS = {  # the attention, the type, the width of a head, and how close it comes
@@ -104,7 +105,8 @@ def test_every_query_sees_its_own_sequence_and_no_more(
         rows = expected_rows(rotated[start:, :6], rotated[:, 6:8], rotated[:, 8:], window)
         chunks.append((Chunk([0] * length, start, pages, ()), qkv[start:]))
         expected.append(rows)
-    attention = attention_of(config, kv, [rope] * config.num_layers)
+    scores = config.design.layers[LAYER].attention.scores
+    attention = attention_of(config, LayerKind(0, scores, kv, (rope,) * config.num_layers))
     batch = Batch.of(StepPlan(tuple(chunk for chunk, _ in chunks)), PoolShape(NUM_PAGES, PAGE_SIZE, 10))
     attention.plan(batch)
     out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)

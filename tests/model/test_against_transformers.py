@@ -10,12 +10,11 @@ import torch
 from greedy_runs import greedy_texts, spec
 from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from whole_attention import torch_attention
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.engine import sampler
-from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -69,9 +68,8 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 def test_logits_of_every_position_are_those_of_transformers(pair: Pair) -> None:
     prompt = prompts_of(150)[0]
     kv = Runner(pair.model, 10, PAGE_SIZE).kv
-    attention = TorchAttention(pair.model.config, kv, pair.model.ropes)
     plan = StepPlan((Chunk(prompt, 0, tuple(range(10)), (spec(),)),))
-    attention.plan(Batch.of(plan, PoolShape(10, PAGE_SIZE, VOCAB)))
+    attention = torch_attention(pair.model, kv, plan)
     ours = pair.model.forward(torch.tensor(prompt), attention, None)
     torch.testing.assert_close(ours, pair.oracle(torch.tensor([prompt])).logits[0], atol=2e-4, rtol=2e-4)
 

@@ -13,17 +13,16 @@ from greedy_runs import greedy_texts, spec
 from held_weights import held
 from model_zoo import MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from torch import Tensor
+from whole_attention import torch_attention
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import in_form
 from pdserve.checkpoint.hf_directory import read_weights
-from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.design import Activation, Around, Design, Embedding, RmsNorm, Sequential
+from pdserve.model.design import Activation, Around, Design, Embedding, HeadNorms, RmsNorm, Scores, Sequential
 from pdserve.model.family import Model, Tensors
 from pdserve.model.loading import load_model
 from pdserve.model.ops import TorchOps
@@ -83,9 +82,10 @@ PROMPT = tokens(150)
 
 @torch.inference_mode()
 def logits_of(model: Model) -> Tensor:
-    kv, pages = Runner(model, 10, PAGE_SIZE).kv, tuple(range(10))
-    attention = TorchAttention(model.config, kv, model.ropes)
-    attention.plan(Batch.of(StepPlan((Chunk(PROMPT, 0, pages, (spec(),)),)), PoolShape(10, PAGE_SIZE, VOCAB)))
+    runner, pages = Runner(model, 20, PAGE_SIZE), tuple(range(10))
+    others = tuple(tuple(range(10, 20)) for _ in runner.groups[1:])
+    plan = StepPlan((Chunk(PROMPT, 0, pages, (spec(),), other_pages=others),))
+    attention = torch_attention(model, runner.kv, plan, runner.groups)
     return model.forward(torch.tensor(PROMPT), attention, None)
 
 
@@ -172,6 +172,26 @@ def cosines_as_they_are(of: Design) -> Design:
     return rope(scaling=replace(scaling, attention_factor=1.0))(of)
 
 
+def sliding(**changes: object) -> Change:
+    """Change what becomes of scores, in layers with a window."""
+
+    def changed(layer: Of) -> Of:
+        scores = layer.attention.scores
+        if scores.window is None:
+            return layer
+        return replace(layer, attention=replace(layer.attention, scores=replace(scores, **changes)))
+
+    return lambda of: each_layer(of, changed)
+
+
+def one_rope(of: Design) -> Design:
+    return rope(**{name: getattr(of.layers[-1].attention.rope, name) for name in ("theta", "scaling", "share")})(of)
+
+
+def head(**changes: object) -> Change:
+    return lambda of: replace(of, head=replace(of.head, **changes))
+
+
 LEFT_OUT: dict[tuple[str, str], Change] = {
     ("apertus", "norms of q and k"): attention(qk_norm=None),
     ("apertus", "rope scaling"): rope(scaling=None),
@@ -183,12 +203,33 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("gemma", "1 + weight"): without_norm_weights_plus_one,
     ("gemma", "the embedding's scale"): lambda of: replace(of, embedding=Embedding()),
     ("gemma", "GELU"): mlp(activation=Activation.SILU),
+    ("cohere2", "side by side"): one_after_the_other,
+    ("cohere2", "no rope"): rope_in_every_layer,
+    ("cohere2", "pairs of neighbours"): rope(interleaved=False),
+    ("cohere2", "the logits' multiplier"): head(scale=1.0),
+    ("cohere2", "the window"): sliding(window=None),
+    ("exaone4", "norms of q and k"): attention(qk_norm=None),
+    ("exaone4", "no rope"): rope_in_every_layer,
+    ("exaone4", "norms after attention"): layers(around_attention=Around(None)),
+    ("gemma2", "the cap of scores"): attention(scores=Scores(16**-0.5, 96)),
+    ("gemma2", "the cap of logits"): head(soft_cap=None),
+    ("gemma2", "the scale"): sliding(scale=None),
+    ("gemma2", "the window"): sliding(window=None),
+    ("gemma2", "the window's last token"): sliding(window=95),
+    ("gemma2", "which layers slide"): lambda of: replace(of, layers=of.layers[1:] + of.layers[:1]),
+    ("gemma3", "1 + weight of q and k"): attention(qk_norm=HeadNorms(1e-6)),
+    ("gemma3", "the faster rope"): one_rope,
+    ("gemma3", "the window"): sliding(window=None),
+    ("ministral", "the window"): sliding(window=None),
+    ("olmo3", "the rope that is not scaled"): one_rope,
+    ("olmo3", "the window"): sliding(window=None),
+    ("qwen2-windows", "the window"): sliding(window=None),
     ("glm4", "norms after attention"): layers(around_attention=Around("input_layernorm")),
     ("glm4", "norms after MLPs"): layers(around_mlp=Around("post_attention_layernorm")),
     ("glm4", "features that stay"): rope(share=1.0),
     ("glm4", "pairs of neighbours"): rope(interleaved=False),
     ("granite", "the embedding's multiplier"): lambda of: replace(of, embedding=Embedding()),
-    ("granite", "the scores' multiplier"): lambda of: replace(of, attention_scale=None),
+    ("granite", "the scores' multiplier"): attention(scores=Scores()),
     ("granite", "the residuals' multiplier"): layers(residual_scale=1.0),
     ("granite", "the logits' multiplier"): lambda of: replace(of, head=replace(of.head, scale=1.0)),
     ("hunyuan", "norms of q and k"): attention(qk_norm=None),
@@ -203,7 +244,7 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("phi", "side by side"): one_after_the_other,
     ("phi", "the head's bias"): lambda of: replace(of, head=replace(of.head, bias=False)),
     ("phi3", "features that stay"): rope(share=1.0),
-    ("phi3", "the window"): lambda of: replace(of, sliding_window=None),
+    ("phi3", "the window"): attention(scores=Scores()),
     ("phi3-long", "short factors"): rope(scaling=None),
     ("phi3-long", "the factor of cosines"): cosines_as_they_are,
     ("seed-oss", "biases of q, k, v"): attention(qkv_bias=False),
@@ -234,7 +275,7 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
     def built(rank: Rank) -> Decoder:
         return Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps(), rank)
 
-    if family == "olmo2":
+    if family.startswith("olmo"):
         with pytest.raises(ConfigError, match=r"q_norm: a norm over all heads cannot be split over 2 ranks"):
             built(Rank(0, 2))
         return

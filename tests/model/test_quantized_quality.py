@@ -7,12 +7,11 @@ import pytest
 import torch
 from greedy_runs import spec
 from torch import Tensor
+from whole_attention import torch_attention
 
 from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, weights_in_form
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.loading import load_model
@@ -39,9 +38,8 @@ def logits_of(checkpoint: Checkpoint, form: ChosenQuantization, dtype: torch.dty
     """Return float32 [num_tokens, vocab_size]."""
     model = load_model(checkpoint.config, weights_in_form(checkpoint, form), dtype)
     pages = tuple(range(-(-len(token_ids) // PAGE_SIZE)))
-    attention = TorchAttention(model.config, Runner(model, len(pages), PAGE_SIZE).kv, model.ropes)
-    shape = PoolShape(len(pages), PAGE_SIZE, model.config.vocab_size)
-    attention.plan(Batch.of(StepPlan((Chunk(token_ids, 0, pages, (spec(),)),)), shape))
+    plan = StepPlan((Chunk(token_ids, 0, pages, (spec(),)),))
+    attention = torch_attention(model, Runner(model, len(pages), PAGE_SIZE).kv, plan)
     return model.forward(torch.tensor(token_ids), attention, None).float()
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from pdserve.base.ids import PageId
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import EngineRunner
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
+from pdserve.model.layer_groups import LayerGroup
 from pdserve.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
@@ -21,28 +22,36 @@ class Text:
     """A prompt and what has been drawn after it; pages are taken from one shared, shuffled supply."""
 
     prompt: list[int]
-    pages: list[PageId]
+    pages: list[list[PageId]]  # of each group of layers
     answer: list[int] = field(default_factory=list)
     computed: int = 0
 
-    def chunk(self, page_size: int, most: int) -> Chunk:
+    def chunk(self, groups: Seq[LayerGroup], most: int) -> Chunk:
         tokens = self.prompt + self.answer
         stop = min(len(tokens), self.computed + most)
         samples = (spec(tuple(self.answer)),) if stop == len(tokens) else ()
-        return Chunk(tokens[self.computed : stop], self.computed, self.pages[: -(-stop // page_size)], samples)
+        first, *others = [self._row(*each, stop) for each in zip(groups, self.pages, strict=True)]
+        return Chunk(tokens[self.computed : stop], self.computed, first, samples, other_pages=tuple(others))
+
+    def _row(self, group: LayerGroup, pages: list[PageId], stop: int) -> list[PageId]:
+        """Return a group's pages; for those that have left its window stands one that has not."""
+        seen = 0 if group.window is None else max(0, self.computed - group.window + 1) // group.page_size
+        return [pages[seen]] * seen + pages[seen : -(-stop // group.page_size)]
 
 
-def greedy_texts(runner: Runner, prompts: Seq[Seq[int]], num_tokens: int, chunk_tokens: int = 10**6) -> list[list[int]]:
+def greedy_texts(
+    runner: EngineRunner, prompts: Seq[Seq[int]], num_tokens: int, chunk_tokens: int = 10**6
+) -> list[list[int]]:
     """Continue all prompts together, each prompt in chunks of `chunk_tokens`."""
-    num_pages, page_size = runner.kv.shape[0], runner.kv.shape[4]
+    num_pages, groups = len(runner.kv), runner.groups
     supply = ((7 * i + 3) % num_pages for i in count())  # num_pages must not be a multiple of 7
     texts = []
     for prompt in prompts:
-        needed = -(-(len(prompt) + num_tokens) // page_size)
-        texts.append(Text(list(prompt), [PageId(next(supply)) for _ in range(needed)]))
-    assert sum(len(text.pages) for text in texts) <= num_pages
+        counts = [-(-(len(prompt) + num_tokens) // group.page_size) for group in groups]
+        texts.append(Text(list(prompt), [[PageId(next(supply)) for _ in range(needed)] for needed in counts]))
+    assert sum(len(pages) for text in texts for pages in text.pages) <= num_pages
     while running := [text for text in texts if len(text.answer) < num_tokens]:
-        chunks = tuple(text.chunk(page_size, chunk_tokens) for text in running)
+        chunks = tuple(text.chunk(groups, chunk_tokens) for text in running)
         result = runner.run(StepPlan(chunks))
         for text, chunk, drawn in zip(running, chunks, result.tokens, strict=True):
             text.computed = chunk.start + len(chunk.token_ids)

@@ -10,6 +10,7 @@ import torch
 from recorded_device import DEVICE, recorded_device
 
 from pdserve.base.ids import PageId
+from pdserve.engine.batch import PoolShape
 from pdserve.engine.runner_cuda import CudaRunner, prompt_steps
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
@@ -60,7 +61,9 @@ def token(first_page: int, position: int, params: SamplingParams, previous: int 
 
 def steps() -> Iterator[tuple[str, tuple[StepPlan, ...]]]:
     """Yield a name, and steps that are started together: the second may need tokens of the first."""
-    for number, plan in enumerate(prompt_steps(LIMITS.max_num_batched_tokens, LIMITS.max_model_len, PAGE_SIZE)):
+    for number, plan in enumerate(
+        prompt_steps(LIMITS.max_num_batched_tokens, LIMITS.max_model_len, PoolShape(1, PAGE_SIZE, 1))
+    ):
         yield f"warm-up {number}", (plan,)
     for name, params in SAMPLED.items():
         first = StepPlan((prompt(0, 70, params), prompt(4, 3, params)))

@@ -13,6 +13,7 @@ import json, random, torch
 from pdserve.engine.attention_triton import TritonAttention, graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
 from gpu_models import PAGE_SIZE, QWEN3_0_6B
+from pdserve.engine.layer_kinds import LayerKind
 from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
@@ -56,7 +57,8 @@ def launch(attention, batch, size):
 
 kv = empty(NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
 ropes = [Rope(config.head_dim, config.design.layers[0].attention.rope, META)] * config.num_layers
-attention = TritonAttention(config, kv, ropes, 2048, graph_sizes(256))
+kind = LayerKind(0, config.design.layers[0].attention.scores, kv, tuple(ropes))
+attention = TritonAttention(config, 2048, graph_sizes(256), None, kind)
 with compiling.recorded() as launches:
     launch(attention, step(1, 1, 1), 4)
     launch(attention, step(1, 200, 300), 501)

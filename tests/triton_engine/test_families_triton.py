@@ -1,29 +1,30 @@
 """Each family's logits over the kernels of a GPU, interpreted, are those of plain torch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from greedy_runs import spec
-from model_zoo import MORE_FAMILIES, VOCAB, prompt, write_model
+from model_zoo import MORE_FAMILIES, prompt, write_model
 from torch import Tensor
+from whole_attention import torch_attention
+from whole_triton import triton_attention
 
 from pdserve.base.ids import PageId
 from pdserve.checkpoint.hf_directory import read_weights
-from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.attention_triton import TritonAttention
-from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.runner_cuda import step_inputs
+from pdserve.engine.batch import Batch
+from pdserve.engine.layer_kinds import pool_shape, pool_size
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.family import Tensors
+from pdserve.model.layer_groups import layer_groups
 from pdserve.model.ops import DeviceOps, TorchOps
 from pdserve.model.ops_cuda import CudaOps
 
-POOL = PoolShape(num_pages=8, page_size=16, vocab_size=VOCAB)
+NUM_PAGES, PAGE_SIZE = 16, 16
 CPU = torch.device("cpu")
 STEPS = (
     StepPlan((Chunk(prompt(19), 0, (PageId(3), PageId(5)), (spec(),)),)),
@@ -43,32 +44,44 @@ def built(folder: Path, ops: DeviceOps) -> Decoder:
 
 @torch.inference_mode()
 def logits_of(model: Decoder, *, with_triton: bool) -> list[Tensor]:
-    config = model.config
-    kv = torch.zeros(POOL.num_pages, config.num_layers, 2, config.num_kv_heads, POOL.page_size, config.head_dim)
+    config, groups = model.config, layer_groups(model.config, PAGE_SIZE, powers_of_two=True)
+    kv = torch.zeros(pool_size(config, NUM_PAGES, groups))
     found = []
-    for plan in STEPS:
-        batch = Batch.of(plan, POOL)
+    for step in STEPS:
+        plan = step if len(groups) == 1 else in_two_groups(step)
         if with_triton:
-            attention = TritonAttention(config, kv, model.ropes, 64, (1, 2))
-            token_ids, positions, slots = Staging(CPU).send(*step_inputs(batch, POOL, batch.num_tokens))
-            attention.plan(batch, positions, slots)
+            token_ids, attention = triton_attention(model, kv, plan, (64, (1, 2)), 0, groups)
             found.append(model.forward(token_ids, attention, None))
         else:
-            plain = TorchAttention(config, kv, model.ropes)
-            plain.plan(batch)
+            batch = Batch.of(plan, pool_shape(config, NUM_PAGES, groups))
+            plain = torch_attention(model, kv, plan, groups)
             found.append(model.forward(torch.from_numpy(batch.token_ids), plain, None))
     return found
 
 
+def in_two_groups(step: StepPlan) -> StepPlan:
+    """Return a step with a second group of pages, of other pages of the pool."""
+    return StepPlan(
+        tuple(
+            replace(chunk, other_pages=(tuple(PageId(NUM_PAGES - 1 - page) for page in chunk.pages),))
+            for chunk in step.chunks
+        )
+    )
+
+
+# With layers of each kind; the others have one layer.
+OF_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3", "ministral", "olmo3", "qwen2-windows")
+SHAPES: dict[str, dict[str, int]] = {"smollm3": {"num_hidden_layers": 2}, **{family: {} for family in OF_KINDS}}
+
 # Those whose kernels get something that no other test gives them.
-ALWAYS = ("glm4", "granite", "hunyuan", "smollm3")
+ALWAYS = ("gemma2", "glm4", "granite", "hunyuan", "smollm3")
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long) for each in MORE_FAMILIES]
 )
 def test_logits_over_kernels_are_those_of_plain_torch(family: str, tmp_path: Path) -> None:
-    folder = write_model(family, tmp_path, num_hidden_layers=2 if family == "smollm3" else 1)
+    folder = write_model(family, tmp_path, **SHAPES.get(family, {"num_hidden_layers": 1}))
     expected = logits_of(built(folder, TorchOps()), with_triton=False)
     for ours, plain in zip(logits_of(built(folder, CudaOps()), with_triton=True), expected, strict=True):
         torch.testing.assert_close(ours, plain, atol=5e-4, rtol=5e-4)

@@ -118,7 +118,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_results_that_are_the_kernels_are_taken(window: int | None, dtype: torch.dtype) -> None:
     spec = AttentionSpec(6, 2, 32, PAGE_SIZE, 1, 0.3, dtype, window)
-    assert why_not(spec, CPU) == ""
+    assert why_not([spec], CPU) == ""
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,17 @@ def test_a_library_that_errs_is_refused_with_the_reason(
     library: type[Wrapper], monkeypatch: pytest.MonkeyPatch, mistake: str, reason: str
 ) -> None:
     monkeypatch.setattr(library, "mistake", mistake)
-    assert re.search(reason, why_not(SPEC, CPU))
+    assert re.search(reason, why_not([SPEC], CPU))
 
 
 @pytest.mark.usefixtures("library")
 def test_float32_is_refused() -> None:
-    assert "not torch.float32" in why_not(AttentionSpec(6, 2, 32, PAGE_SIZE, 1, 0.3, torch.float32), CPU)
+    assert "not torch.float32" in why_not([AttentionSpec(6, 2, 32, PAGE_SIZE, 1, 0.3, torch.float32)], CPU)
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is not None, reason="it is installed")
 def test_without_the_library_the_reason_says_what_to_install() -> None:
-    assert "pip install flashinfer-python" in why_not(SPEC, CPU)
+    assert "pip install flashinfer-python" in why_not([SPEC], CPU)
 
 
 @pytest.mark.usefixtures("library")
@@ -148,7 +148,9 @@ def test_an_engine_whose_prompts_it_computes_draws_the_same_tokens() -> None:
     weights = scaled(dummy_weights(config))
     model = load_model(config, weights, torch.float32)
     prompts = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 40)]
-    prompts_attention = FlashInferPrompts(attention_spec(config, PAGE_SIZE, NUM_PAGES, model.dtype), CPU)
+    prompts_attention = FlashInferPrompts(
+        attention_spec(config, config.design.layers[0].attention.scores, PAGE_SIZE, NUM_PAGES, model.dtype), CPU
+    )
     runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS, prompts_attention)
     expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 2, chunk_tokens=25)
     assert greedy_texts(runner, prompts, 2, chunk_tokens=25) == expected

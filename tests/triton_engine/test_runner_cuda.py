@@ -9,18 +9,18 @@ from greedy_runs import greedy_texts, spec
 from held_weights import scaled
 from launch_grids import Grids
 from torch import Tensor
+from whole_attention import torch_attention
+from whole_triton import triton_attention
 
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
-from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.attention_triton import TritonAttention, graph_sizes
+from pdserve.engine.attention_triton import graph_sizes
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, prompt_steps, step_inputs
+from pdserve.engine.runner_cuda import CudaRunner, prompt_steps
 from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import Chunk, Phase, StepPlan
 from pdserve.kernels.device import attention as device_attention
-from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
@@ -115,20 +115,15 @@ ALWAYS = ("one token each", "tokens and chunks")
 
 
 def logits_with_torch(model: Model, kv: Tensor, plan: StepPlan) -> Tensor:
-    attention = TorchAttention(model.config, kv, model.ropes)
-    batch = Batch.of(plan, PoolShape(NUM_PAGES, PAGE_SIZE, VOCAB))
-    attention.plan(batch)
+    attention, batch = torch_attention(model, kv, plan), Batch.of(plan, PoolShape(NUM_PAGES, PAGE_SIZE, VOCAB))
     return model.forward(torch.from_numpy(batch.token_ids), attention, None)
 
 
 def logits_with_triton(model: Model, kv: Tensor, plan: StepPlan, room: int) -> Tensor:
     """Return the logits of the plan's tokens, computed with `room` tokens of padding behind them."""
-    attention = TritonAttention(model.config, kv, model.ropes, LIMITS.max_model_len, graph_sizes(LIMITS.max_num_seqs))
-    pool = PoolShape(NUM_PAGES, PAGE_SIZE, VOCAB)
-    batch = Batch.of(plan, pool)
-    token_ids, positions, slots = Staging(kv.device).send(*step_inputs(batch, pool, batch.num_tokens + room))
-    attention.plan(batch, positions, slots)
-    return model.forward(token_ids, attention, None)[: batch.num_tokens]
+    sizes = graph_sizes(LIMITS.max_num_seqs)
+    token_ids, attention = triton_attention(model, kv, plan, (LIMITS.max_model_len, sizes), room)
+    return model.forward(token_ids, attention, None)[: plan.num_tokens]
 
 
 @pytest.mark.parametrize(
@@ -278,10 +273,10 @@ def test_steps_that_warm_up_split_keys_fill_the_largest_step_and_keep_to_page_0(
     combines = Grids.of(monkeypatch, device_attention, "combine")
     limits = Limits(max_num_seqs=6, max_num_batched_tokens=20, max_model_len=256, eos_token_ids=frozenset({5}))
     runner = CudaRunner(model, NUM_PAGES, PAGE_SIZE, limits)
-    plans = list(prompt_steps(20, 256, PAGE_SIZE))
+    plans = list(prompt_steps(20, 256, PoolShape(1, PAGE_SIZE, VOCAB)))
     for plan in plans:
         runner.run(plan)
     assert combines.seen, "the first long prompt would compile what combines splits"
     assert [plan.num_tokens for plan in plans] == [2, 1, 2, 4, 8, 16, 20]
     assert not runner.kv[1:].any()
-    assert [plan.num_tokens for plan in prompt_steps(512, 200, PAGE_SIZE)][-1] == 512
+    assert [plan.num_tokens for plan in prompt_steps(512, 200, PoolShape(1, PAGE_SIZE, VOCAB))][-1] == 512

@@ -24,13 +24,20 @@ struct step {
     int64_t chunk_table_stride, num_blocks, window; /* window: 0 where each token sees all before it */
     int64_t table_stride, num_tokens, num_rows, num_items, num_keys;
     int64_t num_layers, num_heads, num_kv_heads, head_dim, page_size, type;
-    double scale; /* of scores */
+    int64_t page_bytes; /* from one page to the next: a page may be longer than its layers */
+    double scale;    /* of scores */
+    double soft_cap; /* c of c * tanh(score / c), where it is above 0 */
 };
 
 /* The run of one page, layer and KV head: [page_size, head_dim]. which: 0 for K, 1 for V. */
 INLINE char *run_of(const struct step *step, int64_t page, int64_t layer, int64_t which, int64_t head) {
-    int64_t run = ((page * step->num_layers + layer) * 2 + which) * step->num_kv_heads + head;
-    return step->pool + run * step->page_size * step->head_dim * size_of(step->type);
+    int64_t run = (layer * 2 + which) * step->num_kv_heads + head;
+    return step->pool + page * step->page_bytes + run * step->page_size * step->head_dim * size_of(step->type);
+}
+
+INLINE floats soft_capped(floats scores, float cap) {
+    /* tanh(x) = 1 - 2 / (exp(2 x) + 1) */
+    return (splat(1.0f) - splat(2.0f) / (exp_of(scores * (2.0f / cap)) + 1.0f)) * cap;
 }
 
 #endif

@@ -3,6 +3,7 @@
 #ifndef PDSERVE_ATTENTION_PASS_H
 #define PDSERVE_ATTENTION_PASS_H
 
+#include "attention.h"
 #include "vectors.h"
 
 #define SPLIT 256        /* keys of a range, at most */
@@ -47,7 +48,7 @@ struct pass {
     const char *const *keys; /* of head 0 */
     int64_t keys_offset, values_offset, next_offset; /* bytes from there; next: what will be read after this pass */
     int64_t count;
-    float scale;
+    float scale, soft_cap;
 };
 
 /* Asks for the keys two blocks ahead and for the values of this block: a page begins before the processor sees a
@@ -199,8 +200,10 @@ INLINE void attend_pass(float *out, const struct pass *pass, int heads, int vect
             score_block_in_pairs(scores, pass, first, heads, vectors / 2);
         else
             score_block(scores, pass, first, heads, vectors, type);
-        for (int head = 0; head < heads; head++)
-            store_float32(weights[head] + first, scores[head] * pass->scale);
+        for (int head = 0; head < heads; head++) {
+            floats scaled = scores[head] * pass->scale;
+            store_float32(weights[head] + first, pass->soft_cap > 0 ? soft_capped(scaled, pass->soft_cap) : scaled);
+        }
     }
     for (int head = 0; head < heads; head++)
         weigh(weights[head], out + head * stride + vectors * LANES, pass->count, type);

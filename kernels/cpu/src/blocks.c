@@ -104,15 +104,17 @@ INLINE void multiply_pairs(
 /* Turns scores of one query into weights that bfloat16 holds, with zeros for keys before `begin` and from `end` on.
  * Returns what its sums so far are to be multiplied with. */
 INLINE float weigh_keys(
-    element *weights, const floats *scores, float scale, int64_t begin, int64_t end, float *peak, float *total
+    element *weights, const floats *scores, const struct step *step, int64_t begin, int64_t end, float *peak, float *total
 ) {
+    const float scale = (float)step->scale, cap = (float)step->soft_cap;
     floats scaled[KEYS / LANES], most = splat(-INFINITY), sum = splat(0.0f);
     ints count;
     for (int lane = 0; lane < LANES; lane++)
         count[lane] = lane;
     for (int v = 0; v < KEYS / LANES; v++) {
         ints key = count + LANES * v, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
-        scaled[v] = choose(seen, scores[v] * scale, splat(-INFINITY));
+        floats score = cap > 0 ? soft_capped(scores[v] * scale, cap) : scores[v] * scale;
+        scaled[v] = choose(seen, score, splat(-INFINITY));
         most = larger(most, scaled[v]);
     }
     float block = max_of(most), before = *peak;
@@ -139,7 +141,6 @@ INLINE void attend_keys(
     float *sums, state *so_far, const struct block *block, const element *const *queries, const uint32_t *keys,
     const uint32_t *values, int64_t key_begin, int64_t first_position, int64_t dim
 ) {
-    const float scale = (float)block->step->scale;
     const int64_t window = block->step->window;
     for (int64_t row = 0; row < block->count; row += ROWS) {
         floats scores[ROWS][KEYS / LANES];
@@ -158,7 +159,7 @@ INLINE void attend_keys(
         }
         for (int r = 0; r < ROWS; r++) {
             int64_t end = first_position + row + r + 1 - key_begin, begin = window ? end - window : 0;
-            factors[r] = weigh_keys(weights[r], scores[r], scale, begin, end < KEYS ? end : KEYS,
+            factors[r] = weigh_keys(weights[r], scores[r], block->step, begin, end < KEYS ? end : KEYS,
                                     &so_far->peaks[row + r], &so_far->totals[row + r]);
             weight_rows[r] = weights[r];
         }
@@ -179,12 +180,16 @@ INLINE void attend_keys(
     }
 }
 
-/* The addresses of KEYS keys; those that the chunk has not written are the last one's, and no query sees them. */
-INLINE void locate_keys(const char **at, const struct block *block, int64_t layer, int64_t begin, int64_t end) {
+/* The addresses of KEYS keys. Those before the first one that a query sees are that one's, and those that the chunk has
+ * not written are the last one's: no query sees them. */
+INLINE void locate_keys(
+    const char **at, const struct block *block, int64_t layer, int64_t begin, int64_t seen, int64_t end
+) {
     const struct step *step = block->step;
     const int64_t *pages = step->chunk_table + block->chunk * step->chunk_table_stride;
     for (int64_t i = 0; i < KEYS; i++) {
         int64_t position = begin + i < end ? begin + i : end - 1;
+        position = position < seen ? seen : position;
         at[i] = run_of(step, pages[position / step->page_size], layer, 0, block->kv_head)
                 + position % step->page_size * step->head_dim * 2;
     }
@@ -206,7 +211,7 @@ INLINE void attend_block(const struct block *block, int64_t layer, const char *q
     int64_t seen = step->window && position + 1 > step->window ? position + 1 - step->window : 0;
     for (int64_t begin = seen / KEYS * KEYS; begin < end; begin += KEYS) {
         const char *at[KEYS];
-        locate_keys(at, block, layer, begin, end);
+        locate_keys(at, block, layer, begin, seen, end);
         for (int64_t key = 0; key < KEYS; key += 16)
             for (int64_t pair = 0; pair < dim / 2; pair += 16)
                 transpose_pairs(keys + pair * KEYS + key, at + key, 4 * pair);

@@ -1,10 +1,12 @@
 """What the readers of several families do alike."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.model.design import Activation, Design, GatedMlp, Layer
 from pdserve.model.fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,32 @@ def activation(fields: Fields, *served: Activation, key: str = "hidden_act") -> 
 def window(fields: Fields) -> int | None:
     """Return the window of all layers, if there is one."""
     return fields.positive("sliding_window") if fields.has("sliding_window") else None
+
+
+def windows(fields: Fields, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Return the window of each layer.
+
+    slides: says of a layer whether it has one, where `layer_types` does not. ConfigError for another kind of layer.
+    """
+    given, count = fields.texts("layer_types"), fields.num_layers
+    kinds = given or tuple(SLIDING if slides(layer) else FULL for layer in range(count))
+    if len(kinds) != count or not {SLIDING, FULL}.issuperset(kinds):
+        raise fields.unsupported("layer_types", f"{FULL} or {SLIDING} for each of {count} layers")
+    if SLIDING not in kinds:
+        fields.optional_int("sliding_window")
+        return (None,) * count
+    size = fields.positive("sliding_window")
+    return tuple(size if kind == SLIDING else None for kind in kinds)
+
+
+def layers_by_window(windows: tuple[int | None, ...], full: Layer, sliding: Layer) -> tuple[Layer, ...]:
+    """Return the layers of a model: `full` where there is no window, and `sliding` with the window where there is."""
+    return tuple(full if window is None else _with_window(sliding, window) for window in windows)
+
+
+def _with_window(layer: Layer, window: int) -> Layer:
+    attention = layer.attention
+    return replace(layer, attention=replace(attention, scores=replace(attention.scores, window=window)))
 
 
 def require(fields: Fields, **values: object) -> None:

@@ -1,0 +1,105 @@
+"""Layers of one kind share pages, a window and what becomes of scores: each kind has an attention of its own.
+
+A runner's pool has a row of elements for each page. A group of layers sees it as pages of its own shape.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from pdserve.engine.batch import PoolShape
+from pdserve.model.config import ModelConfig
+from pdserve.model.design import Scores
+from pdserve.model.layer_groups import LayerGroup
+from pdserve.model.ops import Attention, QkNorm
+from pdserve.model.rope import Rope
+from pdserve.protocol.paging import PageShape, Paging
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What layers of one kind attend within."""
+
+    group: int  # whose pages they have
+    scores: Scores
+    kv: Tensor  # [num_pages, layers of the group, 2, num_kv_heads, page_size, head_dim]
+    ropes: tuple[Rope, ...]  # of each layer of the group
+
+
+A = TypeVar("A", bound=Attention)
+B = TypeVar("B", bound=Attention)
+
+
+@dataclass(frozen=True, slots=True)
+class ByLayer(Generic[A]):
+    """The attention of all layers of a model."""
+
+    parts: tuple[A, ...]  # of each kind
+    groups: tuple[int, ...]  # of each kind: whose pages it has
+    places: tuple[tuple[int, int], ...]  # of each layer: its kind, and its place in its group
+
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+        """Attend in one layer; see `pdserve.model.ops.Attention`."""
+        kind, place = self.places[layer]
+        return self.parts[kind].run(place, qkv, qk_norm)
+
+    def with_parts(self, parts: Iterable[B]) -> "ByLayer[B]":
+        return ByLayer(tuple(parts), self.groups, self.places)
+
+
+def by_layer(
+    make: Callable[[LayerKind], A], config: ModelConfig, kv: Tensor, ropes: Sequence[Rope], groups: Sequence[LayerGroup]
+) -> ByLayer[A]:
+    """Make an attention of each kind of layer.
+
+    kv: a pool of as many pages as its first dimension, contiguous. ropes: of each layer of the model.
+    """
+    kinds: dict[tuple[int, Scores], int] = {}
+    parts, places = list[A](), [(0, 0)] * config.num_layers
+    for number, group in enumerate(groups):
+        view, of_group = pages_of(kv, config, group), tuple([ropes[layer] for layer in group.layers])
+        for place, layer in enumerate(group.layers):
+            scores = config.design.layers[layer].attention.scores
+            if (number, scores) not in kinds:
+                kinds[number, scores] = len(parts)
+                parts.append(make(LayerKind(number, scores, view, of_group)))
+            places[layer] = kinds[number, scores], place
+    return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places))
+
+
+def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
+    """Return the dimensions of a pool: see `EngineRunner.kv`."""
+    if len(groups) > 1:
+        return num_pages, _page_elements(config, groups)
+    (group,) = groups
+    return num_pages, len(group.layers), 2, config.num_kv_heads, group.page_size, config.head_dim
+
+
+def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> PoolShape:
+    first, *others = (group.page_size for group in groups)
+    return PoolShape(num_pages, first, config.vocab_size, tuple(others))
+
+
+def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup]) -> int:
+    """Return the elements of a page, as `KvLayout.page_bytes` counts them."""
+    unit = groups[0].page_size * config.head_dim
+    largest = max(len(group.layers) * group.page_size for group in groups) * 2 * config.num_kv_heads * config.head_dim
+    return -(-largest // unit) * unit
+
+
+def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup) -> Tensor:
+    """Return a pool as a group of layers sees it: [num_pages, layers, 2, num_kv_heads, page_size, head_dim]."""
+    shape = (len(group.layers), 2, config.num_kv_heads, group.page_size, config.head_dim)
+    return kv.view(len(kv), -1)[:, : math.prod(shape)].view(len(kv), *shape)
+
+
+def paging_of(groups: Sequence[LayerGroup]) -> Paging:
+    return Paging([PageShape(group.page_size, group.window) for group in groups])
+
+
+def flat_rows(kv: Tensor, width: int) -> Tensor:
+    """Return the elements of a pool as rows of `width`; pages may be longer than what a group sees of them."""
+    return kv.as_strided((len(kv) * kv.stride(0) // width, width), (width, 1))

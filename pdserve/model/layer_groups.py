@@ -1,0 +1,46 @@
+"""Which layers of a model keep their KV in pages of their own, so that pages may leave a window. Free of torch.
+
+All pages of a pool have the same number of bytes (`protocol.paging`). Layers that see all tokens come first. Layers
+with a window come second if their pages can be filled: where there are r times as many of them, a page of the first
+group holds r times as many tokens. Other layers with windows stay in the first group: what they see is the same, but
+their pages are kept.
+"""
+
+import math
+
+from pdserve.base.values import value
+from pdserve.model.config import ModelConfig
+from pdserve.protocol.kvlayout import MOST_UNUSED
+
+
+@value
+class LayerGroup:
+    """Layers whose KV lies in the same pages."""
+
+    name: str  # "full", "window"
+    layers: tuple[int, ...]  # places in the model, rising
+    page_size: int  # tokens
+    window: int | None = None  # that all of them have; None: their pages are kept
+
+
+def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = False) -> tuple[LayerGroup, ...]:
+    """Return the groups of a model; pages of the smallest hold `page_size` tokens.
+
+    powers_of_two: page sizes are powers of two times `page_size`, as kernels on GPUs want them.
+    """
+    of_layers = config.windows
+    found = {window for window in of_layers if window is not None}
+    full = tuple(place for place, window in enumerate(of_layers) if window is None)
+    sliding = tuple(place for place, window in enumerate(of_layers) if window is not None)
+    if full and len(found) == 1:
+        ratio = max(1, round(len(sliding) / len(full)))
+        if powers_of_two:
+            ratio = 1 << round(math.log2(ratio))
+        larger, smaller = max(ratio * len(full), len(sliding)), min(ratio * len(full), len(sliding))
+        if smaller >= larger * (1 - MOST_UNUSED):
+            (window,) = found
+            return (
+                LayerGroup("full", full, ratio * page_size),
+                LayerGroup("window", sliding, page_size, window),
+            )
+    return (LayerGroup("full", tuple(range(config.num_layers)), page_size),)
