@@ -1,6 +1,7 @@
 """The command that says of a model whether it is served, what it needs, and what fits."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -46,7 +47,6 @@ def check_model(
 
 def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     """Yield what is shown of a model, line by line."""
-    sees = "all tokens" if fit.sliding_window is None else f"the last {fit.sliding_window:,} tokens"
     form = fit.dtype if fit.quantization == "none" else f"{fit.quantization}, inputs {fit.dtype}"
     yield "model", f"{fit.name} ({fit.path})"
     yield "family", f"{fit.architecture}: served"
@@ -54,11 +54,19 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     yield "weights", f"{_size(fit.file_bytes)} in files, about {_size(fit.weight_bytes)} in memory"
     yield "form", f"{form} ({fit.because})"
     yield "context", f"{fit.max_model_len:,} tokens"
-    yield "KV", f"{fit.num_layers} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {sees}"
-    yield "KV bytes", f"{fit.token_bytes:,} a token, {fit.page_bytes:,} a page of {fit.page_size} tokens"
+    yield "KV", f"{fit.num_layers} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"
+    sizes = " or ".join(map(str, fit.page_sizes))
+    yield "KV bytes", f"{fit.token_bytes:,} a token, {fit.page_bytes:,} a page of {sizes} tokens"
     room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"
     yield f"this {fit.device}", f"{_size(fit.free_bytes)} free: beside the weights {room}"
     yield "chat", "by its template" if fit.has_chat_template else "not served: the model has no chat template"
+
+
+def _seen(fit: "Footprint") -> str:
+    """Return how many tokens a query sees, in how many layers."""
+    kinds = Counter(fit.windows)
+    seen = {window: "all tokens" if window is None else f"the last {window:,} tokens" for window in kinds}
+    return ", ".join(text if len(kinds) == 1 else f"{text} in {kinds[window]}" for window, text in seen.items())
 
 
 def _size(num_bytes: int) -> str:

@@ -166,7 +166,7 @@ def _pool(name: str, workers: list[link.Register]) -> str:
     num_pages, page_size = sum(worker.num_pages for worker in workers), workers[0].layout.page_size
     shown = f"{len(workers)} {name}, {num_pages} pages of {page_size} tokens"
     longest = min(worker.max_model_len for worker in workers)
-    if any(worker.max_model_len == worker.num_pages * page_size for worker in workers):
+    if any(worker.max_model_len == layout_from_proto(worker.layout).num_tokens(worker.num_pages) for worker in workers):
         shown += f", which limit sequences to {longest} tokens"
     return shown
 

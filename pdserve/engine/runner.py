@@ -179,7 +179,8 @@ class Runner:
         """Prepare attention for a batch; return its token ids."""
         if batch.needs_previous:
             raise InvariantError("a step needs tokens of a running step, on a runner that computes one at a time")
-        for part, group in zip(self._attention.parts, self._attention.groups, strict=True):
+        parts: Seq[TorchAttention | CompiledAttention] = self._attention.parts
+        for part, group in zip(parts, self._attention.groups, strict=True):
             part.plan(batch.of_group(group))
         return torch.from_numpy(batch.token_ids)
 
@@ -189,10 +190,10 @@ def _unbind() -> None:
     os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # the main thread's cores: it has the process's id
 
 
-_Attention = ByLayer[TorchAttention] | ByLayer[CompiledAttention]
+_Attentions = ByLayer[TorchAttention] | ByLayer[CompiledAttention]
 
 
-def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Attention, DecodePrograms | None]:
+def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Attentions, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded, config = library(), model.config
     if isinstance(loaded, Missing) or not serves(config.head_dim, kv.dtype):

@@ -47,9 +47,9 @@ class Footprint:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    sliding_window: int | None  # tokens that a query sees; None: all
-    token_bytes: int  # of KV
-    page_size: int  # tokens
+    windows: tuple[int | None, ...]  # of each layer: tokens that a query sees; None: all
+    token_bytes: int  # of KV, as if there were no windows
+    page_sizes: tuple[int, ...]  # tokens, of each group of layers
     page_bytes: int
     device: str
     free_bytes: int
@@ -62,12 +62,12 @@ class Footprint:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_pages * self.page_size
+        return int(self.num_pages / sum(1 / size for size in self.page_sizes))
 
     @property
     def num_sequences(self) -> int:
         """Return how many sequences of the greatest length have KV at once."""
-        return self.num_pages // -(-self.max_model_len // self.page_size)
+        return self.num_pages // sum(-(-self.max_model_len // size) for size in self.page_sizes)
 
 
 def footprint_of(path: Path, choices: Choices) -> Footprint:
@@ -97,9 +97,9 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        sliding_window=config.sliding_window,
+        windows=config.windows,
         token_bytes=layout.token_bytes,
-        page_size=layout.page_size,
+        page_sizes=layout.paging.sizes,
         page_bytes=layout.page_bytes,
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),

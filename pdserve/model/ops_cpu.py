@@ -80,6 +80,9 @@ class CompiledOps:
         _require_compiled(scale == 1.0)
         return multiply(self._calls, x, weight, out_dtype=torch.float32 if weight.bias is None else weight.dtype)
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        raise NotCompiledError
+
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         assert isinstance(weight, Tiles)
         _require_compiled(scale == 1.0)

@@ -41,7 +41,7 @@ def test_figures_are_those_of_the_files(folder: Path, monkeypatch: pytest.Monkey
     assert fit.num_parameters == sum(tensor.numel() for tensor in tensors)
     assert fit.weight_bytes == 4 * fit.num_parameters
     assert fit.token_bytes == 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, features, bytes
-    assert (fit.page_bytes, fit.sliding_window, fit.max_model_len) == (32 * fit.token_bytes, 96, 4096)
+    assert (fit.page_bytes, set(fit.windows), fit.max_model_len) == (32 * fit.token_bytes, {96}, 4096)
     monkeypatch.setattr(footprint, "available_bytes", lambda: fit.weight_bytes + 256 * fit.page_bytes - 1)
     fits = footprint_of(folder, Choices(dtype="float32", page_size=32))
     assert (fits.num_pages, fits.num_tokens, fits.num_sequences) == (255, 255 * 32, 1)

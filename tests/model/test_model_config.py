@@ -51,7 +51,7 @@ def test_a_plain_llama_has_neither_biases_nor_norms_nor_a_window() -> None:
     config = read()
     assert config.head_dim == 16
     assert config.eos_token_ids == (3, 4)
-    assert config.sliding_window is None
+    assert config.windows == (None,) * config.num_layers
     assert layer_of() == Sequential(SelfAttention(RopeConfig(10000.0)), GatedMlp(128), RmsNorm(1e-5))
 
 
@@ -106,19 +106,22 @@ def test_qwen2_has_biases_on_qkv_alone_and_qwen3_norms_each_head() -> None:
 
 def test_only_mistral_has_a_window_unless_asked() -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
-    assert read(**mistral).sliding_window == 4096
-    assert read(**mistral, sliding_window=None).sliding_window is None
-    assert read(**mistral, sliding_window=96).sliding_window == 96
-    assert read(sliding_window=96).sliding_window is None
+    assert read(**mistral).windows[0] == 4096
+    assert read(**mistral, sliding_window=None).windows[0] is None
+    assert read(**mistral, sliding_window=96).windows[0] == 96
+    assert read(sliding_window=96).windows[0] is None
 
 
-def test_qwen_windows_count_only_when_used_in_every_layer() -> None:
+def test_qwen_windows_count_only_when_used() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 96}
-    assert read(**qwen).sliding_window is None
-    assert read(**qwen, use_sliding_window=True, max_window_layers=0).sliding_window == 96
-    assert read(**qwen, use_sliding_window=True, max_window_layers=2).sliding_window is None
-    with pytest.raises(ConfigError, match="layer_types"):
-        read(**qwen, use_sliding_window=True, layer_types=["full_attention", "sliding_attention"])
+    assert read(**qwen).windows[0] is None
+    assert read(**qwen, use_sliding_window=True, max_window_layers=0).windows[0] == 96
+    assert read(**qwen, use_sliding_window=True, max_window_layers=1).windows == (None, 96)
+    kinds = ["sliding_attention", "full_attention"]
+    assert read(**qwen, use_sliding_window=True, layer_types=kinds).windows == (96, None)
+    for wrong in (kinds[:1], [*kinds, "full_attention"], ["sliding_attention", "chunked_attention"]):
+        with pytest.raises(ConfigError, match=r"layer_types: .* full_attention or sliding_attention for each of 2"):
+            read(**qwen, use_sliding_window=True, layer_types=wrong)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,17 @@ def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, object], na
         ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla"),
         ({"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu", "post_norm": True}, "post_norm"),
         ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "hidden_act"),
+        ({"architectures": ["Cohere2ForCausalLM"], "rms_norm_eps": None, "use_qk_norm": True}, "use_qk_norm"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": math.nan}, "final_logit_softcapping"),
+        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
+        ({"architectures": ["Olmo3ForCausalLM"], "layer_types": ["linear_attention"] * 2}, "layer_types"),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "sliding_window": None, "layer_types": ["full_attention"]},
+            "layer_",
+        ),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused_by_name(changes: dict[str, object], named: str) -> None:
@@ -187,11 +201,15 @@ def test_a_family_has_defaults_of_its_own() -> None:
 
 
 OWN_KEYS = {  # keys of the list below that a family knows
+    "Cohere2ForCausalLM": {"use_qk_norm"},
+    "Gemma2ForCausalLM": {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"},
+    "Gemma3ForCausalLM": {"query_pre_attn_scalar"},
     "GraniteForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling"},
     "SmolLM3ForCausalLM": {"no_rope_layers"},
     "HunYuanDenseV1ForCausalLM": {"use_qk_norm"},
 }
 OWN_EPS = {  # keys of norms in the place of `rms_norm_eps`
+    "Cohere2ForCausalLM": {"rms_norm_eps": None},
     "NemotronForCausalLM": {"rms_norm_eps": None},
     "PhiForCausalLM": {"rms_norm_eps": None},
     "Starcoder2ForCausalLM": {"rms_norm_eps": None},
@@ -253,6 +271,7 @@ KEYS = [
     *("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
     *("partial_rotary_factor", "sliding_window", "max_window_layers", "layer_types", "no_rope_layers"),
     *("no_rope_layer_interval", "hidden_act", "attention_multiplier", "logits_scaling", "residual_multiplier"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window_pattern"),
     *("embedding_multiplier", "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id", "bos_token_id"),
 ]
 VALUES = st.one_of(

@@ -117,7 +117,10 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "llama-gelu": causal(LlamaConfig, hidden_act="gelu", mlp_bias=True, attention_bias=True),
     "llama-mscale": causal(LlamaConfig, rope_parameters={**YARN, "mscale": 4.0, "mscale_all_dim": 0.5}),
     "ministral": causal(
-        MinistralConfig, head_dim=16, sliding_window=96, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        MinistralConfig,
+        head_dim=16,
+        sliding_window=96,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "nemotron": causal(NemotronConfig),
     "olmo2": causal(Olmo2Config),

@@ -4,6 +4,7 @@ Gemma 2 adds norms after attention and MLP, a window in each second layer, and s
 has norms of q and k in place of the caps, a window in five of six layers, and a faster rope where there is a window.
 """
 
+import math
 from dataclasses import replace
 
 from pdserve.model.design import (
@@ -79,14 +80,14 @@ def _embedding(fields: Fields) -> Embedding:
 
 def _scale(fields: Fields) -> float:
     size = fields.number("query_pre_attn_scalar", 256.0)
-    if size <= 0.0:
+    if not 0.0 < size < math.inf:
         raise fields.unsupported("query_pre_attn_scalar", "above 0")
     return float(size**-0.5)
 
 
 def _cap(fields: Fields, key: str, default: float) -> float | None:
     cap = fields.number(key, default) if fields.has(key) or not fields.given(key) else None
-    if cap is not None and cap <= 0.0:
+    if cap is not None and not 0.0 < cap < math.inf:
         raise fields.unsupported(key, "above 0")
     return cap
 

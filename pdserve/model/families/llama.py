@@ -20,9 +20,8 @@ def _read_llama(fields: Fields) -> Design:
 def _read_mistral(fields: Fields) -> Design:
     window = fields.optional_int("sliding_window") if fields.given("sliding_window") else MISTRAL_SLIDING_WINDOW
     window = None if window is None else fields.positive("sliding_window", window)
-    return _read(
-        fields, (window,) * fields.num_layers, qkv_bias=_attention_bias(fields), o_bias=_attention_bias(fields)
-    )
+    bias = _attention_bias(fields)
+    return _read(fields, (window,) * fields.num_layers, qkv_bias=bias, o_bias=bias)
 
 
 def _read_ministral(fields: Fields) -> Design:
