@@ -12,7 +12,7 @@ from pdserve.perfmodel.wire import decode_pieces, most_seen, prefill_curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.admin import demand_from_proto
-from pdserve.protocol.link import ROLES
+from pdserve.protocol.link import ROLES, num_tokens
 from pdserve.protocol.reports import Demand
 
 
@@ -199,7 +199,7 @@ def _capacities(workers: Sequence[link.Register]) -> dict[Role, Capacity]:
         here = [w for w in workers if w.ready and w.role in ROLES and ROLES[w.role].is_in(role)]
         if here:
             found[role] = Capacity(
-                kv_tokens=min(layout_from_proto(worker.layout).num_tokens(worker.num_pages) for worker in here),
+                kv_tokens=min(num_tokens(worker.layout, worker.num_pages) for worker in here),
                 max_num_seqs=min(worker.max_num_seqs for worker in here),
                 step_tokens=min(worker.max_num_batched_tokens for worker in here),
                 page_tokens=max(worker.layout.page_size for worker in here),

@@ -50,6 +50,13 @@ def layout_from_proto(message: link.KvLayout) -> KvLayout:
     return layout
 
 
+def num_tokens(layout: link.KvLayout, num_pages: int) -> int:
+    """Return how many tokens so many pages of a worker hold, as if there were no windows."""
+    if not layout.others:
+        return num_pages * layout.page_size
+    return int(num_pages / sum(1 / size for size in (layout.page_size, *[group.page_size for group in layout.others])))
+
+
 def _group(message: link.KvGroup) -> KvGroup:
     for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
         if getattr(message, name) < 1:

@@ -24,7 +24,8 @@ PAGE_SIZE = 16
 CHUNK = 128
 NUM_TOKENS = 64
 FLOAT32 = ("--dtype", "float32", "--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
-ALWAYS = ("llama3",)  # pages of the others are bytes like theirs; `tests/model` has every family
+ALWAYS = ("gemma3",)  # layers with a window and without; `tests/model` has every family
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "ministral", "olmo3", "qwen2-windows")
 LENGTHS = (1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 300)
 
 
@@ -59,7 +60,8 @@ def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, asked: list[lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in (*FAMILIES, *WITH_WINDOWS)],
 )
 def test_each_family_in_float32_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / family)

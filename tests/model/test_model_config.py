@@ -120,7 +120,7 @@ def test_qwen_windows_count_only_when_used() -> None:
     kinds = ["sliding_attention", "full_attention"]
     assert read(**qwen, use_sliding_window=True, layer_types=kinds).windows == (96, None)
     for wrong in (kinds[:1], [*kinds, "full_attention"], ["sliding_attention", "chunked_attention"]):
-        with pytest.raises(ConfigError, match=r"layer_types: .* full_attention or sliding_attention for each of 2"):
+        with pytest.raises(ConfigError, match=r"layer_types: .*full_attention or sliding_attention for each of 2"):
             read(**qwen, use_sliding_window=True, layer_types=wrong)
 
 
