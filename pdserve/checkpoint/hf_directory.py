@@ -12,6 +12,7 @@ import tokenizers
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import DEFAULT, TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
 from pdserve.checkpoint.hub import repository_of
+from pdserve.checkpoint.vocabulary_file import read_vocabulary
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.weights import Part, Stored, Weights
@@ -49,7 +50,7 @@ def open_directory(path: Path) -> Checkpoint:
         template_files={name: file for name, (file, _) in templates.items()},
         weight_files=_weight_files(path),
         weights=partial(read_weights, path),
-        tokenizer=partial(_tokenizer, path, special_tokens),
+        tokenizer=partial(_tokenizer, path, tokenizer_config, config.architecture),
         check_weights=partial(check_weights, path),
     )
 
@@ -215,11 +216,12 @@ def _chat_templates(path: Path, tokenizer_config: Mapping[str, object]) -> dict[
     return sources
 
 
-def _tokenizer(path: Path, special_tokens: Mapping[str, str]) -> Tokenizer:
+def _tokenizer(path: Path, tokenizer_config: Mapping[str, object], architecture: str) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
-        raise ConfigError(f"{path}: holds no tokenizer.json; save it with a fast tokenizer of transformers")
-    bos = special_tokens.get("bos_token")
+        with made_by_library(path):
+            return Tokenizer(*read_vocabulary(path, tokenizer_config, architecture))
+    bos = _special_tokens(tokenizer_config).get("bos_token")
     with made_by_library(file):
         backend = tokenizers.Tokenizer.from_file(str(file))
         backend.no_truncation()

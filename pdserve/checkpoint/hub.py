@@ -18,6 +18,7 @@ from pdserve.checkpoint.home import Home, sync, writing
 
 HUB_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    "tokenizer.model",
     *("chat_template.jinja", "additional_chat_templates/*.jinja", "chat_template.json"),
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
 )

@@ -229,7 +229,7 @@ def test_a_missing_or_broken_tokenizer_is_named(directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         open_checkpoint(directory).tokenizer()
     (directory / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"tiny-llama: holds no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tiny-llama: holds neither tokenizer\.json nor tokenizer\.model"):
         open_checkpoint(directory).tokenizer()
 
 
