@@ -29,6 +29,7 @@ class Kind(IntEnum):
     RANGES = 7
     COMBINING = 8
     BLOCKS = 9
+    LAYER_NORM = 10
 
 
 class Call(ctypes.Structure):
@@ -39,12 +40,12 @@ class Call(ctypes.Structure):
         *((name, Pointer) for name in ("out", "x")),
         *((name, Size) for name in ("out_stride", "x_stride", "inputs", "width")),
         *((name, Pointer) for name in ("weights", "bias", "residual")),
-        *((name, Size) for name in ("residual_stride", "after", "bits", "input_bits")),
+        *((name, Size) for name in ("residual_stride", "after", "activation", "bits", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
         *((name, Size) for name in ("layer", "rope")),
         *((name, Pointer) for name in ("q_norm", "k_norm")),
         ("norms_after", Size),
-        ("eps", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("eps", "scale", "cap", "positive", "negative")),
         *((name, ctypes.c_uint64) for name in ("taken", "done")),
     )
 

@@ -1,4 +1,4 @@
-"""What a layer computes of each row besides attention: products and lookups with weights in tiles, and RMSNorm.
+"""What a layer computes of each row besides attention: products and lookups with weights in tiles, and norms.
 
 A tile has 32 outputs and lies in memory in the order in which products read it. What a row becomes depends on that row
 alone, not on how many rows there are.
@@ -6,6 +6,7 @@ alone, not on how many rows there are.
 
 import ctypes
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -21,6 +22,30 @@ MAX_INPUTS = 32_768  # rows of more do not fit on a thread's stack, where they a
 BFLOAT16_BITS = 16
 INPUT_BITS = 16  # of coded inputs, unless a worker asks for 8
 PLAIN, ADDED, GATED = 0, 1, 2  # as src/products.h numbers them
+
+
+class Activation(IntEnum):
+    """As src/activations.h numbers them."""
+
+    NONE = 0
+    SILU = 1
+    GELU = 2
+    GELU_TANH = 3
+    SQUARED_RELU = 4
+    XIELU = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What becomes of a product's sums with their bias, in this order; a residual is added last."""
+
+    activation: Activation = Activation.NONE  # where gated, of gates
+    xielu: tuple[float, float] = (0.0, 0.0)  # its scalars of what is above zero, and below
+    scale: float = 1.0
+    cap: float | None = None  # c of c * tanh(x / c)
+
+
+PLAINLY = Finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +77,7 @@ def tiled(weight: Tensor, bias: Tensor | None = None) -> Tiles:
 
 
 def tiled_gate_up(gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Tiles:
-    """Put SwiGLU's two matrices [width, inputs] into common tiles."""
+    """Put the two matrices [width, inputs] of a gated unit into common tiles."""
     both = None if bias is None else interleaved(*bias)
     return Tiles(_tiled_pairs(interleaved(gate, up)), BFLOAT16_BITS, len(gate), torch.bfloat16, both, gated=True)
 
@@ -87,12 +112,17 @@ def multiplies_bytes(loaded: ctypes.CDLL) -> bool:
 
 
 def multiply(
-    calls: Calls, x: Tensor, tiles: Tiles, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
+    calls: Calls,
+    x: Tensor,
+    tiles: Tiles,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    finish: Finish = PLAINLY,
 ) -> Tensor:
-    """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias and residual added or gated.
+    """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias, activation, scale and residual, or gated.
 
     The result has the dtype of x, or without bias, residual and gate the `out_dtype` that is asked for: float32 is what
-    sums are. Bias, residual and gate are applied to float32 sums. The result overwrites the residual, if there is one.
+    sums are. All that follows a sum is applied to it in float32. The result overwrites the residual, if there is one.
     Where the weights are codes, the inputs are coded too, with `tiles.input_bits` and a scale for each BLOCK.
     """
     require_tensor("x", x, (None, tiles.inputs), (tiles.dtype,))
@@ -100,6 +130,9 @@ def multiply(
     if residual is not None:
         require(not tiles.gated, "residual: none with gated tiles")
         require_tensor("residual", residual, (num_rows, tiles.width), (tiles.dtype,))
+    if tiles.gated:
+        require(finish.scale == 1.0 and finish.cap is None, "finish: neither scale nor cap with gated tiles")
+        require(finish.activation != Activation.NONE, "finish: gates need an activation")
     out_dtype = out_dtype or tiles.dtype
     plain = residual is None and tiles.bias is None and not tiles.gated
     require(plain or out_dtype == tiles.dtype, f"out_dtype must be {tiles.dtype} with bias, residual or gate")
@@ -108,7 +141,8 @@ def multiply(
         kind=Kind.PRODUCT_BFLOAT16, type=DTYPES[tiles.dtype], out_type=DTYPES[out_dtype], out=out.data_ptr(),
         x=x.data_ptr(), out_stride=out.stride(0), x_stride=x.stride(0), inputs=inputs, width=tiles.width,
         weights=tiles.data.data_ptr(), bias=None if tiles.bias is None else tiles.bias.data_ptr(),
-        after=GATED if tiles.gated else PLAIN, bits=tiles.bits,
+        after=GATED if tiles.gated else PLAIN, bits=tiles.bits, activation=finish.activation, scale=finish.scale,
+        cap=finish.cap or 0.0, positive=finish.xielu[0], negative=finish.xielu[1],
     )  # fmt: skip
     if residual is not None:
         call.after, call.residual, call.residual_stride = ADDED, residual.data_ptr(), residual.stride(0)
@@ -125,31 +159,62 @@ def multiply(
     return out
 
 
-def look_up(calls: Calls, ids: Tensor, tiles: Tiles) -> Tensor:
-    """Return rows of the matrix: ids int64 [num_rows], all below the width -> [num_rows, inputs]."""
+def look_up(calls: Calls, ids: Tensor, tiles: Tiles, scale: float = 1.0) -> Tensor:
+    """Return rows of the matrix times `scale`: ids int64 [num_rows], all below the width -> [num_rows, inputs]."""
     require_tensor("ids", ids, (None,), (torch.int64,))
     out = calls.empty(len(ids), tiles.inputs, tiles.dtype)
     call = Call(
         kind=Kind.LOOKUP_BFLOAT16 if tiles.bits == BFLOAT16_BITS else Kind.LOOKUP_QUANTIZED, type=DTYPES[tiles.dtype],
         out=out.data_ptr(), x=ids.data_ptr(), out_stride=tiles.inputs, inputs=tiles.inputs,
-        weights=tiles.data.data_ptr(), bits=tiles.bits,
+        weights=tiles.data.data_ptr(), bits=tiles.bits, scale=scale,
     )  # fmt: skip
     calls.take(len(ids), call)
     return out
 
 
-def rms_norm(calls: Calls, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize rows [num_rows, width] to unit root mean square, then scale them by weight [width]."""
-    require_tensor("x", x, (None, None), tuple(DTYPES))
-    num_rows, width = x.shape
-    require_tensor("weight", weight, (width,), (x.dtype,))
-    out = calls.empty(num_rows, width, x.dtype)
-    call = Call(
-        kind=Kind.NORM, type=DTYPES[x.dtype], out=out.data_ptr(), x=x.data_ptr(), out_stride=width,
-        x_stride=x.stride(0), width=width, weights=weight.data_ptr(), eps=eps,
-    )  # fmt: skip
-    calls.take(num_rows, call)
+def rms_norm(calls: Calls, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Normalize rows [num_rows, width] to unit root mean square, then scale them by weight [width].
+
+    The result is added to the residual, which it overwrites, if there is one.
+    """
+    _require_rows(x, weight=weight)
+    if residual is not None:
+        require_tensor("residual", residual, tuple(x.shape), (x.dtype,))
+    out = calls.empty(len(x), x.shape[1], x.dtype) if residual is None else residual
+    call = _norm(Kind.NORM, x, out, weight, eps)
+    if residual is not None:
+        call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+    calls.take(len(x), call)
     return out
+
+
+def rms_norm_(calls: Calls, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Do as `rms_norm`, in place; x may be some columns of a wider matrix."""
+    _require_rows(x, weight=weight)
+    calls.take(len(x), _norm(Kind.NORM, x, x, weight, eps))
+
+
+def layer_norm(calls: Calls, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalize rows [num_rows, width] to mean zero and variance one, then scale them by weight and add bias."""
+    _require_rows(x, weight=weight, bias=bias)
+    out = calls.empty(len(x), x.shape[1], x.dtype)
+    call = _norm(Kind.LAYER_NORM, x, out, weight, eps)
+    call.bias = bias.data_ptr()
+    calls.take(len(x), call)
+    return out
+
+
+def _norm(kind: Kind, x: Tensor, out: Tensor, weight: Tensor, eps: float) -> Call:
+    return Call(
+        kind=kind, type=DTYPES[x.dtype], out=out.data_ptr(), x=x.data_ptr(), out_stride=out.stride(0),
+        x_stride=x.stride(0), width=len(weight), weights=weight.data_ptr(), eps=eps,
+    )  # fmt: skip
+
+
+def _require_rows(x: Tensor, **of_columns: Tensor) -> None:
+    require_tensor("x", x, (None, None), tuple(DTYPES))
+    for name, each in of_columns.items():
+        require_tensor(name, each, (x.shape[1],), (x.dtype,))
 
 
 def _filled(matrix: Tensor, multiple: int) -> Tensor:

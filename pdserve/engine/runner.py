@@ -34,7 +34,7 @@ from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
-from pdserve.model.ops_cpu import CompiledOps, NotCompiledError
+from pdserve.model.ops_cpu import CompiledOps
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
 
@@ -93,14 +93,6 @@ class DecodePrograms:
         recorded.token_ids.numpy()[:num_rows] = token_ids
         recorded.program.run(num_rows)
         return recorded.logits[:num_rows]
-
-    def can_record(self) -> bool:
-        """Say whether the library has all operations of the model."""
-        try:
-            self._record(1)
-        except NotCompiledError:
-            return False
-        return True
 
     def _record(self, num_rows: int) -> _Recorded:
         program = Program(self._loaded)
@@ -203,8 +195,7 @@ def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Atte
     attention = by_layer(make, config, kv, model.ropes, groups)
     if not is_compiled(model):
         return attention, None
-    programs = DecodePrograms(model, attention, loaded)
-    return attention, programs if programs.can_record() else None
+    return attention, DecodePrograms(model, attention, loaded)
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:

@@ -75,7 +75,7 @@ class GatedMlp:
         else:
             gate, up = taken("gate"), taken("up")
         down = tensors.take_matrix(f"{prefix}down_proj", hidden_size, inner, bias=of.bias, shard=rank.columns())
-        return cls(ops.held_gate_up(gate, up, of.activation), of.activation, ops.held(down))
+        return cls(ops.held_gate_up(gate, up), of.activation, ops.held(down))
 
 
 @dataclass(frozen=True, slots=True)

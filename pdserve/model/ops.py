@@ -119,8 +119,11 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor: ...
 
-    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
-        """Return linear(x) * scale, in float32 where that costs nothing: bfloat16 would make near logits equal."""
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
+        """Return linear(x) * scale, and of that cap * tanh(it / cap) where there is a soft cap.
+
+        In float32 where that costs nothing: bfloat16 would make near logits equal.
+        """
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -147,7 +150,7 @@ class DeviceOps(Ops, Protocol):
         """Return a loaded weight as the type that this device multiplies."""
         ...
 
-    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         """Return the matrices of a gated unit as this device multiplies them: joined into one, or apart."""
         ...
 
@@ -182,7 +185,7 @@ class TorchOps:
         matrix = decoded(weight)
         return _packed(matrix) if packs(matrix.data) else matrix
 
-    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         first, second = decoded(gate), decoded(up)
         if packs(first.data):
             return GateUp(_packed(first), _packed(second))
@@ -218,8 +221,8 @@ class TorchOps:
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
 
-    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
-        return times(self.linear(x, weight), scale)
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
+        return capped(times(self.linear(x, weight), scale), cap)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.float().div_(cap).tanh_().mul_(cap)
@@ -253,8 +256,8 @@ def activate(x: Tensor, activation: MlpActivation) -> Tensor:
             return functional.gelu(x, approximate="tanh")
         case Activation.SQUARED_RELU:
             return functional.relu(x).square_()
-        case XIelu(positive, negative):
-            above, below = functional.softplus(positive), XIELU_BETA + functional.softplus(negative)
+        case XIelu():
+            above, below = xielu_scalars(activation)
             bent = (torch.expm1(x.clamp(max=XIELU_EPS)) - x) * below
             return torch.where(x > 0, above * x * x, bent) + XIELU_BETA * x
         case Activation.XIELU:
@@ -262,6 +265,16 @@ def activate(x: Tensor, activation: MlpActivation) -> Tensor:
 
 
 XIELU_BETA, XIELU_EPS = 0.5, -1e-6
+
+
+def xielu_scalars(of: XIelu) -> tuple[Tensor, Tensor]:
+    """Return what xIELU multiplies with above zero, and below."""
+    return functional.softplus(of.positive), XIELU_BETA + functional.softplus(of.negative)
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(x / cap) in float32, or x itself where there is no cap; x is overwritten."""
+    return x if cap is None else x.float().div_(cap).tanh_().mul_(cap)
 
 
 def times(x: Tensor, scale: float) -> Tensor:

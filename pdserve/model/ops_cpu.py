@@ -10,105 +10,107 @@ from pdserve.kernels.cpu.calls import Calls, Immediate
 from pdserve.kernels.cpu.layers import (
     INPUT_BITS,
     MAX_INPUTS,
+    Activation,
+    Finish,
     Tiles,
     interleaved,
+    layer_norm,
     look_up,
     multiplies_bfloat16,
     multiplies_bytes,
     multiply,
     rms_norm,
+    rms_norm_,
     tiled,
     tiled_codes,
     tiled_gate_up,
 )
 from pdserve.kernels.cpu.library import DTYPES
-from pdserve.model.design import Activation
+from pdserve.model import design
 from pdserve.model.groups import Groups
 from pdserve.model.ops import (
     Dense,
     GateUp,
+    LayerNorm,
     Linear,
     Matrix,
     MlpActivation,
     Norm,
+    Ops,
     Quantized,
     RmsNorm,
     TorchOps,
-    joined,
+    XIelu,
     packs,
-    times,
+    xielu_scalars,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class NotCompiledError(Exception):
-    """The library has no such operation."""
-
-
 class CompiledOps:
-    """The compiled operations, with weights in tiles. A token's results depend on that token alone.
-
-    NotCompiledError if the library does not have one.
-    """
+    """The compiled operations, with weights in tiles. A token's results depend on that token alone."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
     def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
         assert isinstance(weight, Tiles)
-        _require_compiled(scale == 1.0)
-        return look_up(self._calls, token_ids, weight)
+        return look_up(self._calls, token_ids, weight, scale)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if not isinstance(norm, RmsNorm):
-            raise NotCompiledError
-        return rms_norm(self._calls, x, norm.weight, norm.eps)
+        match norm:
+            case RmsNorm(weight, eps):
+                return rms_norm(self._calls, x, weight, eps)
+            case LayerNorm(weight, bias, eps):
+                return layer_norm(self._calls, x, weight, bias, eps)
 
     def norm_(self, x: Tensor, norm: RmsNorm) -> None:
-        raise NotCompiledError
+        rms_norm_(self._calls, x, norm.weight, norm.eps)
 
     def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
-        raise NotCompiledError
+        return rms_norm(self._calls, x, norm.weight, norm.eps, residual)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         assert isinstance(weight, Tiles)
         return multiply(self._calls, x, weight)
 
-    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         assert isinstance(weight, Tiles)
-        _require_compiled(scale == 1.0)
-        return multiply(self._calls, x, weight, out_dtype=torch.float32 if weight.bias is None else weight.dtype)
+        out_dtype = torch.float32 if weight.bias is None else weight.dtype
+        return multiply(self._calls, x, weight, None, out_dtype, Finish(scale=scale, cap=cap))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         raise NotCompiledError
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         assert isinstance(weight, Tiles)
-        _require_compiled(scale == 1.0)
-        return multiply(self._calls, x, weight, residual)
+        return multiply(self._calls, x, weight, residual, finish=Finish(scale=scale))
 
-    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: design.Activation) -> Tensor:
         assert isinstance(weight, Tiles)
-        _require_compiled(weight.gated and activation is Activation.SILU)
-        return multiply(self._calls, x, weight)
+        assert weight.gated
+        return multiply(self._calls, x, weight, finish=_activating(activation))
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
-        raise NotCompiledError
+        assert isinstance(weight, Tiles)
+        return multiply(self._calls, x, weight, finish=_activating(activation))
 
 
-def _require_compiled(is_compiled: bool) -> None:
-    if not is_compiled:
-        raise NotCompiledError
+def _activating(activation: MlpActivation) -> Finish:
+    if isinstance(activation, XIelu):
+        positive, negative = xielu_scalars(activation)
+        return Finish(Activation.XIELU, (float(positive), float(negative)))
+    return Finish(Activation[activation.name])
 
 
-class CpuOps(TorchOps):
+class CpuOps:
     """The operations of a CPU: compiled for weights in tiles, in plain torch for others."""
 
     def __init__(self, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS) -> None:
         """Set up for one model. input_bits: of the inputs of its quantized products, 8 or 16."""
         self._input_bits = input_bits
-        self._compiled = CompiledOps(Immediate(loaded))
+        self._compiled, self._torch = CompiledOps(Immediate(loaded)), TorchOps()
         self._multiplies_bytes = multiplies_bytes(loaded)
         self._multiplies_bfloat16 = multiplies_bfloat16(loaded)
         self._noted = False  # whether slow products were logged
@@ -119,53 +121,54 @@ class CpuOps(TorchOps):
             groups = weight.groups
             data = tiled_codes(*_tensors(groups))
             return Tiles(data, groups.bits, groups.shape[0], weight.dtype, weight.bias, input_bits=self._input_bits)
-        return tiled(weight.data, weight.bias) if self._fits(weight) else super().held(weight)
+        return tiled(weight.data, weight.bias) if self._fits(weight) else self._torch.held(weight)
 
-    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         if isinstance(gate, Quantized) and isinstance(up, Quantized):
-            if activation is not Activation.SILU:
-                return self.held(joined(gate, up))
             return _quantized_gate_up(gate, up, self._input_bits)
         if isinstance(gate, Dense) and isinstance(up, Dense) and self._fits(gate):
-            if activation is not Activation.SILU:
-                return self.held(joined(gate, up))
             bias = None if gate.bias is None or up.bias is None else (gate.bias, up.bias)
             return tiled_gate_up(gate.data, up.data, bias)
-        return super().held_gate_up(gate, up, activation)
+        return self._torch.held_gate_up(gate, up)
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         if isinstance(weight, Quantized) or self._fits(weight):
             held = self.held(weight)
             return held, held if tied else None
-        return super().held_embedding(weight, tied=tied)
+        return self._torch.held_embedding(weight, tied=tied)
 
     def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
-        if isinstance(weight, Tiles):
-            return times(self._compiled.embed(token_ids, weight), scale)
-        return super().embed(token_ids, weight, scale)
+        return self._with(weight).embed(token_ids, weight, scale)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if isinstance(norm, RmsNorm) and x.dtype in DTYPES:
-            return self._compiled.norm(x, norm)
-        return super().norm(x, norm)
+        return self._over(x).norm(x, norm)
+
+    def norm_(self, x: Tensor, norm: RmsNorm) -> None:
+        self._over(x).norm_(x, norm)
+
+    def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
+        return self._over(x).norm_add(x, norm, residual)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return self._compiled.linear(x, weight) if isinstance(weight, Tiles) else super().linear(x, weight)
+        return self._with(weight).linear(x, weight)
 
-    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
-        if isinstance(weight, Tiles):
-            return times(self._compiled.logits(x, weight), scale)
-        return super().logits(x, weight, scale)
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
+        return self._with(weight).logits(x, weight, scale, cap)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
-        if isinstance(weight, Tiles) and scale == 1.0:
-            return self._compiled.linear_add(x, weight, residual)
-        return super().linear_add(x, weight, residual, scale)
+        return self._with(weight).linear_add(x, weight, residual, scale)
 
-    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
-        if isinstance(weight, Tiles) and weight.gated:
-            return self._compiled.gated(x, weight, activation)
-        return super().gated(x, weight, activation)
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: design.Activation) -> Tensor:
+        return self._with(weight).gated(x, weight, activation)
+
+    def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
+        return self._with(weight).activated(x, weight, activation)
+
+    def _with(self, weight: Linear | GateUp) -> Ops:
+        return self._compiled if isinstance(weight, Tiles) else self._torch
+
+    def _over(self, x: Tensor) -> Ops:
+        return self._compiled if x.dtype in DTYPES else self._torch
 
     def _note_slow_products(self, weight: Matrix) -> None:
         if isinstance(weight, Quantized):
@@ -187,7 +190,7 @@ class CpuOps(TorchOps):
 
 
 def _quantized_gate_up(gate: Quantized, up: Quantized, input_bits: int) -> Tiles:
-    """Put SwiGLU's two matrices into common tiles, with 8 bits if one of them has 8."""
+    """Put the two matrices of a gated unit into common tiles, with 8 bits if one of them has 8."""
     pair = (gate.groups, up.groups)
     if gate.groups.bits != up.groups.bits:
         pair = (gate.groups.eight_bits(), up.groups.eight_bits())

@@ -14,6 +14,7 @@ from pdserve.model.ops import (
     Norm,
     RmsNorm,
     activate,
+    capped,
     decoded,
     dense,
     joined,
@@ -27,7 +28,7 @@ class CudaOps:
     def held(self, weight: Matrix) -> Linear:
         return decoded(weight)
 
-    def held_gate_up(self, gate: Matrix, up: Matrix, activation: Activation) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         return joined(decoded(gate), decoded(up))
 
     def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
@@ -54,8 +55,8 @@ class CudaOps:
         matrix = dense(weight)
         return functional.linear(x, matrix.data, matrix.bias)
 
-    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
-        return times(self.linear(x, weight), scale)
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
+        return capped(times(self.linear(x, weight), scale), cap)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.float().div_(cap).tanh_().mul_(cap)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Immediate
-from pdserve.kernels.cpu.layers import Tiles, look_up, multiply, tiled, tiled_gate_up
+from pdserve.kernels.cpu.layers import PLAINLY, Activation, Finish, Tiles, look_up, multiply, tiled, tiled_gate_up
 
 SHAPES = [(1, 2), (31, 6), (33, 64), (100, 192), (192, 576)]
 NUM_ROWS = [0, 1, 4, 5, 12, 13, 40, 500]
@@ -22,7 +22,8 @@ class Products:
         self.calls = Immediate(loaded)
 
     def product(self, x: Tensor, tiles: Tiles, residual: Tensor | None = None) -> Tensor:
-        return multiply(self.calls, x, tiles, None if residual is None else residual.clone())
+        finish = Finish(Activation.SILU) if tiles.gated else PLAINLY
+        return multiply(self.calls, x, tiles, None if residual is None else residual.clone(), finish=finish)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +85,22 @@ def test_rows_of_any_stride_are_multiplied(products: Products) -> None:
     assert torch.equal(residual, expected)  # which the result overwrites
 
 
-def test_rows_of_a_matrix_in_tiles_are_looked_up(products: Products) -> None:
-    matrix = normal(1, 77, 30)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_what_follows_a_sum_comes_in_its_order(products: Products, num_rows: int) -> None:
+    """Bias, activation, scale and residual; the result lies in the residual."""
+    weight, bias, x, wide = normal(1, 45, 64), normal(2, 45), normal(3, num_rows, 64), normal(4, num_rows, 50)
+    finish, residual = Finish(Activation.SILU, scale=-0.4), wide[:, 3:48]
+    expected = torch.nn.functional.silu(x.double() @ weight.double().t() + bias.double()) * -0.4 + residual.double()
+    assert multiply(products.calls, x, tiled(weight, bias), residual, finish=finish) is residual
+    torch.testing.assert_close(residual.double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("inputs", [2, 30, 64])
+def test_rows_of_a_matrix_in_tiles_are_looked_up_times_a_scale(products: Products, inputs: int) -> None:
+    matrix = normal(1, 77, inputs)
     rows = torch.tensor([76, 0, 31, 32, 0])
     assert torch.equal(look_up(products.calls, rows, tiled(matrix)), matrix[rows])
+    assert torch.equal(look_up(products.calls, rows, tiled(matrix), 1.7), matrix[rows] * 1.7)
 
 
 def test_what_does_not_fit_is_refused_by_name(products: Products) -> None:
@@ -101,6 +114,9 @@ def test_what_does_not_fit_is_refused_by_name(products: Products) -> None:
         (lambda: products.product(x[:, :2], matrix), "x must have shape"),
         (lambda: products.product(x, matrix, x), "residual must have shape"),
         (lambda: products.product(x, pair, normal(1, 2, 8)), "residual: none"),
+        (lambda: multiply(products.calls, x, pair), "gates need an activation"),
+        (lambda: multiply(products.calls, x, pair, finish=Finish(Activation.SILU, scale=2.0)), "neither scale nor cap"),
+        (lambda: multiply(products.calls, x, pair, finish=Finish(Activation.SILU, cap=2.0)), "neither scale nor cap"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

@@ -11,6 +11,8 @@ from torch import Tensor
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.layers import (
     BLOCK,
+    Activation,
+    Finish,
     Tiles,
     interleaved,
     look_up,
@@ -82,9 +84,11 @@ def test_products_are_the_formulas(
         sums = coded_x @ matrix.t() + bias.double()
         assert_near(multiply(calls, x, tiles), sums, input_bits)
         assert_near(multiply(calls, x, tiles, residual.clone()), sums + residual.double(), input_bits)
+        scaled = multiply(calls, x, tiles, residual.clone(), finish=Finish(scale=0.5))
+        assert_near(scaled, sums * 0.5 + residual.double(), input_bits)
         ups = coded_x @ up.t() + bias.double()
         gated = torch.nn.functional.silu(sums) * ups
-        found = multiply(calls, x, gates).double()
+        found = multiply(calls, x, gates, finish=Finish(Activation.SILU)).double()
         torch.testing.assert_close(
             found, gated, rtol=0.02, atol=0.06 * (1 + float(ups.abs().amax()) if num_rows else 1)
         )
@@ -148,9 +152,11 @@ def test_a_row_depends_on_itself_alone(calls: Immediate, bits: int, input_bits: 
 def test_rows_of_a_matrix_are_decoded(calls: Immediate, bits: int, dtype: torch.dtype) -> None:
     parts, matrix = coded(1, 77, 96, bits)
     ids = torch.tensor([76, 0, 31, 32, 15, 16, 0])
-    rows = look_up(calls, ids, Tiles(tiled_codes(*parts), bits, 77, dtype))
+    tiles = Tiles(tiled_codes(*parts), bits, 77, dtype)
+    rows = look_up(calls, ids, tiles)
     rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(rows.double(), matrix[ids], rtol=rtol, atol=1e-6)
+    assert torch.equal(look_up(calls, ids, tiles, 0.3), rows * 0.3)
 
 
 @pytest.mark.parametrize(("bad", "input_bits"), list(product([float("nan"), float("inf"), float("-inf")], INPUT_BITS)))
@@ -192,13 +198,13 @@ def test_what_does_not_fit_is_refused_by_name(calls: Immediate) -> None:
     parts, _ = coded(1, 32, 64, 4)
     tiles = Tiles(tiled_codes(*parts), 4, 32, torch.bfloat16)
     gates = Tiles(tiled_codes(*parts), 4, 16, torch.bfloat16, gated=True)
-    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    x, silu = torch.zeros(2, 64, dtype=torch.bfloat16), Finish(Activation.SILU)
     for bad, message in (
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, x[0, :31]), "bias must have shape"),
         (lambda: Tiles(gates.data, 4, 16, tiles.dtype, x[0, :16], gated=True), "bias must have shape"),
         (lambda: Tiles(tiles.data, 4, 32, tiles.dtype, input_bits=12), "input_bits must be 8 or 16, got 12"),
         (lambda: multiply(calls, x, tiles, x[:, :32].clone(), torch.float32), "out_dtype must be torch.bfloat16"),
-        (lambda: multiply(calls, x, gates, out_dtype=torch.float32), "out_dtype must be torch.bfloat16"),
+        (lambda: multiply(calls, x, gates, None, torch.float32, silu), "out_dtype must be torch.bfloat16"),
         (lambda: look_up(calls, torch.arange(4)[::2], tiles), "ids must have stride 1"),
         (lambda: multiply(calls, x.float(), tiles), "x must be one of"),
         (lambda: multiply(calls, x[:, :32], tiles), "x must have shape"),

@@ -18,7 +18,8 @@ from whole_attention import torch_attention
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import in_form
 from pdserve.checkpoint.hf_directory import read_weights
-from pdserve.engine.runner import Runner
+from pdserve.engine.batch import Ints
+from pdserve.engine.runner import DecodePrograms, Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
@@ -103,16 +104,48 @@ def test_logits_and_ragged_batches_are_those_of_transformers(family: str, folder
     assert len({token for answer in answers for token in answer}) > 8, "the same tokens again and again prove little"
 
 
+@pytest.fixture
+def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return where the rows of each step are noted that runs as a program."""
+    rows, logits = list[int](), DecodePrograms.logits
+
+    def noted(programs: DecodePrograms, token_ids: Ints) -> Tensor:
+        rows.append(len(token_ids))
+        return logits(programs, token_ids)
+
+    monkeypatch.setattr(DecodePrograms, "logits", noted)
+    return rows
+
+
 @pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_in_quantized_tiles_decode_steps_are_those_of_one_by_one(
-    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_in_quantized_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
+    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, program_rows: list[int]
 ) -> None:
     folder = folders(family)
     model = load_model(config_of(folder), in_form(read_weights(folder), "int8"), torch.float32)
     prompts = [tokens(length) for length in (1, 20, 33)]
     texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8)
+    assert program_rows.count(3) > 4
     monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
+    program_rows.clear()
     assert greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8) == texts
+    assert not program_rows
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(family)
+    config, weights = config_of(folder), in_form(read_weights(folder), "int8")
+    compiled = load_model(config, weights, torch.float32)
+    assert is_compiled(compiled)
+    plain = Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps())
+    found, expected = logits_of(compiled), logits_of(plain)
+    print(
+        family,
+        float((found - expected).abs().max()),
+        float(expected.abs().max()),
+        float((found.argmax(-1) != expected.argmax(-1)).float().mean()),
+    )
 
 
 Change = Callable[[Design], Design]

@@ -12,7 +12,7 @@
 /* As kernels/cpu/calls.py numbers them. */
 enum {
     NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
-    BLOCKS
+    BLOCKS, LAYER_NORM
 };
 
 struct step;
@@ -25,14 +25,18 @@ struct call {
     int64_t out_stride, x_stride, inputs, width;
     const void *weights;
     const void *bias;     /* of each output, in the order of the weights, or NULL */
-    const void *residual; /* [rows, width]; may be out */
-    int64_t residual_stride, after, bits, input_bits; /* bits: of weights' codes; input_bits: 8 or 16, of inputs' */
+    const void *residual; /* [rows, width], or NULL; may be out */
+    int64_t residual_stride, after, activation;
+    int64_t bits, input_bits; /* of weights' codes; of inputs': 8 or 16 */
     void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
     int64_t layer, rope;         /* rope: of the step's */
     const void *q_norm, *k_norm; /* [head_dim], or NULL */
     int64_t norms_after;         /* whether these come after the rotation */
     double eps;
+    double scale;              /* of a product's results, before the residual is added; of rows that are looked up */
+    double cap;                /* c of c * tanh(result / c), after the scale; 0: none */
+    double positive, negative; /* xIELU's scalars */
     _Atomic uint64_t taken, done; /* in a program: see team.c */
 };
 
@@ -43,7 +47,7 @@ units pdserve_units_bfloat16, pdserve_units_quantized, pdserve_units_placing, pd
 
 /* Each does the units from begin to before end. */
 typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t end);
-work pdserve_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16, pdserve_coding,
+work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16, pdserve_coding,
     pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks;
 
 /* The same for a call of any kind; see run.c. */

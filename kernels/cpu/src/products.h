@@ -10,6 +10,7 @@
 
 #define OWN_WIDTH
 
+#include "activations.h"
 #include "calls.h"
 #include "vectors.h"
 
@@ -55,6 +56,9 @@ INLINE void finish_part(const struct call *to, int64_t row, int64_t column, floa
         return;
     if (to->bias)
         sums += load_up_to(to->bias, column, left, type);
+    sums = activated(to, sums) * (float)to->scale;
+    if (to->cap > 0)
+        sums = tanh_of(sums / (float)to->cap) * (float)to->cap;
     if (to->after == ADDED)
         sums += load_up_to(to->residual + row * to->residual_stride * size_of(type), column, left, type);
     store_up_to(to->out + row * to->out_stride * size_of(type), column, left, sums, type);
@@ -71,8 +75,7 @@ INLINE void finish_gated(
         gates += load(to->bias, first, type);
         ups += load(to->bias, first + HALF_TILE, type);
     }
-    floats gated = gates / (1.0f + exp_of(-gates)) * ups;
-    store_up_to(to->out + row * to->out_stride * size_of(type), column, left, gated, type);
+    store_up_to(to->out + row * to->out_stride * size_of(type), column, left, activated(to, gates) * ups, type);
 }
 
 /* Writes one row of one tile. sums: [PARTS]. */
@@ -84,6 +87,12 @@ INLINE void finish(const struct call *to, int64_t row, int64_t tile, const float
         for (int part = 0; part < PARTS / 2; part++)
             finish_gated(to, row, tile * HALF_TILE + part * LANES, tile * TILE + part * LANES, sums[part],
                          sums[part + PARTS / 2], type);
+}
+
+/* Multiplies a row that was looked up, in its own type. */
+INLINE void scale_row(char *row, int64_t width, float scale, int type) {
+    for (int64_t i = 0; scale != 1.0f && i < width; i += LANES)
+        store_up_to(row, i, width - i, load_up_to(row, i, width - i, type) * scale, type);
 }
 
 /* Cuts `rows` into parts of at most `most` rows, as even as can be. */

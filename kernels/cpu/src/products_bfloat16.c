@@ -108,7 +108,7 @@ void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t beg
     }
 }
 
-/* Copies rows of the matrix that a call's x names. */
+/* Copies rows of the matrix that a call's x names, times the scale. */
 void pdserve_lookup_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const int64_t *ids = call->x, pairs = call->inputs / 2;
     (void)rows;
@@ -117,5 +117,6 @@ void pdserve_lookup_bfloat16(const struct call *call, int64_t rows, int64_t begi
         char *to = (char *)call->out + row * call->out_stride * 2;
         for (int64_t pair = 0; pair < pairs; pair++)
             memcpy(to + 4 * pair, from + pair * TILE, 4);
+        scale_row(to, call->inputs, (float)call->scale, BFLOAT16);
     }
 }

@@ -198,7 +198,7 @@ INLINE void decode_row(char *out, const uint8_t *tile, int64_t lane, int64_t inp
     }
 }
 
-/* Decodes rows of the matrix that a call's x names. */
+/* Decodes rows of the matrix that a call's x names, times the scale. */
 void pdserve_lookup_quantized(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const int64_t *ids = call->x, inputs = call->inputs, tile_bytes = inputs / BLOCK * block_bytes((int)call->bits);
     (void)rows;
@@ -206,5 +206,6 @@ void pdserve_lookup_quantized(const struct call *call, int64_t rows, int64_t beg
         const uint8_t *tile = (const uint8_t *)call->weights + ids[row] / TILE * tile_bytes;
         char *to = (char *)call->out + row * call->out_stride * size_of((int)call->type);
         decode_row(to, tile, ids[row] % TILE, inputs, (int)call->bits, (int)call->type);
+        scale_row(to, inputs, (float)call->scale, (int)call->type);
     }
 }

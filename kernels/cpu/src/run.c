@@ -24,13 +24,15 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [LOOKUP_QUANTIZED] = pdserve_lookup_quantized, [PRODUCT_BFLOAT16] = pdserve_product_bfloat16,
         [CODING] = pdserve_coding, [PRODUCT_QUANTIZED] = pdserve_product_quantized, [PLACING] = pdserve_placing,
         [RANGES] = pdserve_ranges, [COMBINING] = pdserve_combining, [BLOCKS] = pdserve_blocks,
+        [LAYER_NORM] = pdserve_layer_norm,
     };
     works[call->kind](call, rows, begin, end);
 }
 
 static int is_worth_threads(const struct call *call, int64_t rows) {
     switch (call->kind) {
-    case NORM: return rows * call->width >= WORTH_THREADS;
+    case NORM:
+    case LAYER_NORM: return rows * call->width >= WORTH_THREADS;
     case LOOKUP_BFLOAT16:
     case LOOKUP_QUANTIZED: return rows * call->inputs >= WORTH_THREADS;
     case PLACING: return pdserve_attention_is_long(call);

@@ -142,13 +142,10 @@ INLINE float max_of(floats value) {
 #endif
 }
 
-/* e^x to about 2 units in the last place; 0 below -87.3, where float32 loses its precision, infinite above 88.7. */
-INLINE floats exp_of(floats given) {
-    floats x = given;
-    ints below = x < splat(-87.3f), above = x > splat(88.7f);
-    x = choose(above, splat(88.7f), choose(below, splat(-87.3f), x));
+/* e^rest - 1, where x = power * ln(2) + rest and |rest| is at most ln(2) / 2. x: from -87.3 to 88.7. */
+INLINE floats expm1_of_rest(floats x, ints *power) {
     floats times = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits */
-    ints power = (ints)times - 0x4b400000;
+    *power = (ints)times - 0x4b400000;
     times -= 12582912.0f;
     floats rest = x - times * 0.693359375f;
     rest -= times * -2.12194440e-4f;
@@ -158,10 +155,31 @@ INLINE floats exp_of(floats given) {
     poly = poly * rest + 4.1665795894e-2f;
     poly = poly * rest + 1.6666665459e-1f;
     poly = poly * rest + 5.0000001201e-1f;
-    poly = poly * rest * rest + rest + 1.0f;
+    return poly * rest * rest + rest;
+}
+
+/* e^x to about 2 units in the last place; 0 below -87.3, where float32 loses its precision, infinite above 88.7. */
+INLINE floats exp_of(floats given) {
+    ints below = given < splat(-87.3f), above = given > splat(88.7f), power;
+    floats x = choose(above, splat(88.7f), choose(below, splat(-87.3f), given));
+    floats poly = expm1_of_rest(x, &power) + 1.0f;
     floats result = (floats)((ints)poly + (power << 23));
     result = choose(above, splat(INFINITY), (floats)((ints)result & ~below));
     return choose(given != given, given, result);
+}
+
+/* e^x - 1 to about 3 units in the last place; -1 below -87, 2^127 above 88. */
+INLINE floats expm1_of(floats given) {
+    ints power;
+    floats x = choose(given > splat(88.0f), splat(88.0f), choose(given < splat(-87.0f), splat(-87.0f), given));
+    floats poly = expm1_of_rest(x, &power), scale = (floats)((power + 127) << 23);
+    return choose(given != given, given, poly * scale + (scale - 1.0f));
+}
+
+/* tanh(x) to about 4 units in the last place. */
+INLINE floats tanh_of(floats x) {
+    floats grown = expm1_of(x + x);
+    return grown / (grown + 2.0f);
 }
 
 /* Vectors of pairs of bfloat16, as many as floats. `add_products` adds the products of both elements to a float:
