@@ -140,12 +140,8 @@ def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders
     assert is_compiled(compiled)
     plain = Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps())
     found, expected = logits_of(compiled), logits_of(plain)
-    print(
-        family,
-        float((found - expected).abs().max()),
-        float(expected.abs().max()),
-        float((found.argmax(-1) != expected.argmax(-1)).float().mean()),
-    )
+    torch.testing.assert_close(found, expected, atol=5e-2, rtol=0.0)  # inputs of products are coded
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
 Change = Callable[[Design], Design]

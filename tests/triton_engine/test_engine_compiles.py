@@ -51,7 +51,7 @@ def launch(attention, batch, size):
     attention.run(1, empty(size, heads, config.head_dim), norm)
     gate, up = (Dense(empty(config.design.layers[0].mlp.inner_size, config.hidden_size)) for _ in range(2))
     x = ops.norm(empty(size, config.hidden_size), RmsNorm(empty(config.hidden_size), 1e-6))
-    ops.gated(x, ops.held_gate_up(gate, up, Activation.SILU), Activation.SILU)
+    ops.gated(x, ops.held_gate_up(gate, up), Activation.SILU)
     sampler = KernelSampler((1,), config.vocab_size, 4, META)
     sampler.sample(empty(len(batch.samples), config.vocab_size), batch.samples)
 
