@@ -59,8 +59,8 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.ops.logits(self.ops.norm(hidden, self.final_norm), self.lm_head, self.logit_scale)
-        return logits if self.logit_cap is None else self.ops.soft_cap(logits, self.logit_cap)
+        normed = self.ops.norm(hidden, self.final_norm)
+        return self.ops.logits(normed, self.lm_head, self.logit_scale, self.logit_cap)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
         yield from (self.embedding, self.lm_head)

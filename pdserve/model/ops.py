@@ -126,10 +126,6 @@ class Ops(Protocol):
         """
         ...
 
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """Return cap * tanh(x / cap) in float32; x may be overwritten."""
-        ...
-
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Return linear(x) * scale + residual, which may be overwritten."""
         ...
@@ -223,9 +219,6 @@ class TorchOps:
 
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         return capped(times(self.linear(x, weight), scale), cap)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return x.float().div_(cap).tanh_().mul_(cap)
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(weight, Packed) and scale == 1.0:

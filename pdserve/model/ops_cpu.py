@@ -80,9 +80,6 @@ class CompiledOps:
         out_dtype = torch.float32 if weight.bias is None else weight.dtype
         return multiply(self._calls, x, weight, None, out_dtype, Finish(scale=scale, cap=cap))
 
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        raise NotCompiledError
-
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         assert isinstance(weight, Tiles)
         return multiply(self._calls, x, weight, residual, finish=Finish(scale=scale))

@@ -58,9 +58,6 @@ class CudaOps:
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         return capped(times(self.linear(x, weight), scale), cap)
 
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return x.float().div_(cap).tanh_().mul_(cap)
-
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Add the products to the residual before rounding."""
         matrix = dense(weight)
