@@ -1,12 +1,15 @@
 """Express a GGUF file's metadata as the config.json its model had on Hugging Face."""
 
+from collections.abc import Mapping
+
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_families import FAMILIES, LAYER_EPSILON, RMS_EPSILON, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile
-from pdserve.checkpoint.gguf_rope import rope_parameters
+from pdserve.checkpoint.gguf_rope import DEFAULT_THETA, rope_parameters
+from pdserve.model.families.reading import FULL, SLIDING
 from pdserve.model.fields import Fields
 
-WINDOW = "attention.sliding_window"
+WINDOW, PATTERN, WINDOW_THETA = "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"
 # Keys that change no result, or do so with others alone. Any other key that nothing reads is refused.
 _OF_SCALING = ("attn_factor", "factor", "finetuned", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
 UNREAD_KEYS = frozenset(
@@ -37,6 +40,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
     if len(shapes.get("token_embd.weight", ())) != 2:
         raise ConfigError("token_embd.weight: the file has no such matrix")
     head_dim, tokens = _head_dim(fields, family), Fields(file.metadata)
+    rope = rope_parameters(file, fields, head_dim, long_rope=family.long_rope)
     config = {
         "architectures": [family.architecture],
         "vocab_size": shapes["token_embd.weight"][0],
@@ -47,27 +51,61 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         "num_key_value_heads": fields.integer("attention.head_count_kv", fields.integer("attention.head_count")),
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
-        "rope_parameters": rope_parameters(file, fields, head_dim, long_rope=family.long_rope),
+        "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": tokens.optional_int("tokenizer.ggml.bos_token_id"),
         "eos_token_id": tokens.optional_int("tokenizer.ggml.eos_token_id"),
         **{flag: f"blk.0.{part}.bias" in shapes for flag, part in family.biases.items()},
         **{each.name: fields.number(each.key, each.default) for each in (family.epsilon, *family.numbers)},
-        **_window(fields, family),
+        **_windows(fields, family, rope, file.metadata.get(f"{prefix}{PATTERN}")),
+        **_scores(fields, family, head_dim),
     }
     _check_keys(fields, family)
     return config
 
 
-def _window(fields: Fields, family: GgufFamily) -> dict[str, object]:
-    """Return what a window changes; a window of 0 is none."""
-    window = fields.optional_int(WINDOW)
-    if not window:
+def _windows(fields: Fields, family: GgufFamily, rope: Mapping[str, object], pattern: object) -> dict[str, object]:
+    """Return what windows change. pattern: which layers have them, or how often one has none."""
+    of = family.windows
+    if of is None or not (of.required or fields.optional_int(WINDOW)):
+        if fields.optional_int(WINDOW):
+            windowed = ", ".join(name for name, each in FAMILIES.items() if each.windows)
+            raise fields.unsupported(WINDOW, f"only with the architectures {windowed}")
+        return {"sliding_window": None} if of else {}
+    config: dict[str, object] = {"architectures": [of.architecture], "sliding_window": fields.positive(WINDOW)}
+    if of.period is not None:
+        config["layer_types"] = _layer_types(fields, pattern, of.period)
+    if of.own_rope:
+        theta = fields.number(
+            WINDOW_THETA, fields.number("rope.freq_base", DEFAULT_THETA) if of.theta is None else of.theta
+        )
+        local = {"rope_type": "default", "rope_theta": theta}
+        config["rope_parameters"] = {FULL: rope, SLIDING: local}
+    return config
+
+
+def _layer_types(fields: Fields, pattern: object, period: int) -> list[str]:
+    """Say of each layer whether it has a window."""
+    fields.skip(PATTERN)
+    count = fields.integer("block_count")
+    match pattern:
+        case list() if len(pattern) == count and all(isinstance(each, bool) for each in pattern):
+            return [SLIDING if each else FULL for each in pattern]
+        case None:
+            pass
+        case int() if pattern > 0 and not isinstance(pattern, bool):
+            period = pattern
+        case _:
+            raise fields.unsupported(PATTERN, f"a number above 0, or true or false for each of {count} layers")
+    return [SLIDING if layer % period != period - 1 else FULL for layer in range(count)]
+
+
+def _scores(fields: Fields, family: GgufFamily, head_dim: int) -> dict[str, object]:
+    """Return what scores are scaled by, of which files say nothing."""
+    if family.scores_by_share is None:
         return {}
-    if family.windowed is None:
-        windowed = ", ".join(name for name, each in FAMILIES.items() if each.windowed)
-        raise fields.unsupported(WINDOW, f"only with the architectures {windowed}")
-    return {"architectures": [family.windowed], "sliding_window": window}
+    share = fields.integer("embedding_length") // fields.integer("attention.head_count")
+    return {"query_pre_attn_scalar": share if fields.integer("block_count") == family.scores_by_share else head_dim}
 
 
 def _check_keys(fields: Fields, family: GgufFamily) -> None:

@@ -35,6 +35,17 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """What it means that the metadata have a window. A window of 0 is none."""
+
+    architecture: str  # Hugging Face's
+    period: int | None = None  # each so many-th layer sees all tokens, unless the file says which; None: none does
+    required: bool = False
+    own_rope: bool = False  # layers with a window have a rope of their own, which is not scaled
+    theta: float | None = None  # of that rope, unless the file says; None: that of the others
+
+
+@dataclass(frozen=True, slots=True)
 class GgufFamily:
     """What the files of one architecture hold."""
 
@@ -44,7 +55,8 @@ class GgufFamily:
     biases: Mapping[str, str] = field(default_factory=dict)  # flags of config.json, each with a part that has a bias
     epsilon: Number = field(default_factory=lambda: Number(RMS_EPSILON, "rms_norm_eps"))
     numbers: tuple[Number, ...] = ()
-    windowed: str | None = None  # Hugging Face's architecture of a file with a window; None: such a file is refused
+    windows: Windows | None = None  # None: a file with a window is refused
+    scores_by_share: int | None = None  # scores are scaled by the head, or by hidden size over heads in so many layers
     interleaved: bool = (
         False  # rows of q and k that turn together lie side by side, and on Hugging Face half a head apart
     )
@@ -59,10 +71,22 @@ def _without(*parts: str) -> dict[str, str]:
 
 
 _FUSED_MLP = {**_without("ffn_gate"), "ffn_up": "mlp.gate_up_proj"}
+_AFTER_ALONE = {  # norms after attention and MLP, none before
+    **_without("attn_norm", "ffn_norm"),
+    **_HEAD_NORMS,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BETWEEN_NORMS = {
+    **LAYER_NAMES,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LLAMA = GgufFamily("LlamaForCausalLM", biases=_ATTENTION | _MLP, interleaved=True)
 
 FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
-    "llama": replace(_LLAMA, windowed="MistralForCausalLM"),
+    "llama": replace(_LLAMA, windows=Windows("MistralForCausalLM")),
     "qwen2": GgufFamily("Qwen2ForCausalLM", biases=_ATTENTION | _MLP),
     "qwen3": GgufFamily("Qwen3ForCausalLM", LAYER_NAMES | _HEAD_NORMS, biases=_ATTENTION | _MLP),
     "apertus": GgufFamily(
@@ -82,8 +106,37 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
         names=_without("ffn_gate"),
         biases=_ATTENTION | {"mlp_bias": "ffn_up"},
     ),
+    "cohere2": GgufFamily(
+        "Cohere2ForCausalLM",
+        _without("ffn_norm"),
+        biases=_ATTENTION,
+        epsilon=Number(LAYER_EPSILON, "layer_norm_eps"),
+        numbers=(Number("logit_scale", "logit_scale"),),
+        windows=Windows("Cohere2ForCausalLM", period=4, required=True),
+    ),
     "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", _AFTER_ALONE, windows=Windows("Exaone4ForCausalLM", period=4)),
     "gemma": GgufFamily("GemmaForCausalLM", biases=_ATTENTION, norms_plus=1.0),
+    "gemma2": GgufFamily(
+        "Gemma2ForCausalLM",
+        _BETWEEN_NORMS,
+        biases=_ATTENTION,
+        numbers=(
+            Number("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+            Number("final_logit_softcapping", "final_logit_softcapping", 30.0),
+        ),
+        windows=Windows("Gemma2ForCausalLM", period=2, required=True),
+        scores_by_share=46,
+        norms_plus=1.0,
+    ),
+    "gemma3": GgufFamily(
+        "Gemma3ForCausalLM",
+        _BETWEEN_NORMS | _HEAD_NORMS,
+        biases=_ATTENTION,
+        windows=Windows("Gemma3ForCausalLM", period=6, required=True, own_rope=True, theta=1e4),
+        scores_by_share=62,
+        norms_plus=1.0,
+    ),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         {**_FUSED_MLP, "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
@@ -119,13 +172,9 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
     ),
     "olmo2": GgufFamily(
         "Olmo2ForCausalLM",
-        {
-            **_without("attn_norm", "ffn_norm"),
-            **_HEAD_NORMS,
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        _AFTER_ALONE,
         biases=_ATTENTION,
+        windows=Windows("Olmo3ForCausalLM", period=4, own_rope=True),
     ),
     "phi2": GgufFamily(
         "PhiForCausalLM",
@@ -145,7 +194,7 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
             "attn_qkv": "self_attn.qkv_proj",
             **{part: name for part, name in _FUSED_MLP.items() if part not in ("attn_q", "attn_k", "attn_v")},
         },
-        windowed="Phi3ForCausalLM",
+        windows=Windows("Phi3ForCausalLM"),
         partial_rope=True,
         long_rope=True,
     ),

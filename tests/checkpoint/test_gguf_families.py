@@ -6,19 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType
 from gguf_models import CASES, random_model, round_matrices, write_gguf
 from greedy_runs import spec
 from model_zoo import load_oracle, prompt
 from torch import Tensor
+from whole_attention import torch_attention
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_families import FAMILIES
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.attention_torch import TorchAttention
-from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.config import ModelConfig
@@ -44,9 +43,10 @@ def one_thread() -> Iterator[None]:
 def logits_of(path: Path) -> Tensor:
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
-    attention = TorchAttention(model.config, Runner(model, NUM_PAGES, PAGE_SIZE).kv, model.ropes)
-    step = StepPlan((Chunk(PROMPT, 0, tuple(range(NUM_PAGES)), (spec(),)),))
-    attention.plan(Batch.of(step, PoolShape(NUM_PAGES, PAGE_SIZE, model.config.vocab_size)))
+    runner, pages = Runner(model, 2 * NUM_PAGES, PAGE_SIZE), tuple(range(NUM_PAGES))
+    others = tuple(tuple(range(NUM_PAGES, 2 * NUM_PAGES)) for _ in runner.groups[1:])
+    step = StepPlan((Chunk(PROMPT, 0, pages, (spec(),), other_pages=others),))
+    attention = torch_attention(model, runner.kv, step, runner.groups)
     return model.forward(torch.tensor(PROMPT), attention, None)
 
 
@@ -89,7 +89,7 @@ def test_codes_that_are_kept_mean_what_the_file_means(name: str, tmp_path: Path)
 
 
 def test_each_served_architecture_is_tested() -> None:
-    written = {case.arch.name.lower().replace("_dense", "-dense") for case in CASES.values()}
+    written = {MODEL_ARCH_NAMES[case.arch] for case in CASES.values()}
     assert written == set(FAMILIES) - {"qwen2", "qwen3"}, "whose models have tests of their own"
 
 
@@ -104,17 +104,33 @@ METADATA = {
 }
 
 
+WINDOW = {"attention.sliding_window": 8}
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "complaint"),
     [
         ("gemma", {"attn_logit_softcapping": 50.0}, r"gemma\.attn_logit_softcapping: 50\.0"),
-        ("gemma", {"attention.sliding_window": 8}, r"gemma\.attention\.sliding_window: 8 .*only with .* llama, phi3"),
+        (
+            "gemma",
+            {"attention.sliding_window": 8},
+            r"gemma\.attention\.sliding_window: 8 .*only with .* llama, cohere2",
+        ),
+        ("gemma3", {}, r"gemma3\.attention\.sliding_window: missing"),
+        ("gemma3", {"attention.sliding_window": 0}, r"gemma3\.attention\.sliding_window: 0 is not"),
+        (
+            "gemma3",
+            {**WINDOW, "attention.sliding_window_pattern": [True, False]},
+            r"sliding_window_pattern: \[True, False",
+        ),
+        ("gemma3", {**WINDOW, "attention.sliding_window_pattern": 0}, r"gemma3\.attention\.sliding_window_pattern: 0"),
+        ("gemma3", {**WINDOW, "final_logit_softcapping": 30.0}, r"gemma3\.final_logit_softcapping: 30\.0"),
+        ("gemma2", {**WINDOW, "rope.freq_base_swa": 1e4}, r"gemma2\.rope\.freq_base_swa: 10000\.0"),
         ("glm4", {"nextn_predict_layers": 1}, r"glm4\.nextn_predict_layers: 1"),
         ("glm4", {"rope.dimension_count": 16}, r"glm4\.rope\.dimension_count: 16 .*1 to the head's 8"),
         ("granite", {"attention.scale": 1.0}, r"granite\.logit_scale: missing"),
         ("granite", {"attention.scale": 1.0, "logit_scale": 0.0}, r"logits_scaling: 0\.0"),
         ("nemotron", {"attention.layer_norm_epsilon": None}, r"nemotron\.attention\.layer_norm_epsilon: missing"),
-        ("olmo2", {"attention.sliding_window": 8}, r"olmo2\.attention\.sliding_window: 8"),
         ("phi3", {"rope.scaling.type": "longrope"}, r"phi3\.rope\.scaling\.type: 'longrope'"),
         ("starcoder2", {"rope.dimension_count": 4, "attention.key_length": 8}, r"starcoder2\.rope\.dimension_count: 4"),
     ],
@@ -129,6 +145,20 @@ def test_keys_that_a_family_does_not_have_are_refused_by_name(
     file = GgufFile(Path("x.gguf"), metadata, (GgufTensor("token_embd.weight", (100, 32), 0, 0),))
     with pytest.raises(ConfigError, match=complaint):
         ModelConfig.from_hf(hf_config(file))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "scale"), [("gemma2", 46, 8), ("gemma2", 26, 32), ("gemma3", 62, 8), ("gemma3", 18, 32)]
+)
+def test_scores_of_the_largest_gemmas_are_scaled_by_hidden_size_over_heads(
+    architecture: str, layers: int, scale: int
+) -> None:
+    keys = {**METADATA, **WINDOW, "block_count": layers, "attention.key_length": 32, "attention.value_length": 32}
+    del keys["attention.layer_norm_epsilon"]
+    metadata = {"general.architecture": architecture} | {f"{architecture}.{key}": v for key, v in keys.items()}
+    file = GgufFile(Path("x.gguf"), metadata, (GgufTensor("token_embd.weight", (100, 32), 0, 0),))
+    design = ModelConfig.from_hf(hf_config(file)).design
+    assert {layer.attention.scores.scale for layer in design.layers} == {scale**-0.5}
 
 
 @pytest.mark.parametrize("missing", ["alpha_p", "beta"])

@@ -12,13 +12,18 @@ import gguf
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType
-from model_zoo import LLAMA3_ROPE, LONGROPE, MORE_FAMILIES, SHAPE, causal
+from model_zoo import LLAMA3_ROPE, LONGROPE, MORE_FAMILIES, SHAPE, YARN, causal
 from numpy.typing import NDArray
 from transformers import (
     ApertusConfig,
+    Cohere2Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    Olmo3Config,
     Phi3Config,
     PreTrainedModel,
     SmolLM3Config,
@@ -87,6 +92,50 @@ def _hunyuan(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     writer.add_rope_scaling_orig_ctx_len(256 * 1024)
 
 
+def _cohere2(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    writer.add_logit_scale(config.logit_scale)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _gemma2(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _gemma3(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    full = config.rope_parameters["full_attention"]
+    if full["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _gemma3_with_theta(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _gemma3(writer, config)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def _by_layer(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def _olmo3(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _by_layer(writer, config)
+    full = config.rope_parameters["full_attention"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(full["factor"])
+    writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+
+
 @dataclass(frozen=True)
 class Case:
     """A family, and what the converter does for it alone."""
@@ -104,10 +153,38 @@ def _zoo(arch: MODEL_ARCH, family: str, write: Write = _rms, **own: Any) -> Case
     return Case(arch, MORE_FAMILIES[family], write, **own)
 
 
+def _gemma_3(write: Write, full: dict[str, Any], local_theta: float) -> Case:
+    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local_theta}}
+    sizes = {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 7, "sliding_window": 40}
+    return Case(MODEL_ARCH.GEMMA3, causal(Gemma3TextConfig, rope_parameters=ropes, **sizes), write, norms_plus=1.0)
+
+
 CASES = {
     "apertus": Case(MODEL_ARCH.APERTUS, causal(ApertusConfig, rope_parameters=LLAMA31_ROPE), _of_head),
     "arcee": _zoo(MODEL_ARCH.ARCEE, "arcee", _of_head, permutes=True),
+    "cohere2": Case(
+        MODEL_ARCH.COHERE2, causal(Cohere2Config, sliding_window=40, logit_scale=0.25, num_hidden_layers=5), _cohere2
+    ),
     "ernie4_5": _zoo(MODEL_ARCH.ERNIE4_5, "ernie"),
+    "exaone4": Case(MODEL_ARCH.EXAONE4, causal(Exaone4Config, sliding_window=40, sliding_window_pattern=3), _by_layer),
+    "exaone4-whole": Case(
+        MODEL_ARCH.EXAONE4, causal(Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 3), _by_layer
+    ),
+    "gemma2": Case(
+        MODEL_ARCH.GEMMA2,
+        causal(
+            Gemma2Config,
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            sliding_window=40,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=20.0,
+        ),
+        _gemma2,
+        norms_plus=1.0,
+    ),
+    "gemma3": _gemma_3(_gemma3, {"rope_type": "default", "rope_theta": 1e6}, 1e4),
+    "gemma3-linear": _gemma_3(_gemma3_with_theta, {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, 5e3),
     "gemma": Case(MODEL_ARCH.GEMMA, causal(GemmaConfig, head_dim=32), norms_plus=1.0),
     "glm4": _zoo(MODEL_ARCH.GLM4, "glm4", _glm4),
     "granite": _zoo(MODEL_ARCH.GRANITE, "granite", _granite, permutes=True),
@@ -117,6 +194,19 @@ CASES = {
     "llama": Case(MODEL_ARCH.LLAMA, causal(LlamaConfig, attention_bias=True, mlp_bias=True), _of_head, permutes=True),
     "nemotron": _zoo(MODEL_ARCH.NEMOTRON, "nemotron", _nemotron, norms_plus=1.0, transformers_reads=True),
     "olmo2": _zoo(MODEL_ARCH.OLMO2, "olmo2"),
+    "olmo3": Case(
+        MODEL_ARCH.OLMO2,
+        causal(
+            Olmo3Config,
+            sliding_window=40,
+            num_hidden_layers=4,
+            rope_parameters={
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+        _olmo3,
+    ),
     "phi2": _zoo(MODEL_ARCH.PHI2, "phi", _phi2, shape={"num_key_value_heads": 4, "intermediate_size": 256}),
     "phi3": Case(MODEL_ARCH.PHI3, causal(Phi3Config, sliding_window=96, rope_parameters=PHI3_ROPE), _phi3),
     "phi3-whole": Case(
@@ -168,7 +258,7 @@ def write_gguf(case: Case, model: PreTrainedModel, path: Path, kind: GGMLQuantiz
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     case.write(writer, config)
-    if case.arch != MODEL_ARCH.GEMMA:
+    if case.arch not in (MODEL_ARCH.GEMMA, MODEL_ARCH.GEMMA2):
         writer.add_rope_freq_base(_theta(config))
     for name, values in (*_factors(config), *_tensors(case, model)):
         if values.ndim == 2 and kind is not None:
@@ -233,7 +323,7 @@ def _add_scalars(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _theta(config: Any) -> float:  # noqa: ANN401
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     theta, dim = rope["rope_theta"], _head_dim(config)
     return float(theta * rope["alpha"] ** (dim / (dim - 2)) if "alpha" in rope else theta)
 
