@@ -70,8 +70,8 @@ LONGROPE = {
 
 
 def causal(config: Callable[..., PreTrainedConfig], **own: object) -> Callable[[dict[str, Any]], PreTrainedModel]:
-    """Return what makes a model of a shape, with what the family adds to it."""
-    return lambda shape: AutoModelForCausalLM.from_config(config(**{**shape, **own}))
+    """Return what makes a model of SHAPE, with what the family adds to it, and with what a test asks for."""
+    return lambda asked: AutoModelForCausalLM.from_config(config(**{**SHAPE, **own, **asked}))
 
 
 FAMILIES = {
@@ -150,7 +150,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
 def write_model(family: str, folder: Path, **shape: int) -> Path:
     """Write a random float32 model with weights large enough that its greedy text does not settle on one token."""
     torch.manual_seed(7)
-    model = {**FAMILIES, **MORE_FAMILIES}[family]({**SHAPE, **shape}).float()
+    model = {**FAMILIES, **MORE_FAMILIES}[family](shape).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             (_scale if family in FAMILIES else _spread)(name, parameter)

@@ -69,9 +69,12 @@ def in_two_groups(step: StepPlan) -> StepPlan:
     )
 
 
-# With layers of each kind; the others have one layer.
+# With layers of each kind, whose windows the steps pass; the others have one layer.
 OF_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3", "ministral", "olmo3", "qwen2-windows")
-SHAPES: dict[str, dict[str, int]] = {"smollm3": {"num_hidden_layers": 2}, **{family: {} for family in OF_KINDS}}
+SHAPES: dict[str, dict[str, int]] = {
+    "smollm3": {"num_hidden_layers": 2},
+    **{family: {"sliding_window": 8} for family in OF_KINDS},
+}
 
 # Those whose kernels get something that no other test gives them.
 ALWAYS = ("gemma2", "glm4", "granite", "hunyuan", "smollm3")

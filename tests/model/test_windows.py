@@ -1,0 +1,157 @@
+"""Models whose layers have windows in part: pages leave a window while a sequence runs, and no token changes by it."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from model_zoo import VOCAB, first_disagreement, load_oracle, prompt, write_model
+from transformers import PreTrainedModel
+
+from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.checkpoint.hf_directory import read_weights
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.layer_kinds import paging_of, pool_size
+from pdserve.engine.runner import Runner
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Sampled, Sequence
+from pdserve.executor.loading import KERNEL_DEVICES, describe_layout
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import Model
+from pdserve.model.layer_groups import layer_groups
+from pdserve.model.loading import load_model
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.settings.config import Device
+
+pytestmark = pytest.mark.slow
+
+WINDOW, CHUNK = 96, 40
+AHEAD = 4  # pages that a sequence may hold for tokens to come
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "ministral", "olmo3")
+ALWAYS = ("gemma2", "gemma3")
+BASE = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@dataclass
+class Engine:
+    """A model, few pages and a scheduler. Whatever nobody needs any more is overwritten after each step."""
+
+    model: Model
+    num_pages: int
+    page_size: int
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    held: list[int] = field(default_factory=list)  # pages, while each step ran
+
+    def __post_init__(self) -> None:
+        self.runner = Runner(self.model, self.num_pages, self.page_size)
+        self.cache = KvCache(self.num_pages, paging_of(self.runner.groups), PrefixHasher(b"secret", "model"))
+        self.scheduler = Scheduler(self.cache, Limits(4, CHUNK, 1000, frozenset()))
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[Sequence]:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        sequences = []
+        for token_ids in prompts:
+            number = len(self.tokens)
+            job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(token_ids), len(token_ids), params, (0,))
+            sequences.append(Sequence(job, (0,), list(token_ids), number))
+            self.tokens[number] = []
+            self.scheduler.add(sequences[-1])
+        while (plan := self.scheduler.plan()) is not None:
+            self.held.append(self.cache.pool.num_held)
+            for outcome in self.scheduler.commit(plan, self.runner.run(plan)):
+                if isinstance(outcome, Sampled):
+                    self.tokens[outcome.sequence.order] += [token.token_id for token in outcome.tokens]
+            self._spoil()
+        self.cache.check()
+        return sequences
+
+    def _spoil(self) -> None:
+        cached = {page for _, _, pages in self.cache.indexed for page in pages}
+        unneeded = [page for page in range(self.num_pages) if self.cache.pool.is_free(PageId(page))]
+        self.runner.kv[[page for page in unneeded if page not in cached]] = torch.nan
+
+
+@pytest.fixture
+def folder(family: str, tmp_path: Path) -> Path:
+    return write_model(family, tmp_path)
+
+
+def loaded(folder: Path) -> tuple[Model, PreTrainedModel]:
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    return load_model(config, read_weights(folder), torch.float32), load_oracle(folder)
+
+
+of_families = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in WITH_WINDOWS]
+)
+
+
+@of_families
+@pytest.mark.parametrize("page_size", [16, pytest.param(32, marks=pytest.mark.long)])
+def test_tokens_are_those_of_transformers_however_few_pages_there_are(folder: Path, page_size: int) -> None:
+    """Pages that have left windows are written over; sequences are preempted; prefixes are found again."""
+    model, oracle = loaded(folder)
+    shared = prompt(170)
+    prompts = [prompt(300), [*shared, *prompt(30, 1)], prompt(7), prompt(WINDOW - 1), prompt(WINDOW + 1)]
+    paging = paging_of(layer_groups(model.config, page_size))
+    engine = Engine(model, paging.num_pages(460) + 4, page_size)
+    engine.generate(prompts, 60)
+    again = engine.generate([[*shared, *prompt(30, 2)], prompts[1]], 60)
+    assert again[1].num_cached_tokens > 0
+    for number, token_ids in enumerate([*prompts, [*shared, *prompt(30, 2)], prompts[1]]):
+        assert len(engine.tokens[number]) == 60
+        assert first_disagreement(oracle, token_ids, engine.tokens[number]) is None
+
+
+@pytest.mark.parametrize("family", ["gemma3"])
+def test_a_long_sequence_holds_what_its_windows_and_its_full_layers_need(folder: Path) -> None:
+    model, _ = loaded(folder)
+    engine = Engine(model, 400, 16)
+    engine.generate([prompt(600)], 100)
+    full, window = engine.runner.groups
+    assert (len(full.layers), len(window.layers), full.page_size, window.page_size) == (1, 5, 80, 16)
+    assert max(engine.held) == engine.held[0] == -(-600 // 80) + -(-600 // 16), "a prompt has all its pages at first"
+    assert engine.held[-1] <= -(-700 // 80) + -(-WINDOW // 16) + AHEAD
+
+
+@pytest.mark.parametrize(
+    ("layers", "window", "sizes"),
+    [
+        (6, WINDOW, (80, 16)),
+        (7, WINDOW, (96, 16)),
+        (5, WINDOW, (16,)),  # all layers slide
+        (2, None, (16,)),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pages_of_all_groups_fill_nearly_the_same_bytes(
+    layers: int, window: int | None, sizes: tuple[int, ...], device: Device
+) -> None:
+    kinds = ["full_attention"] * layers if window is None else None
+    config = ModelConfig.from_hf(BASE | {"num_hidden_layers": layers, "sliding_window": WINDOW, "layer_types": kinds})
+    layout, has_kernels = describe_layout(config, "weights", 16, "float32", device), device in KERNEL_DEVICES
+    layout.check()
+    found = layout.paging.sizes
+    assert found == sizes or (
+        has_kernels and all(size & (size - 1) == 0 for size in found) and len(found) == len(sizes)
+    )
+    groups = layer_groups(config, 16, powers_of_two=has_kernels)
+    assert sorted(place for group in groups for place in group.layers) == list(range(layers))
+    assert math.prod(pool_size(config, 1, groups)) * 4 == layout.page_bytes
+
+
+def test_layers_whose_pages_would_be_half_empty_keep_their_tokens() -> None:
+    kinds = ["full_attention"] * 4 + ["sliding_attention"]
+    config = ModelConfig.from_hf(BASE | {"num_hidden_layers": 5, "sliding_window": WINDOW, "layer_types": kinds})
+    assert [group.window for group in layer_groups(config, 16)] == [None]
