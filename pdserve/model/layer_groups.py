@@ -12,6 +12,8 @@ from pdserve.base.values import value
 from pdserve.model.config import ModelConfig
 from pdserve.protocol.kvlayout import MOST_UNUSED
 
+LARGEST_POWER = 128  # tokens in a page, as kernels on GPUs have it
+
 
 @value
 class LayerGroup:
@@ -26,7 +28,7 @@ class LayerGroup:
 def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = False) -> tuple[LayerGroup, ...]:
     """Return the groups of a model; pages of the smallest hold `page_size` tokens.
 
-    powers_of_two: page sizes are powers of two times `page_size`, as kernels on GPUs want them.
+    powers_of_two: page sizes are powers of two up to 128, as kernels on GPUs want them: some may be smaller, then.
     """
     of_layers = config.windows
     found = {window for window in of_layers if window is not None}
@@ -36,6 +38,7 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
         ratio = max(1, round(len(sliding) / len(full)))
         if powers_of_two:
             ratio = 1 << round(math.log2(ratio))
+            page_size = min(page_size, LARGEST_POWER // ratio)
         larger, smaller = max(ratio * len(full), len(sliding)), min(ratio * len(full), len(sliding))
         if smaller >= larger * (1 - MOST_UNUSED):
             (window,) = found

@@ -141,7 +141,8 @@ class WorkerConfig(ServingConfig):
         ge=BLOCK_TOKENS,
         le=1024,
         multiple_of=BLOCK_TOKENS,
-        description=f"Token slots in a KV page; on a GPU {GPU_PAGE_SIZE} unless set.",
+        description=f"Token slots in a KV page, of the smallest where layers' pages differ; on a GPU {GPU_PAGE_SIZE} "
+        "unless set.",
     )
     num_pages: int | None = Field(
         None,

@@ -73,10 +73,15 @@ _encoder = msgspec.msgpack.Encoder()
 class KvPublisher:
     """One worker's publisher. Close it when the worker ends."""
 
-    def __init__(self, config: WorkerConfig, endpoint: str, adapters: Sequence[link.Adapter] = ()) -> None:
-        """Bind; ConfigError where that cannot be. `adapters`: those that are loaded now."""
+    def __init__(
+        self, config: WorkerConfig, endpoint: str, adapters: Sequence[link.Adapter] = (), page_size: int = 0
+    ) -> None:
+        """Bind; ConfigError where that cannot be.
+
+        adapters: those that are loaded now. page_size: tokens in the largest pages; as configured unless given.
+        """
         replay_endpoint, num_kept = config.kv_events_replay_endpoint, config.kv_events_buffer_steps
-        self._page_size = config.page_size
+        self._page_size = page_size or config.page_size
         self._topic = config.kv_events_topic.encode()
         self._last = -1
         self._adapters = adapters
@@ -168,7 +173,7 @@ async def publishing(config: WorkerConfig, register: link.Register) -> AsyncIter
     if config.kv_events_endpoint is None:
         yield None
         return
-    publisher = KvPublisher(config, config.kv_events_endpoint, register.adapters)
+    publisher = KvPublisher(config, config.kv_events_endpoint, register.adapters, register.layout.page_size)
     register.kv_events_endpoint = publisher.endpoint
     register.kv_events_replay_endpoint = publisher.replay_endpoint
     try:

@@ -13,7 +13,7 @@ import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows, serves_chunks
+from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows, Scoring, serves_chunks
 from pdserve.kernels.cpu.calls import Immediate
 
 LAYER, NUM_LAYERS, EPS = 1, 2, 1e-6
@@ -25,6 +25,8 @@ SPANS = [(0, 2), (0, 31), (0, 32), (0, 33), (0, 64), (0, 200), (1, 3), (17, 50),
 class Prompts:
     """Sequences, and a pool whose other slots hold NaN."""
 
+    soft_cap: float | None = None  # of scores
+
     def __init__(self, head_dim: int, heads: tuple[int, int], page_size: int, spans: list[tuple[int, int]]) -> None:
         generator = torch.Generator().manual_seed(head_dim + page_size)
         self.spans, self.page_size, (self.num_heads, self.num_kv_heads) = spans, page_size, heads
@@ -33,7 +35,8 @@ class Prompts:
         self.qkvs = [torch.randn(end, width, head_dim, generator=generator).bfloat16() for end in lengths]
         counts = [-(-end // page_size) for end in lengths]
         shape = (sum(counts) + 1, NUM_LAYERS, 2, heads[1], page_size, head_dim)
-        self.pool = torch.full(shape, math.nan, dtype=torch.bfloat16)
+        padded = (shape[0], math.prod(shape[1:]) + 32)  # pages may be longer than what these layers have of them
+        self.pool = torch.full(padded, math.nan, dtype=torch.bfloat16)[:, :-32].view(shape)
         supply = torch.randperm(len(self.pool), generator=generator).tolist()
         self.table = np.zeros((len(spans), max(counts)), dtype=np.int64)
         for row, count in enumerate(counts):
@@ -49,14 +52,17 @@ class Prompts:
         starts = np.cumsum([0, *(end - begin for _, begin, end in cuts)])
         nothing = np.zeros(0, dtype=np.int64)
         chunks = Chunks(self.table[[row for row, _, _ in cuts]], starts, np.array([cut[1] for cut in cuts]), window)
-        paged = PagedAttention(self.pool, self.num_heads)
+        scoring = Scoring(qkv.shape[2] ** -0.5, self.soft_cap or 0.0)
+        paged = PagedAttention(self.pool, self.num_heads, scoring)
         paged.plan([angles], targets, Rows(self.table[:0], nothing, nothing), chunks)
         return paged.run(Immediate(loaded), LAYER, qkv)
 
     def expected(self, row: int, begin: int, window: int | None) -> Tensor:
         heads = self.qkvs[row].double().transpose(0, 1)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads))
-        out = reference.attention(q.transpose(0, 1), k, v, scale=q.shape[2] ** -0.5, window=window)
+        out = reference.attention(
+            q.transpose(0, 1), k, v, scale=q.shape[2] ** -0.5, window=window, soft_cap=self.soft_cap
+        )
         return out.flatten(1)[begin:]
 
 
@@ -92,6 +98,23 @@ def test_vectors_of_any_width_give_the_formula(narrow: ctypes.CDLL, head_dim: in
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 100])
 def test_a_token_sees_no_more_than_its_window(loaded: ctypes.CDLL, window: int) -> None:
     checked(loaded, Prompts(64, (6, 2), 16, SPANS), window)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 2.0, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_scores_keep_below_their_cap(loaded: ctypes.CDLL, soft_cap: float, head_dim: int) -> None:
+    prompts = Prompts(head_dim, (6, 2), 16, SPANS)
+    prompts.soft_cap = soft_cap
+    checked(loaded, prompts, 50)
+
+
+def test_pages_before_a_window_may_hold_anything(loaded: ctypes.CDLL) -> None:
+    prompts = Prompts(64, (6, 2), 16, [(200, 230)])
+    prompts.attended(loaded, [(0, 0, 200)])
+    before = 200 - 50 + 1
+    prompts.pool[prompts.table[0, : before // 16]] = math.nan
+    out = prompts.attended(loaded, [(0, 200, 230)], 50)
+    torch.testing.assert_close(out.double(), prompts.expected(0, 200, 50), atol=CLOSE, rtol=CLOSE)
 
 
 @pytest.mark.parametrize("cuts", [[0, 2, 34, 35, 99, 230], [0, 64, 128, 192, 230], [0, 229, 230]])

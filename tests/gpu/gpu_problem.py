@@ -51,7 +51,7 @@ class Problem:
             ids = self.page_table[row, : -(-kv_len // spec.page_size)]
             k, v = (read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
             q = self.q[start : start + query_len].double()
-            answers.append(reference.attention(q, k, v, scale=spec.scale, window=spec.window))
+            answers.append(reference.attention(q, k, v, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap))
             start += query_len
         return torch.cat(answers)
 

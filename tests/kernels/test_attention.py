@@ -89,6 +89,14 @@ def test_every_head_dim_is_right(head_dim: int, dtype: torch.dtype) -> None:
     assert decode_error(make((4, 2), head_dim, 32, Lens((1, 1), (70, 33)), dtype=dtype)) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("soft_cap", [0.5, 2.0, 50.0])
+@pytest.mark.parametrize("window", [None, 33])
+def test_scores_keep_below_their_cap_on_devices(soft_cap: float, window: int | None) -> None:
+    fields = {"window": window, "soft_cap": soft_cap}
+    assert prefill_error(make((4, 2), 64, 32, Lens((20, 1), (70, 33)), **fields)) <= 7.5e-3
+    assert decode_error(make((4, 2), 64, 32, Lens((1, 1), (150, 90)), **fields)) <= 7.5e-3
+
+
 @pytest.mark.parametrize("window", [1, 31, 32, 33, 70, 500])
 def test_a_window_hides_older_keys(window: int) -> None:
     lens = Lens((40, 3), (150, 90))

@@ -54,6 +54,7 @@ def attention_specs() -> dict[str, AttentionSpec]:
         "d64 three heads a group": replace(LLAMA, num_heads=9, num_kv_heads=3, head_dim=64),  # SmolLM2 135M
         "d128 16-slot pages": replace(LLAMA, page_size=16),
         "d128 window": replace(LLAMA, window=4096),
+        "d256 window and cap": replace(LLAMA, head_dim=256, num_heads=8, num_kv_heads=4, window=4096, soft_cap=50.0),
     }
 
 

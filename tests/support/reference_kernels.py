@@ -83,7 +83,9 @@ def sample(logits: Tensor, params: RowParams, key: rng.Words) -> int:
     return int(noisy.masked_fill(~kept(scores, params), -math.inf).argmax())
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> Tensor:
     """Attend causally with one sequence's last queries.
 
     q: [num_queries, num_heads, head_dim], the last positions of the sequence; k, v: [num_kv_heads, kv_len, head_dim].
@@ -93,6 +95,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | No
     group = q.shape[1] // k.shape[0]
     k, v = (x.repeat_interleave(group, dim=0).to(q.dtype) for x in (k, v))
     scores = torch.einsum("qhd,hkd->hqk", q, k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     kv_positions = torch.arange(k.shape[1], device=k.device)
     q_positions = kv_positions[-q.shape[0] :, None]
     hidden = kv_positions > q_positions
