@@ -21,7 +21,7 @@ def list_models() -> None:
     from pdserve.checkpoint.hub import cached_hub_models
 
     for name, entry in CATALOG.items():
-        typer.echo(f"{name}  ({entry.licence}; from {entry.package})")
+        typer.echo(f"{name}  ({entry.licence}; from {entry.packages})")
     for model, num_bytes in cached_hub_models():
         typer.echo(f"{model.repository}@{model.revision}  ({num_bytes / 1e9:.2f} GB; in the hub's cache)")
 

