@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub, named ORGANIZATION/MODEL, or ORGANIZATION/MODEL@REVISION to pin one.
 
 `huggingface_hub` downloads them. Without a folder of their own it keeps them in its cache, which other programs share.
-Only files that cannot run code are fetched: safetensors, JSON, the chat template.
+Only files that cannot run code are fetched: safetensors, JSON, tokenizer.model, the chat template.
 """
 
 import re
