@@ -11,7 +11,8 @@ from pdserve.model.fields import Fields
 
 WINDOW, PATTERN, WINDOW_THETA = "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"
 # Keys that change no result, or do so with others alone. Any other key that nothing reads is refused.
-_OF_SCALING = ("attn_factor", "factor", "finetuned", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
+_OF_YARN = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+_OF_SCALING = ("attn_factor", "factor", "finetuned", "original_context_length", *_OF_YARN)
 UNREAD_KEYS = frozenset(
     {
         *("expert_used_count", "pooling_type", "tensor_data_layout", "vocab_size"),

@@ -54,12 +54,14 @@ def _scaling(file: GgufFile, fields: Fields, turning: int, *, long_rope: bool) -
 def _yarn(fields: Fields) -> dict[str, object]:
     if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
         raise fields.unsupported("rope.scaling.attn_factor", "1.0")
+    factor = fields.optional_number("rope.scaling.yarn_attn_factor")  # where the config had one
     return {
         "rope_type": "yarn",
         "factor": fields.number("rope.scaling.factor"),
         "original_max_position_embeddings": fields.integer(ORIGINAL_LENGTH),
         "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        **({} if factor is None else {"attention_factor": factor}),
     }
 
 

@@ -134,6 +134,7 @@ def _olmo3(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(full["factor"])
     writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ CASES = {
             sliding_window=40,
             num_hidden_layers=4,
             rope_parameters={
-                "full_attention": YARN,
+                "full_attention": {**YARN, "attention_factor": 1.3},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
