@@ -1,9 +1,9 @@
 """Express a GGUF file's metadata as the config.json its model had on Hugging Face."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.gguf_families import FAMILIES, LAYER_EPSILON, RMS_EPSILON, GgufFamily
+from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, LAYER_EPSILON, RMS_EPSILON, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile
 from pdserve.checkpoint.gguf_rope import DEFAULT_THETA, rope_parameters
 from pdserve.model.families.reading import FULL, SLIDING
@@ -56,13 +56,17 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": tokens.optional_int("tokenizer.ggml.bos_token_id"),
         "eos_token_id": tokens.optional_int("tokenizer.ggml.eos_token_id"),
-        **{flag: f"blk.0.{part}.bias" in shapes for flag, part in family.biases.items()},
+        **{flag: _has_bias(shapes, part) for flag, part in family.biases.items()},
         **{each.name: fields.number(each.key, each.default) for each in (family.epsilon, *family.numbers)},
         **_windows(fields, family, rope, file.metadata.get(f"{prefix}{PATTERN}")),
         **_scores(fields, family, head_dim),
     }
     _check_keys(fields, family)
     return config
+
+
+def _has_bias(names: Container[str], part: str) -> bool:
+    return f"blk.0.{part}.bias" in names or (part == "attn_q" and f"blk.0.{FUSED}.bias" in names)
 
 
 def _windows(fields: Fields, family: GgufFamily, rope: Mapping[str, object], pattern: object) -> dict[str, object]:

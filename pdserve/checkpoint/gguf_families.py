@@ -21,6 +21,7 @@ LAYER_NAMES = {
 }
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
+FUSED = "attn_qkv"  # q, k and v in one: the converter does so for any family, if asked to
 RMS_EPSILON, LAYER_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _ATTENTION, _MLP = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_gate"}
 
@@ -191,7 +192,7 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
     "phi3": GgufFamily(
         "Phi3ForCausalLM",
         {
-            "attn_qkv": "self_attn.qkv_proj",
+            FUSED: "self_attn.qkv_proj",
             **{part: name for part, name in _FUSED_MLP.items() if part not in ("attn_q", "attn_k", "attn_v")},
         },
         windows=Windows("Phi3ForCausalLM"),

@@ -4,7 +4,8 @@ Block layouts of codes: https://github.com/ggml-org/ggml/blob/master/src/ggml-co
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from gguf.quants import Q4_K
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import naming
 from pdserve.checkpoint.gguf_config import architecture_of
-from pdserve.checkpoint.gguf_families import FAMILIES, GgufFamily
+from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.model.config import ModelConfig
@@ -35,7 +36,7 @@ def read_weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = Fals
     interleaved_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if family.interleaved else {}
     of_rope = (FACTORS, SHORT_FACTORS, LONG_FACTORS) if family.long_rope else (FACTORS,)
     weights = _scalars(file, config.num_layers) if family.xielu else {}
-    for tensor in file.tensors:
+    for tensor in _separate(file.tensors, family, config):
         if tensor.name in of_rope:
             continue
         name = hf_name(tensor.name, family)
@@ -47,6 +48,25 @@ def read_weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = Fals
         reader = _Reader(file.path, raw, tensor, num_heads, keeps, minus)
         weights[name] = Stored(tensor.shape, reader.read, GROUP if keeps else 1)
     return weights
+
+
+def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelConfig) -> Iterator[GgufTensor]:
+    """Yield the tensors, and q, k and v one by one where a file has them in one though the model has not.
+
+    Rows are coded each on its own, so that q, k and v are neighbours in the file.
+    """
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads, "attn_v": config.num_kv_heads}
+    for tensor in tensors:
+        if f".{FUSED}." not in tensor.name or FUSED in family.names:
+            yield tensor
+            continue
+        if tensor.shape[0] != sum(heads.values()) * config.head_dim:
+            raise ConfigError(f"{tensor.name}: shape {tensor.shape} is not that of q, k and v")
+        offset_bytes = tensor.offset_bytes
+        for part, num_heads in heads.items():
+            shape = (num_heads * config.head_dim, *tensor.shape[1:])
+            yield replace(tensor, name=tensor.name.replace(FUSED, part), shape=shape, offset_bytes=offset_bytes)
+            offset_bytes += math.prod(quant_shape_to_byte_shape(shape, GGMLQuantizationType(tensor.kind)))
 
 
 def _scalars(file: GgufFile, num_layers: int) -> dict[str, Stored]:

@@ -16,7 +16,7 @@ from whole_attention import torch_attention
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_families import FAMILIES
-from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
+from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
@@ -63,6 +63,18 @@ def test_logits_of_a_gguf_file_are_those_of_transformers(
         expected = model(torch.tensor([PROMPT])).logits[0]
     assert expected.std() > 0.5
     torch.testing.assert_close(logits_of(path), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", [None, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("name", ["llama", "phi2", "seed_oss", "gemma2"])
+def test_q_k_and_v_in_one_tensor_are_taken_apart(name: str, kind: GGMLQuantizationType | None, tmp_path: Path) -> None:
+    case, model = CASES[name], random_model(CASES[name])
+    if kind is not None:
+        round_matrices(model, kind)
+    path = write_gguf(case, model, tmp_path / "tiny.gguf", kind, fused=True)
+    assert any(".attn_qkv." in tensor.name for tensor in read_gguf(path).tensors)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits_of(path), model(torch.tensor([PROMPT])).logits[0], **CLOSE)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.transformers_reads])

@@ -245,8 +245,10 @@ def random_model(case: Case) -> PreTrainedModel:
     return model
 
 
-def write_gguf(case: Case, model: PreTrainedModel, path: Path, kind: GGMLQuantizationType | None = None) -> Path:
-    """Write the model; matrices in a quantized type, if one is given: the model then takes the rounded ones itself."""
+def write_gguf(
+    case: Case, model: PreTrainedModel, path: Path, kind: GGMLQuantizationType | None = None, *, fused: bool = False
+) -> Path:
+    """Write the model; matrices in a quantized type, if one is given. fused: q, k and v in one tensor."""
     config, writer = model.config, gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[case.arch])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -261,7 +263,8 @@ def write_gguf(case: Case, model: PreTrainedModel, path: Path, kind: GGMLQuantiz
     case.write(writer, config)
     if case.arch not in (MODEL_ARCH.GEMMA, MODEL_ARCH.GEMMA2):
         writer.add_rope_freq_base(_theta(config))
-    for name, values in (*_factors(config), *_tensors(case, model)):
+    tensors = _fused(dict(_tensors(case, model))) if fused else dict(_tensors(case, model))
+    for name, values in (*_factors(config), *tensors.items()):
         if values.ndim == 2 and kind is not None:
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
         else:
@@ -300,6 +303,16 @@ def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
         mapped = names.get_name(part)
         assert mapped is not None, name
         yield f"{mapped}.{kind}", values
+
+
+def _fused(tensors: dict[str, Array]) -> dict[str, Array]:
+    """Join q, k and v of each layer, as the converter's --fuse-qkv does."""
+    joined = dict(tensors)
+    for name in tensors:
+        if ".attn_q." in name:
+            parts = [joined.pop(name.replace("attn_q", part)) for part in ("attn_q", "attn_k", "attn_v")]
+            joined[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    return joined
 
 
 def _factors(config: Any) -> Iterator[tuple[str, Array]]:  # noqa: ANN401
