@@ -22,6 +22,7 @@ from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
+from pdserve.model.design import Experts
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import layer_groups
 from pdserve.model.loading import dummy_weights, load_model
@@ -199,6 +200,8 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
+    if any(isinstance(layer.mlp, Experts) for layer in model.design.layers):
+        raise ConfigError(f"device: {config.device} does not serve this model: its kernels have no experts yet")
     try:
         specs = [
             attention_spec(model, scores, group.page_size, 1, dtype)

@@ -11,6 +11,7 @@ from pdserve.model.families.arcee import ARCEE
 from pdserve.model.families.cohere2 import COHERE2
 from pdserve.model.families.ernie import ERNIE
 from pdserve.model.families.exaone4 import EXAONE4
+from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
 from pdserve.model.families.glm4 import GLM4
 from pdserve.model.families.granite import GRANITE
@@ -30,7 +31,11 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "LlamaForCausalLM": llama.LLAMA,
     "MinistralForCausalLM": llama.MINISTRAL,
     "MistralForCausalLM": llama.MISTRAL,
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": llama.QWEN2,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen3ForCausalLM": llama.QWEN3,
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
@@ -41,6 +46,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,
     "Glm4ForCausalLM": GLM4,
+    "Glm4MoeForCausalLM": GLM4_MOE,
     "GraniteForCausalLM": GRANITE,
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "NemotronForCausalLM": NEMOTRON,

@@ -110,6 +110,9 @@ def ignores(name: str, config: ModelConfig) -> bool:
     """Say whether checkpoints may hold a tensor of this name that the model does not read."""
     if name.endswith((ANGLES, *XIELU_CONSTANTS)):
         return True
+    more = range(config.num_layers, config.num_layers + config.design.num_more_layers)
+    if any(name.startswith(f"model.layers.{index}.") for index in more):
+        return True
     return name == f"{LM_HEAD}.weight" and config.tie_word_embeddings
 
 

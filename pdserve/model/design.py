@@ -89,6 +89,7 @@ class GatedMlp:
     activation: Activation = Activation.SILU
     bias: bool = False
     fused: bool = False  # the file has one `gate_up_proj`
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,37 @@ class PlainMlp:
     down: str = "down_proj"
 
 
-Mlp = GatedMlp | PlainMlp
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token chooses its experts, in float32 from the logits of a router."""
+
+    num_chosen: int
+    by_sigmoid: bool = False  # scores; else by softmax over all experts
+    bias: str | None = None  # a tensor that is added to scores where experts are chosen, not where they are weighed
+    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them may be chosen from: by their two best
+    normalized: bool = True  # weights are divided by their sum
+    scale: float = 1.0  # of weights
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of MLPs, of which each token takes some: the sum of what they make of it, by weights."""
+
+    num_experts: int
+    expert: GatedMlp
+    routing: Routing
+    shared: GatedMlp | None = None  # that every token takes, too
+    shared_name: str = "shared_experts"
+    shared_gate: str | None = None  # whose sigmoid multiplies what the shared one makes
+    block: str = "mlp"  # within a layer
+
+    @property
+    def inner_size(self) -> int:
+        """Return how many features a token has within the MLPs that it takes."""
+        return self.routing.num_chosen * self.expert.inner_size + (self.shared.inner_size if self.shared else 0)
+
+
+Mlp = GatedMlp | PlainMlp | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +195,7 @@ class Design:
     layers: tuple[Layer, ...]
     head: Head
     embedding: Embedding = field(default_factory=Embedding)
+    num_more_layers: int = 0  # in the file after these: they guess tokens, and are not used
 
     @property
     def longest_context(self) -> int | None:

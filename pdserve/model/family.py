@@ -28,8 +28,13 @@ class TensorSource(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def take(self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0) -> Tensor:
-        """Return a tensor, to which `plus` is added before it is rounded to the dtype, or a rank's shard of it."""
+    def take(
+        self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0, *, exact: bool = False
+    ) -> Tensor:
+        """Return a tensor, to which `plus` is added before it is rounded to the dtype, or a rank's shard of it.
+
+        exact: in float32.
+        """
         ...
 
     def take_matrix(
@@ -54,8 +59,10 @@ class Wanted:
     def __init__(self) -> None:
         self.shapes: Shapes = {}
 
-    def take(self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0) -> Tensor:
-        del shard, plus
+    def take(
+        self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0, *, exact: bool = False
+    ) -> Tensor:
+        del shard, plus, exact
         self.shapes[name] = shape
         return torch.empty(shape if len(shape) == 1 else (shape[0], 0))
 
@@ -82,9 +89,11 @@ class Tensors:
         self._num_elements = 0
         self._progress = progress
 
-    def take(self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0, *, exact: bool = False
+    ) -> Tensor:
         del shape  # has been compared by whoever gave us the weights
-        taken = self._take(name, shard, plus)
+        taken = self._take(name, shard, plus, torch.float32 if exact else self.dtype)
         if isinstance(taken, Groups):
             return Quantized(taken, self.dtype).dense().data.to(self.device)
         return taken
@@ -100,13 +109,15 @@ class Tensors:
         weight = self._take(f"{name}.weight", shard)
         return Quantized(weight, self.dtype, added) if isinstance(weight, Groups) else Dense(weight, added)
 
-    def _take(self, name: str, shard: Shard | None, plus: float = 0.0) -> Tensor | Groups:
+    def _take(
+        self, name: str, shard: Shard | None, plus: float = 0.0, dtype: torch.dtype | None = None
+    ) -> Tensor | Groups:
         stored = self._left.pop(name)
         read = stored.read(() if shard is None else shard.part(name, stored))
         if not isinstance(read, Groups):
             read = read if isinstance(read, Tensor) else torch.from_numpy(read)
             read = read.float() + plus if plus else read
-            read = read.to(device=self.device, dtype=self.dtype).contiguous()
+            read = read.to(device=self.device, dtype=dtype or self.dtype).contiguous()
         self._num_elements += prod(stored.shape)
         if self._progress is not None:
             self._progress(self._num_elements / self._total)

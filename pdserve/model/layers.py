@@ -191,7 +191,8 @@ def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _mlp(of: design.Mlp, parts: Parts) -> Mlp:
-    return build_mlp(f"{parts.prefix}mlp.", of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
+    block = of.block if isinstance(of, design.Experts) else "mlp"
+    return build_mlp(f"{parts.prefix}{block}.", of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
 
 
 def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, group: int) -> list[Matrix]:
@@ -234,6 +235,8 @@ def _qk_norm(
         return QkNorm(q, k, of.eps, of.after_rope)
     if parts.rank.size > 1:
         raise ConfigError(f"{prefix}{of.q}: a norm over all heads cannot be split over {parts.rank.size} ranks")
-    assert features is None, "no family has both"
-    widths = {of.q: config.num_heads * config.head_dim, of.k: config.num_kv_heads * config.head_dim}
-    return WideNorm(*(RmsNorm(tensors.take(f"{prefix}{name}.weight", (w,)), of.eps) for name, w in widths.items()))
+    norms = []
+    for name, heads in ((of.q, config.num_heads), (of.k, config.num_kv_heads)):
+        weight = tensors.take(f"{prefix}{name}.weight", (heads * config.head_dim,))
+        norms.append(RmsNorm(weight if features is None else weight.view(heads, -1)[:, features].flatten(), of.eps))
+    return WideNorm(*norms)

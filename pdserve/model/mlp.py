@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pdserve.model import design
 from pdserve.model.design import Activation
@@ -64,17 +66,18 @@ class GatedMlp:
         cls, prefix: str, of: design.GatedMlp, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
     ) -> Self:
         inner, rows = of.inner_size, rank.rows()
+        gate_name, up_name, down_name = of.names
 
         def taken(name: str) -> Matrix:
-            return tensors.take_matrix(f"{prefix}{name}_proj", inner, hidden_size, bias=of.bias, shard=rows)
+            return tensors.take_matrix(f"{prefix}{name}", inner, hidden_size, bias=of.bias, shard=rows)
 
         if of.fused:
             both = tensors.take_matrix(f"{prefix}gate_up_proj", 2 * inner, hidden_size, bias=of.bias)
             span = slice(0, inner) if rows is None else rows.span(f"{prefix}gate_up_proj", inner)
             gate, up = rows_of(both, span), rows_of(both, slice(inner + span.start, inner + span.stop))
         else:
-            gate, up = taken("gate"), taken("up")
-        down = tensors.take_matrix(f"{prefix}down_proj", hidden_size, inner, bias=of.bias, shard=rank.columns())
+            gate, up = taken(gate_name), taken(up_name)
+        down = tensors.take_matrix(f"{prefix}{down_name}", hidden_size, inner, bias=of.bias, shard=rank.columns())
         return cls(ops.held_gate_up(gate, up), of.activation, ops.held(down))
 
 
@@ -109,13 +112,90 @@ class PlainMlp:
         return cls(ops.held(up), activation, ops.held(down))
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An MLP that every token takes beside its experts."""
+
+    mlp: GatedMlp
+    gate: Tensor | None  # [1, hidden_size]: the sigmoid of its product multiplies the result
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: each token takes the MLPs that the router chooses for it.
+
+    Experts come one after the other, each with all tokens that have chosen it, so only their weights are read. What a
+    token gets is summed in the order of the experts, whoever is in the step beside it.
+    """
+
+    router: Tensor  # [num_experts, hidden_size]
+    bias: Tensor | None  # [num_experts]: see `design.Routing`
+    routing: design.Routing
+    experts: tuple[GatedMlp, ...]
+    shared: Shared | None
+
+    def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
+        weights, chosen = ops.route(x, self.router, self.bias, self.routing)
+        out = torch.zeros_like(x, dtype=torch.float32)
+        order = torch.argsort(chosen.flatten(), stable=True)
+        tokens, shares = order // chosen.shape[1], weights.flatten()[order, None]
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                rows = tokens[first : first + count]
+                made = expert.forward(ops, x.index_select(0, rows), None)
+                out.index_add_(0, rows, made.float() * shares[first : first + count])
+                first += count
+        if self.shared is not None:
+            made, gate = self.shared.mlp.forward(ops, x, None).float(), self.shared.gate
+            out += made if gate is None else made * torch.sigmoid(functional.linear(x.float(), gate.float()))
+        out = out.mul_(scale).to(x.dtype)
+        return out if residual is None else residual.add_(out)
+
+    def matrices(self) -> Iterator[Linear | GateUp]:
+        for expert in self.experts:
+            yield from expert.matrices()
+        if self.shared is not None:
+            yield from self.shared.mlp.matrices()
+
+    def bytes_read(self, num_rows: int) -> int:
+        """Return what so many tokens read, where each expert is as likely as any other."""
+        count, chosen = len(self.experts), self.routing.num_chosen
+        touched = count * (1.0 - (1.0 - chosen / count) ** num_rows)
+        always = 0 if self.shared is None else self.shared.mlp.bytes_read(num_rows)
+        return int(touched * self.experts[0].bytes_read(1)) + always + self.router.nbytes
+
+    @classmethod
+    def build(
+        cls, prefix: str, of: design.Experts, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
+    ) -> Self:
+        parts = (hidden_size, tensors, ops, rank)
+        shape, routing, shared = (of.num_experts, hidden_size), of.routing, None
+        if of.shared is not None:
+            gate = tensors.take(f"{prefix}{of.shared_gate}.weight", (1, hidden_size)) if of.shared_gate else None
+            shared = Shared(GatedMlp.build(f"{prefix}{of.shared_name}.", of.shared, *parts), gate)
+        return cls(
+            router=tensors.take(f"{prefix}gate.weight", shape),
+            bias=tensors.take(f"{prefix}{routing.bias}", shape[:1], exact=True) if routing.bias else None,
+            routing=routing,
+            experts=tuple([GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts)]),
+            shared=shared,
+        )
+
+
 def build_mlp(
     prefix: str, of: design.Mlp, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
-) -> GatedMlp | PlainMlp:
+) -> GatedMlp | PlainMlp | Experts:
     """Put a layer's MLP together from the tensors below `prefix`."""
-    if isinstance(of, design.GatedMlp):
-        return GatedMlp.build(prefix, of, hidden_size, tensors, ops, rank)
-    return PlainMlp.build(prefix, of, hidden_size, tensors, ops, rank)
+    parts = (hidden_size, tensors, ops, rank)
+    match of:
+        case design.GatedMlp():
+            return GatedMlp.build(prefix, of, *parts)
+        case design.PlainMlp():
+            return PlainMlp.build(prefix, of, *parts)
+        case design.Experts():
+            return Experts.build(prefix, of, *parts)
 
 
 def _down(ops: Ops, inner: Tensor, weight: Linear, residual: Tensor | None, scale: float) -> Tensor:

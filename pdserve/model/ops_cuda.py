@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.kernels.pageio import rms_norm, silu_mul
-from pdserve.model.design import Activation
+from pdserve.model.design import Activation, Routing
 from pdserve.model.ops import (
     GateUp,
     LayerNorm,
@@ -63,6 +63,9 @@ class CudaOps:
         matrix = dense(weight)
         total = residual.addmm_(x, matrix.data.t(), alpha=scale)
         return total if matrix.bias is None else total.add_(matrix.bias, alpha=scale)
+
+    def route(self, x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        raise TypeError("kernels do not serve experts yet: `executor.loading` refuses them")
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):

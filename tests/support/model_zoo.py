@@ -19,11 +19,14 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
@@ -32,7 +35,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -110,18 +115,38 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         tie_word_embeddings=False,
     ),
     "glm4": causal(Glm4Config, head_dim=16),
+    "glm4-moe": causal(
+        Glm4MoeConfig,
+        head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=48,
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
     "granite": causal(
         GraniteConfig, embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.5, logits_scaling=0.5
     ),
     "hunyuan": causal(HunYuanDenseV1Config, head_dim=16),
     "llama-gelu": causal(LlamaConfig, hidden_act="gelu", mlp_bias=True, attention_bias=True),
     "llama-mscale": causal(LlamaConfig, rope_parameters={**YARN, "mscale": 4.0, "mscale_all_dim": 0.5}),
+    "minimax-m2": causal(
+        MiniMaxM2Config,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
     "ministral": causal(
         MinistralConfig,
         head_dim=16,
         sliding_window=96,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "mixtral": causal(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "nemotron": causal(NemotronConfig),
     "olmo2": causal(Olmo2Config),
     "olmo3": causal(
@@ -140,11 +165,29 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         original_max_position_embeddings=1024,
         rope_parameters={**LONGROPE, "partial_rotary_factor": 0.75},
     ),
+    "qwen2-moe": causal(
+        Qwen2MoeConfig,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=96,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe": causal(
+        Qwen3MoeConfig,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+    ),
     "qwen2-windows": causal(Qwen2Config, use_sliding_window=True, sliding_window=96, max_window_layers=2),
     "seed-oss": causal(SeedOssConfig, head_dim=32, attention_out_bias=True),
     "smollm3": causal(SmolLM3Config, no_rope_layer_interval=2),
     "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
 }
+
+WITH_EXPERTS = ("glm4-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
 
 
 def write_model(family: str, folder: Path, **shape: int) -> Path:
@@ -154,6 +197,9 @@ def write_model(family: str, folder: Path, **shape: int) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             (_scale if family in FAMILIES else _spread)(name, parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.save_pretrained(folder)
     _write_tokenizer(folder / "tokenizer.json")
     return folder
