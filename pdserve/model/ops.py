@@ -15,6 +15,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.design import Activation, Routing
 from pdserve.model.groups import Groups, joined_groups
+from pdserve.model.routing import routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,30 +263,6 @@ def activate(x: Tensor, activation: MlpActivation) -> Tensor:
             return torch.where(x > 0, above * x * x, bent) + XIELU_BETA * x
         case Activation.XIELU:
             raise TypeError("xIELU has scalars of its own in each layer")
-
-
-def routed(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return each token's weights and experts; see `design.Routing`. logits: float32 [num_tokens, num_experts].
-
-    Of experts with equal scores, the first ones are chosen.
-    """
-    scores = torch.sigmoid(logits) if routing.by_sigmoid else torch.softmax(logits, -1)
-    ranks = scores if bias is None else scores + bias
-    num_groups, num_chosen_groups = routing.groups
-    if num_chosen_groups < num_groups:
-        grouped = ranks.unflatten(1, (num_groups, ranks.shape[1] // num_groups))
-        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _first_of(best, num_chosen_groups), 1)
-        ranks = grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
-    chosen = _first_of(ranks, routing.num_chosen)
-    weights = scores.gather(1, chosen)
-    if routing.normalized:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-    return weights * routing.scale, chosen
-
-
-def _first_of(ranks: Tensor, count: int) -> Tensor:
-    return torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 XIELU_BETA, XIELU_EPS = 0.5, -1e-6

@@ -12,7 +12,8 @@ from torch.nn.functional import silu
 from pdserve.model import mlp
 from pdserve.model.design import Activation, Experts, GatedMlp, Routing
 from pdserve.model.family import Tensors
-from pdserve.model.ops import TorchOps, routed
+from pdserve.model.ops import TorchOps
+from pdserve.model.routing import routed
 from pdserve.model.weights import WHOLE, Stored
 
 HIDDEN, INNER = 8, 6
