@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType
-from model_zoo import LLAMA3_ROPE, LONGROPE, MORE_FAMILIES, SHAPE, YARN, causal
+from model_zoo import FAMILIES, LLAMA3_ROPE, LONGROPE, MORE_FAMILIES, SHAPE, YARN, causal
 from numpy.typing import NDArray
 from transformers import (
     ApertusConfig,
@@ -43,6 +43,11 @@ def _rms(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401 - config
 def _of_head(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     _rms(writer, config)
     writer.add_rope_dimension_count(_head_dim(config))
+
+
+def _mistral(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _of_head(writer, config)
+    writer.add_sliding_window(config.sliding_window)
 
 
 def _granite(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
@@ -193,6 +198,7 @@ CASES = {
         MODEL_ARCH.HUNYUAN_DENSE, causal(HunYuanDenseV1Config, head_dim=16, rope_parameters=NTK_ROPE), _hunyuan
     ),
     "llama": Case(MODEL_ARCH.LLAMA, causal(LlamaConfig, attention_bias=True, mlp_bias=True), _of_head, permutes=True),
+    "mistral": Case(MODEL_ARCH.LLAMA, FAMILIES["mistral"], _mistral, permutes=True),
     "nemotron": _zoo(MODEL_ARCH.NEMOTRON, "nemotron", _nemotron, norms_plus=1.0, transformers_reads=True),
     "olmo2": _zoo(MODEL_ARCH.OLMO2, "olmo2"),
     "olmo3": Case(
@@ -222,6 +228,8 @@ CASES = {
         ),
         _phi3,
     ),
+    "qwen2": Case(MODEL_ARCH.QWEN2, FAMILIES["qwen2"]),
+    "qwen3": Case(MODEL_ARCH.QWEN3, FAMILIES["qwen3"]),
     "seed_oss": _zoo(MODEL_ARCH.SEED_OSS, "seed-oss"),
     "smollm3": Case(MODEL_ARCH.SMOLLM3, causal(SmolLM3Config), _of_head, permutes=True, shape={"num_hidden_layers": 5}),
     "starcoder2": _zoo(
