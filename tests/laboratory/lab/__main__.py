@@ -6,12 +6,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from lab import conversation as conversations
 from lab import scale as scaling
 from lab.cancel import measure_cancels
 from lab.cpu_share import held
+from lab.decoding import FAMILIES, measure_decoding
 from lab.drain import measure_drain
 from lab.moves import OperationsPlan, run_moves
 from lab.placing import measure_policies, measure_steps
@@ -86,6 +88,19 @@ def scheduler(
     shapes: tuple[tuple[PageShape, ...], ...] = ((), (PageShape(16, window=64),))
     found = [measure_planning(sequences, steps, others) for others in shapes]
     show(json_file, found, f"decode steps of {sequences} sequences", "CPU time of planning and taking in")
+
+
+def decoding(
+    family: Annotated[list[str] | None, typer.Option(help="As transformers names it. Repeatable.")] = None,
+    sequences: Annotated[list[int] | None, typer.Option(help="That decode in every step. Repeatable.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="That are measured.")] = 60,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure decode steps of small random models of some families in one thread on this CPU."""
+    torch.set_num_threads(1)
+    counts = tuple(sequences or (1, 16))
+    found = [speed for each in family or FAMILIES for speed in measure_decoding(each, counts, steps)]
+    show(json_file, found, "decode steps, int8, hidden 1024, 8 layers, contexts of 256", "CPU time of a step")
 
 
 @grouped_flags
@@ -296,7 +311,7 @@ def versus(
     show_scaled([scaled, *others], scene, wanted, json_file, html)
 
 
-for _command in (cancel, conversation, drain, frontend, moves, router, scale, scheduler, simulator, versus):
+for _command in (cancel, conversation, decoding, drain, frontend, moves, router, scale, scheduler, simulator, versus):
     app.command()(_command)
 
 if __name__ == "__main__":
