@@ -16,7 +16,7 @@ from torch import Tensor
 from whole_attention import torch_attention
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import in_form
+from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.engine.batch import Ints
 from pdserve.engine.runner import DecodePrograms, Runner, is_compiled
@@ -117,12 +117,22 @@ def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.mark.parametrize(("form", "dtype"), [("int8", torch.float32), ("none", torch.bfloat16)])
 @pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_in_quantized_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
-    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, program_rows: list[int]
+def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
+    family: str,
+    form: ChosenQuantization,
+    dtype: torch.dtype,
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    program_rows: list[int],
 ) -> None:
     folder = folders(family)
-    model = load_model(config_of(folder), in_form(read_weights(folder), "int8"), torch.float32)
+    monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
+    model = load_model(config_of(folder), in_form(read_weights(folder), form), dtype)
+    if not is_compiled(model):
+        assert form == "none"
+        pytest.skip("this processor has no products of bfloat16")
     prompts = [tokens(length) for length in (1, 20, 33)]
     texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8)
     if family in WITH_EXPERTS:
