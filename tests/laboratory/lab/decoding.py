@@ -47,15 +47,20 @@ class DecodeSpeed:
 
 def measure_decoding(family: str, counts: tuple[int, ...], num_steps: int) -> list[DecodeSpeed]:
     """Measure steps of so many sequences, with weights in codes of 8 bits and states in bfloat16."""
+    runner = loaded(family, max(counts))
+    return [measured(runner, family, count, num_steps) for count in counts]
+
+
+def loaded(family: str, most: int) -> Runner:
+    """Return an engine for up to `most` sequences."""
     config = AutoConfig.for_model(family, **_SIZES)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     ours = ModelConfig.from_hf(json.loads(config.to_json_string()))
     model = load_model(ours, in_form(dummy_weights(ours), "int8"), torch.bfloat16)
-    runner = Runner(model, max(counts) * (_CONTEXT // _PAGE_SIZE), _PAGE_SIZE, ())
-    return [_measured(runner, family, count, num_steps) for count in counts]
+    return Runner(model, most * (_CONTEXT // _PAGE_SIZE), _PAGE_SIZE, ())
 
 
-def _measured(runner: Runner, family: str, count: int, num_steps: int) -> DecodeSpeed:
+def measured(runner: Runner, family: str, count: int, num_steps: int) -> DecodeSpeed:
     per_row, greedy = _CONTEXT // _PAGE_SIZE, SamplingParams(temperature=0.0)
     chunks = []
     for row in range(count):
