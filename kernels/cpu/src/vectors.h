@@ -168,7 +168,7 @@ INLINE floats exp_of(floats given) {
     return choose(given != given, given, result);
 }
 
-/* e^x - 1 to about 3 units in the last place; -1 below -87, 2^127 above 88. */
+/* e^x - 1 to about 3 units in the last place; -1 below -87, e^88 above 88. */
 INLINE floats expm1_of(floats given) {
     ints power;
     floats x = choose(given > splat(88.0f), splat(88.0f), choose(given < splat(-87.0f), splat(-87.0f), given));
