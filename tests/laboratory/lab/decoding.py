@@ -31,6 +31,7 @@ _SIZES = {
     "bos_token_id": 0,
     "pad_token_id": None,
 }
+_OWN = {"granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}}  # as in 3.x
 _CONTEXT, _PAGE_SIZE = 256, 16  # tokens
 _WARM_UP = 10  # steps
 
@@ -53,7 +54,7 @@ def measure_decoding(family: str, counts: tuple[int, ...], num_steps: int) -> li
 
 def loaded(family: str, most: int) -> Runner:
     """Return an engine for up to `most` sequences."""
-    config = AutoConfig.for_model(family, **_SIZES)
+    config = AutoConfig.for_model(family, **_SIZES, **_OWN.get(family, {}))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     ours = ModelConfig.from_hf(json.loads(config.to_json_string()))
     model = load_model(ours, in_form(dummy_weights(ours), "int8"), torch.bfloat16)
