@@ -105,7 +105,8 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         closing.push_async_callback(asyncio.to_thread, executor.close)
         _describe(engine, register)
         if not config.test_step_s:
-            for each in await warm_up(engine.scheduler.limits, engine.scheduler.cache, executor.start):
+            scheduler = engine.scheduler
+            for each in await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, executor.start):
                 wire.write_cost(each.step, each.elapsed_s, register.trial_steps.add())
 
         def reporter(publisher: KvPublisher | None) -> Reporter:

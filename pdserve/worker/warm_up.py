@@ -25,10 +25,11 @@ _RUNS = 2  # of each size; only the last one counts
 _GROWS = 1.5
 
 
-async def warm_up(limits: Limits, pool: KvCache, start_step: StartStep) -> tuple[TimedStep, ...]:
+async def warm_up(limits: Limits, pool: KvCache, vocab_size: int, start_step: StartStep) -> tuple[TimedStep, ...]:
     """Compute prompts of a page each, 1, 2, 4, .. at once, and a few tokens after them; return what the steps took.
 
-    `pool`: whose pages nobody uses yet. What a step raises, this raises.
+    The prompts' tokens differ, as those of people do: a mixture of experts reads more weights for them than for one.
+    pool: whose pages nobody uses yet. What a step raises, this raises.
     """
     found: list[TimedStep] = []
     length, before_s = min(pool.page_size, limits.max_model_len - _NUM_DECODED - 1), inf
@@ -36,7 +37,8 @@ async def warm_up(limits: Limits, pool: KvCache, start_step: StartStep) -> tuple
     while _fits(count * length, count, count * num_pages, limits, pool):
         steps: list[TimedStep] = []
         for _ in range(_RUNS):
-            steps = await _run(count, length, limits, pool, start_step)
+            prompts = [[(place + order * length) % vocab_size for place in range(length)] for order in range(count)]
+            steps = await _run(prompts, limits, pool, start_step)
         found += steps
         if not steps or steps[0].elapsed_s > _GROWS * before_s:
             break
@@ -49,13 +51,13 @@ def _fits(num_tokens: int, count: int, num_pages: int, limits: Limits, pool: KvC
     return num_tokens > 0 and within and num_pages <= pool.pool.num_pages
 
 
-async def _run(count: int, length: int, limits: Limits, pool: KvCache, start_step: StartStep) -> list[TimedStep]:
-    """Compute so many prompts at once, and what is decoded after them."""
+async def _run(prompts: list[list[int]], limits: Limits, pool: KvCache, start_step: StartStep) -> list[TimedStep]:
+    """Compute prompts at once, and what is decoded after them."""
     scheduler = Scheduler(KvCache(pool.pool.num_pages, pool.paging, None), limits)
     params = SamplingParams(max_tokens=_NUM_DECODED + 1, ignore_eos=True)
-    for order in range(count):
-        job = Job(RequestId(bytes(16)), Attempt(0), (0,) * length, length, params, (0,))
-        scheduler.add(Sequence(job, (0,), [0] * length, order))
+    for order, prompt in enumerate(prompts):
+        job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
+        scheduler.add(Sequence(job, (0,), prompt, order))
     found = []
     while (plan := scheduler.plan()) is not None:
         result = await asyncio.wrap_future(start_step(plan))

@@ -19,7 +19,7 @@ from pdserve.router.wire import MAX_TRIAL_STEPS
 from pdserve.worker import wire
 from pdserve.worker.warm_up import warm_up
 
-PAGE_SIZE = 16
+PAGE_SIZE, VOCAB = 16, 997
 COSTS = StepCosts(Curve(0.05, 1e-3, 0.0), (DecodePiece(None, Curve(0.02, 1e-3, 0.0)),))
 COLD = 20  # times as long takes the first step of a shape
 
@@ -28,13 +28,15 @@ class Engine:
     """Steps of known costs, on pages whose use can be seen; the first of each shape is slow."""
 
     def __init__(self, num_pages: int = 64, costs: StepCosts = COSTS) -> None:
-        self.runner = FakeRunner(num_pages, PAGE_SIZE, 997)
+        self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
         self.cache = KvCache(num_pages, Paging.of(PAGE_SIZE), None)
         self.costs = costs
         self.shapes: list[tuple[int, int]] = []
+        self.prompts: list[int] = []  # tokens of the largest step
 
     def start(self, plan: StepPlan) -> Future[StepResult]:
         computed = wire.computed(plan)
+        self.prompts = max(self.prompts, [token for chunk in plan.chunks for token in chunk.token_ids], key=len)
         shape = computed.prefill_tokens, computed.sequences
         elapsed_s = self.costs.seconds(computed) * (1 if shape in self.shapes else COLD)
         self.shapes.append(shape)
@@ -43,10 +45,10 @@ class Engine:
         return future
 
     def limits(self, max_num_seqs: int = 64, step_tokens: int = 2048, max_model_len: int = 512) -> Limits:
-        return Limits(max_num_seqs, step_tokens, max_model_len, frozenset(range(997)))  # each token ends an answer
+        return Limits(max_num_seqs, step_tokens, max_model_len, frozenset(range(VOCAB)))  # each token ends an answer
 
     def warm_up(self, **limits: int) -> tuple[TimedStep, ...]:
-        return asyncio.run(warm_up(self.limits(**limits), self.cache, self.start))
+        return asyncio.run(warm_up(self.limits(**limits), self.cache, VOCAB, self.start))
 
 
 def test_costs_on_trial_are_those_of_later_steps_not_of_the_first() -> None:
@@ -63,6 +65,7 @@ def test_sizes_double_until_tokens_set_the_time() -> None:
     engine.warm_up()
     # 16 tokens take 66 ms, 32 take 82, 64 take 114, 128 take 178: more than half as long again
     assert sorted({tokens for tokens, _ in engine.shapes}) == [0, 16, 32, 64, 128]
+    assert len(set(engine.prompts)) == 128, "tokens that are all the same would choose the same experts"
     flat = Engine(256, StepCosts(Curve(0.05, 0.0, 0.0), COSTS.decode))
     flat.warm_up(max_num_seqs=16)
     assert max(tokens for tokens, _ in flat.shapes) == 16 * PAGE_SIZE, "no more sequences than may run at once"
