@@ -35,9 +35,6 @@ INLINE char *run_of(const struct step *step, int64_t page, int64_t layer, int64_
     return step->pool + page * step->page_bytes + run * step->page_size * step->head_dim * size_of(step->type);
 }
 
-INLINE floats soft_capped(floats scores, float cap) {
-    /* tanh(x) = 1 - 2 / (exp(2 x) + 1) */
-    return (splat(1.0f) - splat(2.0f) / (exp_of(scores * (2.0f / cap)) + 1.0f)) * cap;
-}
+INLINE floats soft_capped(floats scores, float cap) { return tanh_of(scores / cap) * cap; }
 
 #endif
