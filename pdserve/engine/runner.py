@@ -43,7 +43,6 @@ class EngineRunner(Protocol):
     """What computes an engine's steps, on whichever device. Call it from one thread at a time."""
 
     kv: Tensor  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; of several groups [num_pages, elements]
-    groups: tuple[LayerGroup, ...]
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step: copy pages, compute all chunks, sample. InvariantError if the plan cannot be run.

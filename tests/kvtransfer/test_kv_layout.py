@@ -37,7 +37,7 @@ def test_workers_whose_groups_differ_exchange_no_pages() -> None:
 
 
 def test_groups_whose_pages_would_waste_memory_are_refused() -> None:
-    wasteful = replace(PLAIN, others=(replace(WINDOW, num_layers=12),))
+    wasteful = replace(PLAIN, others=(replace(WINDOW, num_layers=11),))
     with pytest.raises(ConfigError, match="page_size: 4 tokens of the window layers fill"):
         wasteful.check()
     with pytest.raises(ProtocolError, match=r"layout\.page_size"):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 SHARED_BYTES = 232_448  # most that one program may use on sm_90
 PROGRAM = """
@@ -71,6 +73,7 @@ for each in unique.values():
 """
 
 
+@pytest.mark.long  # each run compiles the kernels alone: tests/kernels/test_compile.py
 def test_every_kernel_of_a_step_compiles_for_hopper_and_keeps_to_its_registers() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(str(TESTS / folder) for folder in ("support", "gpu"))
