@@ -192,7 +192,14 @@ def test_one_that_has_waited_too_long_names_the_lock_and_its_holder(
     assert "PDSERVE_FETCH_TIMEOUT_S" in said
 
 
-@pytest.mark.parametrize(("given", "shown"), [("soon", "soon"), ("-1", "-1.0"), ("nan", "nan"), ("inf", "inf")])
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("soon", "soon"),
+        ("-1", "-1.0"),
+        *(pytest.param(each, each, marks=pytest.mark.long) for each in ("nan", "inf")),
+    ],
+)
 def test_a_limit_that_is_no_number_of_seconds_is_refused_by_name(start: Start, given: str, shown: str) -> None:
     said = f"--fetch-timeout-s or PDSERVE_FETCH_TIMEOUT_S: {shown} is no number of seconds, 0 or more"
     assert said in refused(start(PDSERVE_FETCH_TIMEOUT_S=given))

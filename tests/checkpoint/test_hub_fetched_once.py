@@ -121,7 +121,7 @@ def test_what_has_been_fetched_needs_no_hub_and_does_not_follow_its_branch(hub: 
     assert hub.fetched == []
 
 
-@pytest.mark.parametrize("folder", ["models", "hf"])
+@pytest.mark.parametrize("folder", ["models", pytest.param("hf", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("options", "reason"),
     [("size=1m", "No space left on device; make room there, or set"), ("ro", "Read-only file system; set")],

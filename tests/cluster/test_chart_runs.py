@@ -15,7 +15,7 @@ from pdserve.autoscaler.schema import KubernetesActuator, ScaleTarget
 from pdserve.base.roles import Role
 from pdserve.kubernetes.client import Client
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,7 @@ def names(record: Record) -> list[str]:
     return [row.name for row in record.rows]
 
 
+@pytest.mark.long
 def test_sections_end_each_in_its_way_and_the_next_one_goes_on() -> None:
     computing = Computing(Options(is_dry=True))
     section_of = {

@@ -154,6 +154,7 @@ async def test_ends_are_seen_after_the_api_was_restored_from_a_backup(watching: 
     await watching.until(lambda: router.gone == [("decode-5", 5)])
 
 
+@pytest.mark.long
 @double_only
 async def test_a_list_that_fails_once_the_watch_has_failed_is_warned_of_once(
     watching: Watching, caplog: pytest.LogCaptureFixture
