@@ -41,6 +41,7 @@ class AttentionSpec:
     dtype: torch.dtype = torch.bfloat16  # of queries, keys and values
     window: int | None = None  # positions a query sees, its own included
     soft_cap: float | None = None  # c of c * tanh(score / c)
+    has_sinks: bool = False  # a score of each head joins each softmax, without a value
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the first field the kernels do not serve."""
@@ -173,21 +174,25 @@ class PagedAttention:
             parts = zip((work.items, work.combines), self._shapes, strict=True)
             self._staging.send(*[padded(part, shape) for part, shape in parts], pages)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
         """Attend. q: the planned tokens, one sequence after another; with a size, `size.max_seqs` rows.
 
+        sinks: float32 [num_heads], where the spec has them.
         Rows past the planned tokens are neither read nor written. Returns `out`, or a fresh tensor like q.
         """
         spec, tile, plan = self.spec, self.tile, self._plan
         if plan is None:
             raise ValueError("plan must be called before run")
         check_inputs(spec, q, k, v)
+        require((sinks is not None) == spec.has_sinks, "sinks must be given where the spec has them, and only there")
+        if sinks is not None:
+            require_tensor("sinks", sinks, (spec.num_heads,), (torch.float32,))
         require(q.shape[0] >= plan.num_tokens, f"q must hold the {plan.num_tokens} planned tokens, got {q.shape[0]}")
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         require_tensor("out", out, q.shape, (q.dtype,))
         grid = (len(plan.items), spec.num_kv_heads) if self.size is None else (spec.num_kv_heads, len(plan.items))
         device_attention.attend[grid](
-            q, self._source(k), self._source(v), out, self._partials, self._lse, plan.items, plan.pages,
+            q, self._source(k), self._source(v), sinks, out, self._partials, self._lse, plan.items, plan.pages,
             *q.stride()[:2], *k.stride()[:3], *out.stride()[:2],
             *_score_factors(spec), spec.window or 0, spec.num_kv_heads,
             **self._constants(), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
@@ -195,9 +200,9 @@ class PagedAttention:
         if len(plan.combines) > 0:
             rows = self._cutting.tokens_per_item * spec.group
             device_attention.combine[len(plan.combines), spec.num_kv_heads, rows](
-                out, self._partials, self._lse, plan.combines, *out.stride()[:2], spec.num_kv_heads,
+                sinks, out, self._partials, self._lse, plan.combines, *out.stride()[:2], spec.num_kv_heads,
                 GROUP=spec.group, HEAD_DIM=spec.head_dim, BLOCK_D=spec.block_d, BLOCK_M=tile.block_m,
-                BLOCK_S=COMBINE_SPLITS, num_warps=COMBINE_WARPS,
+                BLOCK_S=COMBINE_SPLITS, HAS_SINKS=spec.has_sinks, num_warps=COMBINE_WARPS,
             )  # fmt: skip
         return out
 
@@ -224,6 +229,7 @@ class PagedAttention:
             "HEADS_INNER": self.size is not None,
             "HAS_WINDOW": spec.window is not None,
             "HAS_CAP": spec.soft_cap is not None,
+            "HAS_SINKS": spec.has_sinks,
             "PRECISION": "ieee" if self.exact else "native",
             "USE_TMA": self.use_tma,
         }

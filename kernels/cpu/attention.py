@@ -75,6 +75,14 @@ class HeadNorms:
     after_rope: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """What a layer has learnt of its heads."""
+
+    norms: HeadNorms | None = None
+    sinks: Tensor | None = None  # float32 [num_heads]: scores that join each softmax, without values
+
+
 class PagedAttention:
     """The library's attention over one pool of pages, for one model's heads."""
 
@@ -148,7 +156,7 @@ class PagedAttention:
         step.num_tokens, step.num_rows, step.num_items, step.num_keys = num_tokens, num_rows, len(items), num_keys
         self._arrays = (kept, angles)
 
-    def run(self, calls: Calls, layer: int, qkv: Tensor, norms: HeadNorms | None = None, rope: int = 0) -> Tensor:
+    def run(self, calls: Calls, layer: int, qkv: Tensor, weights: HeadWeights = HeadWeights(), rope: int = 0) -> Tensor:
         """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows and chunks.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. rope: which of the
@@ -163,7 +171,7 @@ class PagedAttention:
         require(0 <= rope < self._num_ropes, f"rope must be below {self._num_ropes}, got {rope}")
         out = calls.empty(len(qkv), step.num_heads * step.head_dim, dtype)
         where = {"x": qkv.data_ptr(), "step": ctypes.addressof(step), "layer": layer, "out": out.data_ptr()}
-        placing = Call(kind=Kind.PLACING, rope=rope, **where)
+        placing, norms = Call(kind=Kind.PLACING, rope=rope, **where), weights.norms
         if norms is not None:
             for name, weight in (("q_norm", norms.q), ("k_norm", norms.k)):
                 require_tensor(name, weight, (step.head_dim,), (dtype,))
@@ -171,6 +179,9 @@ class PagedAttention:
             placing.eps, placing.norms_after = norms.eps, norms.after_rope
         kinds = [Kind.RANGES, Kind.COMBINING] if step.num_rows else []
         kinds += [Kind.BLOCKS] if step.num_blocks else []
+        if weights.sinks is not None:
+            require_tensor("sinks", weights.sinks, (step.num_heads,), (torch.float32,))
+            where["sinks"] = weights.sinks.data_ptr()
         calls.take(len(qkv), placing, *(Call(kind=kind, **where) for kind in kinds))
         return out
 

@@ -43,7 +43,7 @@ class Call(ctypes.Structure):
         *((name, Size) for name in ("residual_stride", "after", "activation", "bits", "input_bits")),
         *((name, Pointer) for name in ("scratch", "step")),
         *((name, Size) for name in ("layer", "rope")),
-        *((name, Pointer) for name in ("q_norm", "k_norm")),
+        *((name, Pointer) for name in ("q_norm", "k_norm", "sinks")),
         ("norms_after", Size),
         *((name, ctypes.c_double) for name in ("eps", "scale", "cap", "positive", "negative")),
         *((name, ctypes.c_uint64) for name in ("taken", "done")),

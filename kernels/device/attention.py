@@ -19,6 +19,8 @@ PARTIAL = tl.constexpr(6)
 NUM_SPLITS = tl.constexpr(7)
 ITEM_FIELDS = tl.constexpr(8)
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _multiply(a, b, acc, PRECISION: tl.constexpr):
@@ -135,18 +137,20 @@ def _whole_tiles(
 
 @triton.jit
 def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, pages_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, pages_ptr,
     q_token_stride, q_head_stride, page_stride, head_stride, slot_stride,
     out_token_stride, out_head_stride,
     score_scale, score_cap, window, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `combine`.
 
     Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale, or
-    with HAS_CAP score_cap, includes log2(e).
+    with HAS_CAP score_cap, includes log2(e). With HAS_SINKS each head's sink, a score without a value, joins the sum of
+    weights where the last of them is known: here, or in `combine`.
     """
     kv_head, item = tl.program_id(1 - HEADS_INNER), tl.program_id(HEADS_INNER)
     fields = items_ptr + item * ITEM_FIELDS
@@ -183,6 +187,9 @@ def attend(
         HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, PRECISION, USE_TMA, True)  # fmt: skip
     slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
     if num_splits == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + kv_head * GROUP + tl.arange(0, BLOCK_M) % GROUP)
+            total += tl.exp2(sink * LOG2_E - peak)
         _store_whole(out_ptr + kv_head * GROUP * out_head_stride, q_start, q_count, out_token_stride, out_head_stride,
                      acc, total, GROUP, HEAD_DIM)  # fmt: skip
     else:
@@ -228,9 +235,9 @@ def _store_partial(partial_ptr, lse_ptr, rows, num_rows, acc, total, peak, HEAD_
 
 @triton.jit
 def combine(
-    out_ptr, partial_ptr, lse_ptr, combines_ptr, out_token_stride, out_head_stride, num_kv_heads,
+    sinks_ptr, out_ptr, partial_ptr, lse_ptr, combines_ptr, out_token_stride, out_head_stride, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of one query and head, each weighted by 2^lse. Grid: (combines, kv heads, rows)."""
     entry, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -259,4 +266,6 @@ def combine(
         peak = new_peak
     out = out_ptr + (q_start + row // GROUP).to(tl.int64) * out_token_stride
     head = kv_head * GROUP + row % GROUP
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + head) * LOG2_E - peak)
     tl.store(out + head * out_head_stride + channel, (acc / total).to(out_ptr.dtype.element_ty), in_head)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.engine.attention_torch import GroupedAttention
 from pdserve.engine.batch import Batch
 from pdserve.engine.layer_kinds import LayerKind
-from pdserve.kernels.cpu.attention import Chunks, HeadNorms, PagedAttention, Rows, Scoring
+from pdserve.kernels.cpu.attention import Chunks, HeadNorms, HeadWeights, PagedAttention, Rows, Scoring
 from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import QkNorm
@@ -29,11 +29,11 @@ class Planned:
     calls: Calls
     ropes: Seq[int]  # of each layer, which of the planned ones
 
-    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         norms = None
         if qk_norm is not None:
             norms = HeadNorms(qk_norm.q, qk_norm.k, qk_norm.eps, qk_norm.after_rope)
-        return self.paged.run(self.calls, layer, qkv, norms, self.ropes[layer])
+        return self.paged.run(self.calls, layer, qkv, HeadWeights(norms, sinks), self.ropes[layer])
 
 
 class CompiledAttention:
@@ -69,12 +69,12 @@ class CompiledAttention:
         if self._grouped is not None:
             self._grouped.plan(batch, num_rows)
 
-    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Attend in one layer; see `pdserve.model.ops.Attention`."""
-        out = self._planned.run(layer, qkv, qk_norm)
+        out = self._planned.run(layer, qkv, qk_norm, sinks)
         if self._grouped is None or self._num_rows == len(qkv):
             return out
-        return torch.cat((out[: self._num_rows], *self._grouped.run(layer, qkv)))
+        return torch.cat((out[: self._num_rows], *self._grouped.run(layer, qkv, sinks)))
 
     def _chunks(self, batch: Batch, first: int) -> Chunks:
         positions = (batch.kv_lens - batch.query_lens)[first:]

@@ -51,8 +51,9 @@ class FlashInferPrompts:
             kv_data_type=spec.dtype,
         )
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> None:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, sinks: Tensor | None = None) -> None:
         """See `PagedAttention.run`."""
+        assert sinks is None, "why_not refuses layers with sinks"
         self._wrapper.run(q.contiguous(), (k, v), out=out)
 
 
@@ -62,8 +63,8 @@ def why_not(specs: Sequence[AttentionSpec], device: torch.device) -> str:
     Computes a few prompts with it and with the kernels.
     """
     spec = specs[0]
-    if len(specs) > 1 or spec.soft_cap is not None:
-        return "it is used where all layers are alike, without a soft cap of scores"
+    if len(specs) > 1 or spec.soft_cap is not None or spec.has_sinks:
+        return "it is used where all layers are alike, without a soft cap of scores or sinks"
     if find_spec("flashinfer") is None:
         return "it is not installed: pip install flashinfer-python"
     if spec.dtype not in TOLERANCE:

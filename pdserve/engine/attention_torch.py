@@ -78,7 +78,7 @@ class TorchAttention:
         )
         self._grouped.plan(batch, 0)
 
-    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Attend in one layer; see `pdserve.model.ops.Attention`."""
         step = self._step
         if step is None:
@@ -91,7 +91,7 @@ class TorchAttention:
             self._norm_(qkv, qk_norm)
         slots_before = layer * 2 * num_kv_heads * self._page_size
         self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
-        attended = self._grouped.run(layer, qkv)
+        attended = self._grouped.run(layer, qkv, sinks)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _norm_(self, qkv: Tensor, qk_norm: QkNorm) -> None:
@@ -120,15 +120,15 @@ class GroupedAttention:
         """Prepare what all layers share of the batch's chunks from `first` on."""
         self._groups = tuple(self._group(batch, begin, end) for begin, end in _alike(batch, first))
 
-    def run(self, layer: int, qkv: Tensor) -> list[Tensor]:
+    def run(self, layer: int, qkv: Tensor, sinks: Tensor | None) -> list[Tensor]:
         """Attend with the planned chunks' tokens in one layer: [tokens, num_heads * head_dim] of each group."""
-        return [self._attend(layer, qkv[group.tokens], group) for group in self._groups]
+        return [self._attend(layer, qkv[group.tokens], group, sinks) for group in self._groups]
 
     def run_ids(self, pages: Ints) -> Ints:
         """Return the runs of layer 0's K heads, then V heads, of each page: [len(pages), 2 * kv heads]."""
         return pages[:, None] * self._runs_per_page + np.arange(self._runs_per_layer)
 
-    def _attend(self, layer: int, qkv: Tensor, group: _Group) -> Tensor:
+    def _attend(self, layer: int, qkv: Tensor, group: _Group, sinks: Tensor | None) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = qkv.view(group.num_chunks, group.query_len, -1, self._config.head_dim).transpose(1, 2)
         if group.gather is None:
@@ -140,19 +140,22 @@ class GroupedAttention:
         if group.query_len == 1:
             # All heads that share K and V as one block of queries: each K is then read once, not once for each head.
             q = q.reshape(group.num_chunks, num_kv_heads, -1, self._config.head_dim)
-            return self._weighted(q, k, v, group).reshape(len(qkv), -1)
-        out = self._weighted(q, k, v, group, is_causal=group.gather is None)
+            return self._weighted((q, k, v), group, sinks).reshape(len(qkv), -1)
+        out = self._weighted((q, k, v), group, sinks, is_causal=group.gather is None)
         return out.transpose(1, 2).reshape(len(qkv), -1)
 
-    def _weighted(self, q: Tensor, k: Tensor, v: Tensor, group: _Group, *, is_causal: bool = False) -> Tensor:
+    def _weighted(
+        self, heads: tuple[Tensor, Tensor, Tensor], group: _Group, sinks: Tensor | None, *, is_causal: bool = False
+    ) -> Tensor:
         """Return the values, summed by their weights; heads of q share those of k where it has fewer."""
+        q, k, v = heads
         is_shared = q.shape[1] != k.shape[1]
-        if self._soft_cap is None:
+        if self._soft_cap is None and sinks is None:
             return scaled_dot_product_attention(
                 q, k, v, attn_mask=group.mask, is_causal=is_causal, enable_gqa=is_shared, scale=self._scale
             )
         mask = torch.full((q.shape[2], k.shape[2]), float("-inf")).triu_(1) if is_causal else group.mask
-        return _capped(q, k, v, self._scale, self._soft_cap, mask)
+        return _scored(heads, _Scoring(self._scale, self._soft_cap, sinks), mask)
 
     def _gathered(self, layer: int, gather: _Gather) -> Tensor:
         torch.index_select(self._runs[layer * self._runs_per_layer :], 0, gather.runs, out=gather.copy)
@@ -215,16 +218,36 @@ def _alike(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
         yield first, len(batch.query_lens)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor | None) -> Tensor:
-    """Attend with cap * tanh(score / cap) in place of scores, one KV head after the other.
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """What torch's fused attention does not compute."""
 
-    q: [chunks, heads, queries, head_dim]; k, v: [chunks, kv heads, keys, head_dim]; mask: added to the scores.
+    scale: float
+    soft_cap: float | None
+    sinks: Tensor | None  # float32 [num_heads]
+
+
+def _scored(heads: tuple[Tensor, Tensor, Tensor], scoring: _Scoring, mask: Tensor | None) -> Tensor:
+    """Attend in float32, one KV head after the other.
+
+    heads: q [chunks, heads, queries, head_dim]; k and v [chunks, kv heads, keys, head_dim]. Where q has as many heads
+    as k, its queries are those of all heads that share a KV head (of one token). mask: added to the scores.
     """
+    q, k, v = heads
     group, parts = q.shape[1] // k.shape[1], []
+    sinks = None if scoring.sinks is None else scoring.sinks.view(k.shape[1], group, -1)
     for head in range(k.shape[1]):
         queries, keys, values = q[:, head * group : (head + 1) * group].float(), k[:, head].float(), v[:, head].float()
-        scores = torch.matmul(queries, keys.transpose(1, 2)[:, None]).mul_(scale / cap).tanh_().mul_(cap)
-        weights = torch.softmax(scores if mask is None else scores.add_(mask), -1)
+        scores = torch.matmul(queries, keys.transpose(1, 2)[:, None])
+        if scoring.soft_cap is None:
+            scores.mul_(scoring.scale)
+        else:
+            scores.mul_(scoring.scale / scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+        scores = scores if mask is None else scores.add_(mask)
+        if sinks is not None:
+            sink = sinks[head, :, :, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = torch.softmax(scores, -1)[..., : k.shape[2]]
         parts.append(torch.matmul(weights, values[:, None]).to(q.dtype))
     return torch.cat(parts, 1)
 

@@ -48,6 +48,7 @@ def attention_spec(
         dtype=dtype,
         window=scores.window,
         soft_cap=scores.soft_cap,
+        has_sinks=scores.has_sinks,
     )
 
 
@@ -56,7 +57,7 @@ class PromptAttention(Protocol):
 
     def plan(self, query_lens: Ints, kv_lens: Ints, page_table: Ints) -> None: ...
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> object: ...
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, sinks: Tensor | None = None) -> object: ...
 
 
 _Part = tuple[PromptAttention, slice]  # one launch, for these tokens of a step; the kernel leaves padding alone
@@ -116,7 +117,7 @@ class TritonAttention:
             parts.append(_planned(self._prefill, batch, slice(single, None), slice(single, batch.num_tokens)))
         self._step = _Step(positions, slots, tuple(parts))
 
-    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Attend in one layer; see `pdserve.model.ops.Attention`."""
         step = self._step
         if step is None:
@@ -128,7 +129,7 @@ class TritonAttention:
         q = rope_write((q, k, v), step.positions, self._rotation(layer, qk_norm), target, out=q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for kernel, tokens in step.parts:
-            kernel.run(q[tokens], k_pages, v_pages, out=out[tokens])
+            kernel.run(q[tokens], k_pages, v_pages, out=out[tokens], sinks=sinks)
         return out.view(len(out), -1)
 
     def _rotation(self, layer: int, qk_norm: QkNorm | None) -> Rotation:

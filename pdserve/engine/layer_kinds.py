@@ -41,10 +41,10 @@ class ByLayer(Generic[A]):
     groups: tuple[int, ...]  # of each kind: whose pages it has
     places: tuple[tuple[int, int], ...]  # of each layer: its kind, and its place in its group
 
-    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Attend in one layer; see `pdserve.model.ops.Attention`."""
         kind, place = self.places[layer]
-        return self.parts[kind].run(place, qkv, qk_norm)
+        return self.parts[kind].run(place, qkv, qk_norm, sinks)
 
     def with_parts(self, parts: Iterable[B]) -> "ByLayer[B]":
         return ByLayer(tuple(parts), self.groups, self.places)

@@ -66,6 +66,7 @@ class Scores:
     scale: float | None = None  # None: head_dim ** -0.5
     window: int | None = None  # a token sees itself and the window - 1 before it; None: all before it
     soft_cap: float | None = None  # c of c * tanh(score / c)
+    has_sinks: bool = False  # a learnt score of each head joins the softmax, without a value (GPT-OSS, 2025)
 
 
 @dataclass(frozen=True, slots=True)

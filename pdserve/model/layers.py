@@ -75,6 +75,7 @@ class SelfAttention:
     qk_norm: QkNorm | WideNorm | None
     o: Linear
     head_dim: int
+    sinks: Tensor | None = None  # float32 [num_heads]
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return what each token attends to, before `o`: [num_tokens, num_heads * head_dim]."""
@@ -84,7 +85,7 @@ class SelfAttention:
             ops.norm_(qkv[:, :q_width], norm.q)
             ops.norm_(qkv[:, q_width : q_width + k_width], norm.k)
             norm = None
-        return attention.run(index, qkv.view(len(qkv), -1, self.head_dim), norm)
+        return attention.run(index, qkv.view(len(qkv), -1, self.head_dim), norm, self.sinks)
 
     @classmethod
     def build(cls, of: design.SelfAttention, parts: Parts) -> Self:
@@ -102,7 +103,11 @@ class SelfAttention:
             bias=of.o_bias,
             shard=rank.columns(group),
         )
-        return cls(parts.ops.held(joined(*matrices)), norm, parts.ops.held(o), head_dim)
+        sinks = None
+        if of.scores.has_sinks:
+            shard = rank.rows(config.num_heads // config.num_kv_heads)
+            sinks = parts.tensors.take(f"{prefix}sinks", (config.num_heads,), shard, exact=True)
+        return cls(parts.ops.held(joined(*matrices)), norm, parts.ops.held(o), head_dim, sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,10 +163,11 @@ class DeviceOps(Ops, Protocol):
 class Attention(Protocol):
     """One step's attention, already planned."""
 
-    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Norm and rotate q and k as the layer does, put K and V into the step's pages, attend over each sequence's.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then k, then v; may be overwritten.
+        sinks: float32 [num_heads], where the layer has them.
         Returns [num_tokens, num_heads * head_dim].
         """
         ...

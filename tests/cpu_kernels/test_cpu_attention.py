@@ -14,7 +14,7 @@ import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, PagedAttention, Rows, Scoring, serves
+from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, HeadWeights, PagedAttention, Rows, Scoring, serves
 from pdserve.kernels.cpu.calls import Immediate
 
 NUM_LAYERS = 2
@@ -32,7 +32,7 @@ class Case:
 
     pool: Tensor
     qkv: Tensor
-    norms: HeadNorms | None
+    weights: HeadWeights
     cos_sin: Tensor
     targets: np.ndarray
     rows: Rows
@@ -45,7 +45,7 @@ def random_case(
     heads: tuple[int, int],
     page_size: int,
     window: int | None = None,
-    norms: str = "none",
+    learnt: str = "",
 ) -> Case:
     generator = torch.Generator().manual_seed(head_dim + page_size)
     num_heads, num_kv_heads = heads
@@ -54,7 +54,8 @@ def random_case(
     pool = torch.full((num_pages, NUM_LAYERS, 2, num_kv_heads, page_size, head_dim), math.nan, dtype=dtype)
     supply = torch.randperm(num_pages, generator=generator).tolist()
     weights = (torch.rand(2, head_dim, generator=generator) + 0.5).to(dtype).unbind(0)
-    head_norms = None if norms == "none" else HeadNorms(*weights, EPS, after_rope=norms == "after")
+    head_norms = None if "norms" not in learnt else HeadNorms(*weights, EPS, after_rope=learnt == "norms after")
+    sinks = torch.randn(num_heads, generator=generator) * 4 if learnt == "sinks" else None
     table = np.zeros((len(CONTEXTS), columns), dtype=np.int64)
     targets, qkvs, angles, expected = [], [], [], []
     for row, end in enumerate(CONTEXTS):
@@ -70,25 +71,20 @@ def random_case(
         turns = torch.rand(head_dim // 2, generator=generator) * 6
         angles.append(torch.cat((turns.cos(), turns.sin())))
         q, last = q.double(), k[-1].double()
-        if norms == "before":
+        if learnt == "norms before":
             q, last = (reference.rms_norm(x, w.double(), EPS) for x, w in zip((q, last), weights, strict=True))
         q, last = (reference.rope(x[None], angles[-1].double()[None])[0].to(dtype).double() for x in (q, last))
-        if norms == "after":
+        if learnt == "norms after":
             q, last = (reference.rms_norm(x, w.double(), EPS) for x, w in zip((q, last), weights, strict=True))
         keys = torch.cat((k[:-1].double(), last[None]))
-        rows = reference.attention(
-            q[None],
-            keys.transpose(0, 1),
-            v.double().transpose(0, 1),
-            scale=SCALE * head_dim**-0.5,
-            window=window,
-        )
+        scoring = reference.Scoring(SCALE * head_dim**-0.5, window, sinks=sinks)
+        rows = reference.attention(q[None], keys.transpose(0, 1), v.double().transpose(0, 1), scoring)
         expected.append(rows.flatten())
     ends = np.array(CONTEXTS)
     begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     return Case(
-        pool, torch.stack(qkvs), head_norms, torch.stack(angles), np.array(targets), Rows(table, begins, ends),
-        torch.stack(expected),
+        pool, torch.stack(qkvs), HeadWeights(head_norms, sinks), torch.stack(angles), np.array(targets),
+        Rows(table, begins, ends), torch.stack(expected),
     )  # fmt: skip
 
 
@@ -101,7 +97,7 @@ def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None)) -> Tens
     other = torch.full_like(case.cos_sin[rows], math.nan)
     paged.plan([other, case.cos_sin[rows]], case.targets[rows], chosen)
     qkv = case.qkv[rows].clone()
-    return paged.run(Immediate(loaded), LAYER, qkv, case.norms, rope=1)
+    return paged.run(Immediate(loaded), LAYER, qkv, case.weights, rope=1)
 
 
 GRID = [
@@ -130,14 +126,14 @@ def test_each_row_is_the_formula_over_its_own_keys(
 def test_vectors_of_any_width_attend_alike(
     narrow: ctypes.CDLL, dtype: torch.dtype, head_dim: int, heads: tuple[int, int]
 ) -> None:
-    case = random_case(dtype, head_dim, heads, 16, norms="before")
+    case = random_case(dtype, head_dim, heads, 16, learnt="norms before")
     close = 2 * CLOSE[dtype]
     torch.testing.assert_close(attended(narrow, case).double(), case.expected, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("norms", ["before", "after"])
 def test_norms_come_before_or_after_the_rotation(loaded: ctypes.CDLL, norms: str) -> None:
-    case = random_case(torch.float32, 64, (6, 2), 16, norms=norms)
+    case = random_case(torch.float32, 64, (6, 2), 16, learnt=f"norms {norms}")
     torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=1e-5, rtol=1e-5)
 
 
@@ -154,9 +150,27 @@ def test_a_row_sees_no_more_than_its_window(loaded: ctypes.CDLL, window: int) ->
     torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=3e-6, rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 16, SPLIT + 3])
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
+def test_a_sink_takes_its_share_of_a_rows_weights(
+    loaded: ctypes.CDLL, heads: tuple[int, int], window: int | None
+) -> None:
+    case = random_case(torch.float32, 64, heads, 16, window, learnt="sinks")
+    torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, 500.0])
+def test_a_sink_may_take_nothing_or_all(loaded: ctypes.CDLL, sink: float) -> None:
+    case = random_case(torch.float32, 64, (6, 2), 16)
+    plain = attended(loaded, case)
+    case.weights = HeadWeights(sinks=torch.full((6,), sink))
+    wanted = plain if sink < 0 else torch.zeros_like(plain)
+    torch.testing.assert_close(attended(loaded, case), wanted, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_and_keys_are_normed_first(loaded: ctypes.CDLL, dtype: torch.dtype) -> None:
-    case = random_case(dtype, 64, (6, 2), 16, norms="before")
+    case = random_case(dtype, 64, (6, 2), 16, learnt="norms before")
     close = 2 * CLOSE[dtype]
     torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=close, rtol=close)
 
@@ -194,6 +208,10 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
     short = Rows(case.rows.page_table[:, :2], case.rows.begins, case.rows.ends)
     empty = Rows(case.rows.page_table, case.rows.ends, case.rows.ends)
     ones, wide = torch.ones(64), torch.ones(128)[::2]
+
+    def given(norms: HeadNorms | None, sinks: Tensor | None = None) -> Tensor:
+        return paged.run(calls, LAYER, case.qkv, HeadWeights(norms, sinks))
+
     for bad, message in (
         (lambda: PagedAttention(case.pool.transpose(3, 4), 6), "pool must have contiguous pages"),
         (lambda: PagedAttention(case.pool, 5), "num_heads must be a multiple of 2"),
@@ -205,9 +223,11 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
         (lambda: paged.run(calls, NUM_LAYERS, case.qkv), "layer must be below 2"),
         (lambda: paged.run(calls, LAYER, case.qkv, rope=1), "rope must be below 1"),
         (lambda: paged.run(calls, LAYER, case.qkv[:3]), f"qkv must be of {len(CONTEXTS)} tokens"),
-        (lambda: paged.run(calls, LAYER, case.qkv, HeadNorms(ones, ones[:63], EPS)), "k_norm must have shape"),
-        (lambda: paged.run(calls, LAYER, case.qkv, HeadNorms(ones.bfloat16(), ones, EPS)), "q_norm must be one of"),
-        (lambda: paged.run(calls, LAYER, case.qkv, HeadNorms(ones, wide, EPS)), "k_norm must have stride 1"),
+        (lambda: given(HeadNorms(ones, ones[:63], EPS)), "k_norm must have shape"),
+        (lambda: given(HeadNorms(ones.bfloat16(), ones, EPS)), "q_norm must be one of"),
+        (lambda: given(HeadNorms(ones, wide, EPS)), "k_norm must have stride 1"),
+        (lambda: given(None, ones[:5]), "sinks must have shape"),
+        (lambda: given(None, ones[:6].double()), "sinks must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

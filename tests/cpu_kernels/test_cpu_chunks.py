@@ -13,7 +13,7 @@ import reference_kernels as reference
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.attention import Chunks, PagedAttention, Rows, Scoring, serves_chunks
+from pdserve.kernels.cpu.attention import Chunks, HeadWeights, PagedAttention, Rows, Scoring, serves_chunks
 from pdserve.kernels.cpu.calls import Immediate
 
 LAYER, NUM_LAYERS, EPS = 1, 2, 1e-6
@@ -26,6 +26,7 @@ class Prompts:
     """Sequences, and a pool whose other slots hold NaN."""
 
     soft_cap: float | None = None  # of scores
+    sinks: Tensor | None = None
 
     def __init__(self, head_dim: int, heads: tuple[int, int], page_size: int, spans: list[tuple[int, int]]) -> None:
         generator = torch.Generator().manual_seed(head_dim + page_size)
@@ -55,14 +56,13 @@ class Prompts:
         scoring = Scoring(qkv.shape[2] ** -0.5, self.soft_cap or 0.0)
         paged = PagedAttention(self.pool, self.num_heads, scoring)
         paged.plan([angles], targets, Rows(self.table[:0], nothing, nothing), chunks)
-        return paged.run(Immediate(loaded), LAYER, qkv)
+        return paged.run(Immediate(loaded), LAYER, qkv, HeadWeights(sinks=self.sinks))
 
     def expected(self, row: int, begin: int, window: int | None) -> Tensor:
         heads = self.qkvs[row].double().transpose(0, 1)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads))
-        out = reference.attention(
-            q.transpose(0, 1), k, v, scale=q.shape[2] ** -0.5, window=window, soft_cap=self.soft_cap
-        )
+        scoring = reference.Scoring(q.shape[2] ** -0.5, window, self.soft_cap, self.sinks)
+        out = reference.attention(q.transpose(0, 1), k, v, scoring)
         return out.flatten(1)[begin:]
 
 
@@ -106,6 +106,16 @@ def test_scores_keep_below_their_cap(loaded: ctypes.CDLL, soft_cap: float, head_
     prompts = Prompts(head_dim, (6, 2), 16, SPANS)
     prompts.soft_cap = soft_cap
     checked(loaded, prompts, 50)
+
+
+@pytest.mark.parametrize("window", [None, 16, 100])
+@pytest.mark.parametrize("heads", [(6, 2), (9, 3)])
+def test_a_sink_takes_its_share_of_a_tokens_weights(
+    loaded: ctypes.CDLL, heads: tuple[int, int], window: int | None
+) -> None:
+    prompts = Prompts(64, heads, 16, SPANS)
+    prompts.sinks = torch.linspace(-4.0, 6.0, heads[0])
+    checked(loaded, prompts, window)
 
 
 def test_pages_before_a_window_may_hold_anything(loaded: ctypes.CDLL) -> None:

@@ -99,7 +99,7 @@ def _prefill_error(
     attention = PagedAttention(case.spec, device.torch)
     attention.plan(*lens.arrays, case.page_table)
     out = torch.full_like(case.q, torch.nan)
-    return case.error(attention.run(case.q, *case.pages, out=out))
+    return case.error(attention.run(case.q, *case.pages, out=out, sinks=case.sinks))
 
 
 def _decode_error(
@@ -114,7 +114,7 @@ def _decode_error(
     out = torch.full_like(q, torch.nan)
 
     def step() -> Tensor:
-        return attention.run(q, *case.pages, out=out)
+        return attention.run(q, *case.pages, out=out, sinks=case.sinks)
 
     step()
     replay = device.captured(step)

@@ -213,7 +213,9 @@ def reference_logits(
             q = reference.rms_norm(q, weight(f"{name}.self_attn.q_norm"), eps)
             k = reference.rms_norm(k, weight(f"{name}.self_attn.k_norm"), eps)
         q, k = reference.rope(q, cos_sin), reference.rope(k, cos_sin)
-        attended = reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), scale=config.head_dim**-0.5)
+        attended = reference.attention(
+            q, k.transpose(0, 1), v.transpose(0, 1), reference.Scoring(config.head_dim**-0.5)
+        )
         x = x + attended.flatten(1) @ weight(f"{name}.self_attn.o_proj").T
         normed = reference.rms_norm(x, weight(f"{name}.post_attention_layernorm"), eps)
         gate_up = torch.cat([normed @ weight(f"{name}.mlp.{part}_proj").T for part in ("gate", "up")], -1)

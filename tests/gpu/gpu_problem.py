@@ -38,6 +38,7 @@ class Problem:
     page_table: Int32s
     q: Tensor
     kv: Tensor  # [num_pages, 2 layers, 2, num_kv_heads, page_size, head_dim]
+    sinks: Tensor | None  # float32 [num_heads]
 
     @property
     def pages(self) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,8 @@ class Problem:
             ids = self.page_table[row, : -(-kv_len // spec.page_size)]
             k, v = (read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
             q = self.q[start : start + query_len].double()
-            answers.append(reference.attention(q, k, v, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap))
+            scoring = reference.Scoring(spec.scale, spec.window, spec.soft_cap, self.sinks)
+            answers.append(reference.attention(q, k, v, scoring))
             start += query_len
         return torch.cat(answers)
 
@@ -90,7 +92,8 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
             write_pages(pages, values, slots.to(device))
     q_shape = (sum(lens.query), spec.num_heads, spec.head_dim)
     q = torch.randn(q_shape, generator=random, device=device).to(spec.dtype)
-    return Problem(spec, lens, table, q, kv.to(spec.dtype))
+    sinks = torch.randn(spec.num_heads, generator=random, device=device) * 3 if spec.has_sinks else None
+    return Problem(spec, lens, table, q, kv.to(spec.dtype), sinks)
 
 
 def layer_views(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:

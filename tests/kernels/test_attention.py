@@ -38,7 +38,7 @@ def prefill_error(case: Problem, tile: Tile | None = SMALL) -> float:
     attention = PagedAttention(case.spec, "cpu", tile=tile)
     attention.plan(*case.lens.arrays, case.page_table)
     out = torch.full_like(case.q, torch.nan)
-    attention.run(case.q, *case.pages, out=out)
+    attention.run(case.q, *case.pages, out=out, sinks=case.sinks)
     return case.error(out)
 
 
@@ -50,7 +50,7 @@ def decode_error(case: Problem, tile: Tile | None = None) -> float:
     q = torch.full((size.max_seqs, *case.q.shape[1:]), torch.nan, dtype=case.q.dtype)
     q[: len(case.q)] = case.q
     out = torch.full_like(q, torch.nan)
-    attention.run(q, *case.pages, out=out)
+    attention.run(q, *case.pages, out=out, sinks=case.sinks)
     assert out[len(case.q) :].isnan().all(), "rows of no sequence were written"
     return case.error(out)
 
@@ -97,6 +97,14 @@ def test_scores_keep_below_their_cap_on_devices(soft_cap: float, window: int | N
     assert decode_error(make((4, 2), 64, 32, Lens((1, 1), (150, 90)), **fields)) <= 7.5e-3
 
 
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_a_sink_takes_its_share_of_the_weights(window: int | None, soft_cap: float | None) -> None:
+    fields = {"window": window, "soft_cap": soft_cap, "has_sinks": True}
+    assert prefill_error(make((4, 2), 64, 32, Lens((20, 1), (70, 33)), **fields)) <= 7.5e-3
+    assert decode_error(make((6, 2), 64, 32, Lens((1, 1), (150, 90)), **fields)) <= 7.5e-3
+
+
 @pytest.mark.parametrize("window", [1, 31, 32, 33, 70, 500])
 def test_a_window_hides_older_keys(window: int) -> None:
     lens = Lens((40, 3), (150, 90))
@@ -106,13 +114,13 @@ def test_a_window_hides_older_keys(window: int) -> None:
 
 @pytest.mark.parametrize("kv_len", [2048, pytest.param(3001, marks=pytest.mark.long)])
 def test_keys_split_over_items_combine_to_the_whole(kv_len: int) -> None:
-    case = make((8, 1), 64, 64, Lens((4, 1), (kv_len, 70)))
+    case = make((8, 1), 64, 64, Lens((4, 1), (kv_len, 70)), has_sinks=True)
     attention = PagedAttention(case.spec, "cpu", tile=SMALL)
     attention.plan(*case.lens.arrays, case.page_table)
     out = torch.full_like(case.q, torch.nan)
-    attention.run(case.q, *case.pages, out=out)
+    attention.run(case.q, *case.pages, out=out, sinks=case.sinks)
     assert case.error(out) <= 7.5e-3
-    case = make((8, 1), 64, 64, Lens((1, 1), (kv_len, 70)), dtype=torch.float32)
+    case = make((8, 1), 64, 64, Lens((1, 1), (kv_len, 70)), dtype=torch.float32, has_sinks=True)
     assert decode_error(case) <= 1e-5
 
 

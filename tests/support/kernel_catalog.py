@@ -55,6 +55,7 @@ def attention_specs() -> dict[str, AttentionSpec]:
         "d128 16-slot pages": replace(LLAMA, page_size=16),
         "d128 window": replace(LLAMA, window=4096),
         "d256 window and cap": replace(LLAMA, head_dim=256, num_heads=8, num_kv_heads=4, window=4096, soft_cap=50.0),
+        "d64 window and sinks": replace(LLAMA, head_dim=64, window=128, has_sinks=True),  # GPT-OSS
     }
 
 
@@ -85,7 +86,7 @@ def prefill_of(spec: AttentionSpec) -> Callable[[Device], object]:
         attention = PagedAttention(spec, META, chip=chip)
         pages = 65536 // spec.page_size
         attention.plan(np.array([256]), np.array([65536]), np.zeros((1, pages), dtype=np.int32))
-        return attention.run(_queries(spec, 256), *_pool(spec))
+        return attention.run(_queries(spec, 256), *_pool(spec), sinks=_sinks(spec))
 
     return run
 
@@ -95,7 +96,7 @@ def decode_of(spec: AttentionSpec) -> Callable[[Device], object]:
 
     def run(chip: Device) -> object:
         attention = PagedAttention(spec, META, StepSize(32, 8192), chip=chip)
-        return attention.run(_queries(spec, 32), *_pool(spec))
+        return attention.run(_queries(spec, 32), *_pool(spec), sinks=_sinks(spec))
 
     return run
 
@@ -106,6 +107,10 @@ def _queries(spec: AttentionSpec, num_tokens: int) -> Tensor:
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _sinks(spec: AttentionSpec) -> Tensor | None:
+    return _empty(spec.num_heads, dtype=torch.float32) if spec.has_sinks else None
 
 
 def _ids(count: int) -> Tensor:

@@ -83,26 +83,38 @@ def sample(logits: Tensor, params: RowParams, key: rng.Words) -> int:
     return int(noisy.masked_fill(~kept(scores, params), -math.inf).argmax())
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, soft_cap: float | None = None
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What becomes of the products of queries and keys."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """Attend causally with one sequence's last queries.
 
     q: [num_queries, num_heads, head_dim], the last positions of the sequence; k, v: [num_kv_heads, kv_len, head_dim].
-    A query sees itself and what is before it, `window` positions in all where one is given.
+    A query sees itself and what is before it, `window` positions in all where one is given. Sinks [num_heads]
+    are scores of one more key each, whose value is zero.
     Returns [num_queries, num_heads, head_dim].
     """
     group = q.shape[1] // k.shape[0]
     k, v = (x.repeat_interleave(group, dim=0).to(q.dtype) for x in (k, v))
-    scores = torch.einsum("qhd,hkd->hqk", q, k) * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = torch.einsum("qhd,hkd->hqk", q, k) * scoring.scale
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     kv_positions = torch.arange(k.shape[1], device=k.device)
     q_positions = kv_positions[-q.shape[0] :, None]
     hidden = kv_positions > q_positions
-    if window is not None:
-        hidden |= kv_positions <= q_positions - window
-    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+    if scoring.window is not None:
+        hidden |= kv_positions <= q_positions - scoring.window
+    scores = scores.masked_fill(hidden, -math.inf)
+    if scoring.sinks is not None:
+        scores = torch.cat((scores, scoring.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hqk,hkd->qhd", scores.softmax(-1)[..., : k.shape[1]], v)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -99,19 +99,20 @@ INLINE void attend_item(const struct step *step, int64_t layer, const char *qkv,
         }
 }
 
-/* Puts a row's ranges together. out: [num_rows, num_heads * head_dim]. */
-INLINE void combine_row(const struct step *step, char *out, int64_t row, int type) {
+/* Puts a row's ranges together, and its heads' sinks. out: [num_rows, num_heads * head_dim]. */
+INLINE void combine_row(const struct step *step, const float *sinks, char *out, int64_t row, int type) {
     int64_t dim = step->head_dim, stride = step->num_heads * (dim + 2);
     int64_t first = step->first_items[row], last = step->first_items[row + 1];
     for (int64_t head = 0; head < step->num_heads; head++) {
         const float *parts = step->partials + first * stride + head * (dim + 2);
-        float peak = -INFINITY, total = 0.0f, factors[last - first];
+        float peak = sinks ? sinks[head] : -INFINITY, total = 0.0f, factors[last - first];
         for (int64_t i = 0; i < last - first; i++)
             peak = parts[i * stride + dim] > peak ? parts[i * stride + dim] : peak;
         for (int64_t i = 0; i < last - first; i++) {
-            factors[i] = last - first == 1 ? 1.0f : expf(parts[i * stride + dim] - peak);
+            factors[i] = last - first == 1 && !sinks ? 1.0f : expf(parts[i * stride + dim] - peak);
             total += factors[i] * parts[i * stride + dim + 1];
         }
+        total += sinks ? expf(sinks[head] - peak) : 0.0f;
         for (int64_t v = 0; v < dim; v += LANES) {
             floats sum = {0};
             for (int64_t i = 0; i < last - first; i++)
@@ -160,8 +161,8 @@ void pdserve_combining(const struct call *call, int64_t rows, int64_t begin, int
     (void)rows;
     for (int64_t row = begin; row < end; row++) {
         if (call->step->type == FLOAT32)
-            combine_row(call->step, call->out, row, FLOAT32);
+            combine_row(call->step, call->sinks, call->out, row, FLOAT32);
         else
-            combine_row(call->step, call->out, row, BFLOAT16);
+            combine_row(call->step, call->sinks, call->out, row, BFLOAT16);
     }
 }

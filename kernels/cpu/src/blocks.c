@@ -195,10 +195,12 @@ INLINE void locate_keys(
     }
 }
 
-INLINE void attend_block(const struct block *block, int64_t layer, const char *qkv, char *out, int64_t dim) {
+/* A sink is as a key that is seen first, without a value. */
+INLINE void attend_block(const struct block *block, const struct call *call, int64_t dim) {
     const struct step *step = block->step;
     const int64_t group = step->num_heads / step->num_kv_heads, width = step->num_heads + 2 * step->num_kv_heads;
-    const int64_t token = step->chunk_starts[block->chunk] + block->first;
+    const int64_t token = step->chunk_starts[block->chunk] + block->first, layer = call->layer;
+    const char *qkv = call->x;
     const int64_t position = step->chunk_positions[block->chunk] + block->first, end = position + block->count;
     const int64_t values_offset = step->num_kv_heads * step->page_size * dim * 2;
     float sums[group * TOKENS * dim];
@@ -206,8 +208,10 @@ INLINE void attend_block(const struct block *block, int64_t layer, const char *q
     uint32_t keys[dim / 2 * KEYS], values[KEYS / 2 * dim];
     memset(sums, 0, sizeof sums);
     for (int64_t head = 0; head < group; head++)
-        for (int64_t row = 0; row < TOKENS; row++)
-            so_far[head].peaks[row] = -INFINITY, so_far[head].totals[row] = 0.0f;
+        for (int64_t row = 0; row < TOKENS; row++) {
+            so_far[head].peaks[row] = call->sinks ? call->sinks[block->kv_head * group + head] : -INFINITY;
+            so_far[head].totals[row] = call->sinks ? 1.0f : 0.0f;
+        }
     int64_t seen = step->window && position + 1 > step->window ? position + 1 - step->window : 0;
     for (int64_t begin = seen / KEYS * KEYS; begin < end; begin += KEYS) {
         const char *at[KEYS];
@@ -230,7 +234,7 @@ INLINE void attend_block(const struct block *block, int64_t layer, const char *q
     for (int64_t head = 0; head < group; head++)
         for (int64_t row = 0; row < block->count; row++)
             for (int64_t d = 0; d < dim; d += LANES)
-                store(out, ((token + row) * step->num_heads + block->kv_head * group + head) * dim + d,
+                store(call->out, ((token + row) * step->num_heads + block->kv_head * group + head) * dim + d,
                       load_float32(sums + (head * TOKENS + row) * dim + d) / so_far[head].totals[row], BFLOAT16);
 }
 
@@ -242,9 +246,9 @@ void pdserve_blocks(const struct call *call, int64_t rows, int64_t begin, int64_
         int64_t rest = step->chunk_starts[item[0] + 1] - step->chunk_starts[item[0]] - item[1];
         const struct block block = {step, item[0], item[1], rest < TOKENS ? rest : TOKENS, unit % step->num_kv_heads};
         switch (step->head_dim) {
-        case 64: attend_block(&block, call->layer, call->x, call->out, 64); break;
-        case 128: attend_block(&block, call->layer, call->x, call->out, 128); break;
-        default: attend_block(&block, call->layer, call->x, call->out, step->head_dim); break;
+        case 64: attend_block(&block, call, 64); break;
+        case 128: attend_block(&block, call, 128); break;
+        default: attend_block(&block, call, step->head_dim); break;
         }
     }
 }

@@ -32,6 +32,7 @@ struct call {
     const struct step *step; /* of attention, whose x is qkv */
     int64_t layer, rope;         /* rope: of the step's */
     const void *q_norm, *k_norm; /* [head_dim], or NULL */
+    const float *sinks;          /* [num_heads], or NULL: scores that join each softmax, without values */
     int64_t norms_after;         /* whether these come after the rotation */
     double eps;
     double scale;              /* of a product's results, before the residual is added; of rows that are looked up */
