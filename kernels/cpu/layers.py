@@ -33,6 +33,7 @@ class Activation(IntEnum):
     GELU_TANH = 3
     SQUARED_RELU = 4
     XIELU = 5
+    SWIGLU_OAI = 6  # of gates and their ups
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,12 @@ MAX_THREADS = 8
 QUANTIZED_DTYPES = ("bfloat16", "float32")  # of the inputs of quantized products
 BITS = {"int8": 8, "int4": 4}
 VOCABULARY_BITS = 8  # of embedding and head, at least: rounding them to 4 bits costs the most and gains the least
-ROUTERS = (".gate.weight", ".shared_expert_gate.weight")  # of experts: few bytes, and rounding would choose others
+ROUTERS = (
+    ".gate.weight",
+    ".router.weight",
+    ".router.layer.weight",
+    ".shared_expert_gate.weight",
+)  # of experts: few bytes, and rounding would choose others
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 

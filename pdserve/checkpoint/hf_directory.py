@@ -15,6 +15,7 @@ from pdserve.checkpoint.hub import repository_of
 from pdserve.checkpoint.vocabulary_file import read_vocabulary
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
+from pdserve.model.stacked import apart
 from pdserve.model.weights import Part, Stored, Weights
 from pdserve.text.tokenizer import Tokenizer
 
@@ -49,7 +50,7 @@ def open_directory(path: Path) -> Checkpoint:
         tool_template=templates.get(TOOL_USE, (path, None))[1],
         template_files={name: file for name, (file, _) in templates.items()},
         weight_files=_weight_files(path),
-        weights=partial(read_weights, path),
+        weights=lambda: apart(read_weights(path), config),
         tokenizer=partial(_tokenizer, path, tokenizer_config, config.architecture),
         check_weights=partial(check_weights, path),
     )

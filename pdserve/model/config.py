@@ -14,7 +14,8 @@ from pdserve.model.families.exaone4 import EXAONE4
 from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
 from pdserve.model.families.glm4 import GLM4
-from pdserve.model.families.granite import GRANITE
+from pdserve.model.families.gpt_oss import GPT_OSS
+from pdserve.model.families.granite import GRANITE, GRANITE_MOE
 from pdserve.model.families.hunyuan import HUNYUAN
 from pdserve.model.families.nemotron import NEMOTRON
 from pdserve.model.families.olmo2 import OLMO2, OLMO3
@@ -47,7 +48,9 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "Gemma3ForCausalLM": GEMMA_3,
     "Glm4ForCausalLM": GLM4,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "NemotronForCausalLM": NEMOTRON,
     "Olmo2ForCausalLM": OLMO2,

@@ -16,6 +16,7 @@ class Activation(StrEnum):
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"  # its approximation by tanh
     SQUARED_RELU = "relu2"
+    SWIGLU_OAI = "swigluoai"  # of gates and ups together: clamped, and (up + 1) * gate * sigmoid(1.702 * gate)
     XIELU = "xielu"  # with two scalars that are learnt in each layer (Huang, Schlag 2024)
 
 
@@ -117,6 +118,16 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """How a checkpoint holds a layer's experts: gates and ups of all in one tensor, downs in another."""
+
+    gate_up: str
+    down: str
+    inputs_first: bool = False  # [experts, inputs, outputs]; else [experts, outputs, inputs]
+    alternating: bool = False  # gate, up, gate, up; else all gates come first
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of MLPs, of which each token takes some: the sum of what they make of it, by weights."""
 
@@ -127,6 +138,9 @@ class Experts:
     shared_name: str = "shared_experts"
     shared_gate: str | None = None  # whose sigmoid multiplies what the shared one makes
     block: str = "mlp"  # within a layer
+    router: str = "gate"
+    router_bias: bool = False  # added to logits
+    stacked: Stacked | None = None  # else each has tensors of its own
 
     @property
     def inner_size(self) -> int:

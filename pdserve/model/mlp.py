@@ -12,6 +12,7 @@ from pdserve.model import design
 from pdserve.model.design import Activation
 from pdserve.model.family import TensorSource
 from pdserve.model.ops import (
+    Dense,
     DeviceOps,
     GateUp,
     Linear,
@@ -128,7 +129,7 @@ class Experts:
     token gets is summed in the order of the experts, whoever is in the step beside it.
     """
 
-    router: Tensor  # [num_experts, hidden_size]
+    router: Dense  # [num_experts, hidden_size]
     bias: Tensor | None  # [num_experts]: see `design.Routing`
     routing: design.Routing
     experts: tuple[GatedMlp, ...]
@@ -164,7 +165,7 @@ class Experts:
         count, chosen = len(self.experts), self.routing.num_chosen
         touched = count * (1.0 - (1.0 - chosen / count) ** num_rows)
         always = 0 if self.shared is None else self.shared.mlp.bytes_read(num_rows)
-        return int(touched * self.experts[0].bytes_read(1)) + always + self.router.nbytes
+        return int(touched * self.experts[0].bytes_read(1)) + always + self.router.data.nbytes
 
     @classmethod
     def build(
@@ -176,7 +177,10 @@ class Experts:
             gate = tensors.take(f"{prefix}{of.shared_gate}.weight", (1, hidden_size)) if of.shared_gate else None
             shared = Shared(GatedMlp.build(f"{prefix}{of.shared_name}.", of.shared, *parts), gate)
         return cls(
-            router=tensors.take(f"{prefix}gate.weight", shape),
+            router=Dense(
+                tensors.take(f"{prefix}{of.router}.weight", shape),
+                tensors.take(f"{prefix}{of.router}.bias", shape[:1]) if of.router_bias else None,
+            ),
             bias=tensors.take(f"{prefix}{routing.bias}", shape[:1], exact=True) if routing.bias else None,
             routing=routing,
             experts=tuple([GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts)]),

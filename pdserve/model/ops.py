@@ -131,7 +131,7 @@ class Ops(Protocol):
         """Return linear(x) * scale + residual, which may be overwritten."""
         ...
 
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the experts, int64, that each token takes: [num_tokens, num_chosen]."""
         ...
 
@@ -231,20 +231,37 @@ class TorchOps:
             return _binary(x, residual, weight.data, weight.bias, "add")
         return times(self.linear(x, weight), scale).add_(residual)
 
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        return routed(functional.linear(x.float(), router.float()), bias, routing)
+    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        added = None if router.bias is None else router.bias.float()
+        return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):
             is_silu = activation is Activation.SILU  # which is fused with the product
             gate = _unary(x, weight.gate.data, weight.gate.bias, "swish" if is_silu else "none", [], "")
+            if activation is Activation.SWIGLU_OAI:
+                return swiglu_oai(gate, self.linear(x, weight.up))
             gate = gate if is_silu else activate(gate, activation)
             return _binary(x, gate, weight.up.data, weight.up.bias, "mul")
         gate, up = self.linear(x, weight).chunk(2, -1)
-        return activate(gate, activation).mul_(up)
+        return bent_times(gate, up, activation)
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return activate(self.linear(x, weight), activation)
+
+
+def bent_times(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return gates, bent, times ups."""
+    return swiglu_oai(gate, up) if activation is Activation.SWIGLU_OAI else activate(gate, activation).mul_(up)
+
+
+OAI_SLOPE, OAI_LIMIT = 1.702, 7.0
+
+
+def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(1.702 * gate), with gates up to 7, and ups from -7 to 7 (GPT-OSS, 2025)."""
+    gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
+    return (up + 1.0) * (gate * torch.sigmoid(gate * OAI_SLOPE))
 
 
 def activate(x: Tensor, activation: MlpActivation) -> Tensor:
@@ -262,8 +279,8 @@ def activate(x: Tensor, activation: MlpActivation) -> Tensor:
             above, below = xielu_scalars(activation)
             bent = (torch.expm1(x.clamp(max=XIELU_EPS)) - x) * below
             return torch.where(x > 0, above * x * x, bent) + XIELU_BETA * x
-        case Activation.XIELU:
-            raise TypeError("xIELU has scalars of its own in each layer")
+        case Activation.XIELU | Activation.SWIGLU_OAI:
+            raise TypeError(f"{activation} is not of one value alone")
 
 
 XIELU_BETA, XIELU_EPS = 0.5, -1e-6

@@ -84,7 +84,7 @@ class CompiledOps:
         assert isinstance(weight, Tiles)
         return multiply(self._calls, x, weight, residual, finish=Finish(scale=scale))
 
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
         raise TypeError("which calls come after a choice of experts depends on it: no program has them")
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: design.Activation) -> Tensor:
@@ -158,7 +158,7 @@ class CpuOps:
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         return self._with(weight).linear_add(x, weight, residual, scale)
 
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
         return self._torch.route(x, router, bias, routing)
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: design.Activation) -> Tensor:

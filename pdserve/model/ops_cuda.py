@@ -6,6 +6,7 @@ from torch.nn import functional
 from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.model.design import Activation, Routing
 from pdserve.model.ops import (
+    Dense,
     GateUp,
     LayerNorm,
     Linear,
@@ -14,6 +15,7 @@ from pdserve.model.ops import (
     Norm,
     RmsNorm,
     activate,
+    bent_times,
     capped,
     decoded,
     dense,
@@ -64,7 +66,7 @@ class CudaOps:
         total = residual.addmm_(x, matrix.data.t(), alpha=scale)
         return total if matrix.bias is None else total.add_(matrix.bias, alpha=scale)
 
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         raise TypeError("kernels do not serve experts yet: `executor.loading` refuses them")
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
@@ -74,7 +76,7 @@ class CudaOps:
         if activation is Activation.SILU:
             return silu_mul(both)
         gate, up = both.chunk(2, -1)
-        return activate(gate, activation).mul_(up)
+        return bent_times(gate, up, activation)
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return activate(self.linear(x, weight), activation)

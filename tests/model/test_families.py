@@ -17,7 +17,7 @@ from whole_attention import torch_attention
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
-from pdserve.checkpoint.hf_directory import read_weights
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.batch import Ints
 from pdserve.engine.runner import DecodePrograms, Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
@@ -27,7 +27,7 @@ from pdserve.model.design import Activation, Around, Design, Embedding, Experts,
 from pdserve.model.family import Model, Tensors
 from pdserve.model.loading import load_model
 from pdserve.model.ops import TorchOps
-from pdserve.model.weights import Rank
+from pdserve.model.weights import Rank, Weights
 
 pytestmark = pytest.mark.slow
 
@@ -61,12 +61,16 @@ def config_of(folder: Path) -> ModelConfig:
     return ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
 
 
+def weights_of(folder: Path) -> Weights:
+    return open_directory(folder).weights()
+
+
 @pytest.mark.parametrize(("constant", "value"), [("beta", 0.6), ("eps", -1e-3), ("beta", float("nan"))])
 def test_other_constants_of_an_activation_are_refused(
     folders: Callable[[str], Path], constant: str, value: float
 ) -> None:
     folder, name = folders("apertus"), f"model.layers.1.mlp.act_fn.{constant}"
-    weights = dict(read_weights(folder))
+    weights = dict(weights_of(folder))
     assert name in weights, "transformers writes it"
     weights |= held({name: torch.tensor(value)})
     with pytest.raises(ConfigError, match=f"{name}: .* is not supported"):
@@ -93,7 +97,7 @@ def logits_of(model: Model) -> Tensor:
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_logits_and_ragged_batches_are_those_of_transformers(family: str, folders: Callable[[str], Path]) -> None:
     folder = folders(family)
-    model, oracle = load_model(config_of(folder), read_weights(folder), torch.float32), load_oracle(folder)
+    model, oracle = load_model(config_of(folder), weights_of(folder), torch.float32), load_oracle(folder)
     with torch.inference_mode():
         expected = oracle(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of(model), expected, atol=5e-4, rtol=5e-4)
@@ -129,7 +133,7 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
 ) -> None:
     folder = folders(family)
     monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
-    model = load_model(config_of(folder), in_form(read_weights(folder), form), dtype)
+    model = load_model(config_of(folder), in_form(weights_of(folder), form), dtype)
     if family not in WITH_EXPERTS and not is_compiled(model):
         assert form == "none"
         pytest.skip("this processor has no products of bfloat16")
@@ -148,7 +152,7 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders: Callable[[str], Path]) -> None:
     folder = folders(family)
-    config, weights = config_of(folder), in_form(read_weights(folder), "int8")
+    config, weights = config_of(folder), in_form(weights_of(folder), "int8")
     compiled = load_model(config, weights, torch.float32)
     assert is_compiled(compiled) == (family not in WITH_EXPERTS)
     plain = Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps())
@@ -244,6 +248,15 @@ def experts(**changes: object) -> Change:
     return lambda of: each_layer(of, changed)
 
 
+def experts_mlp(**changes: object) -> Change:
+    """Change what each expert is."""
+
+    def changed(layer: Of) -> Of:
+        return replace(layer, mlp=replace(layer.mlp, expert=replace(layer.mlp.expert, **changes)))
+
+    return lambda of: each_layer(of, changed)
+
+
 def one_rope(of: Design) -> Design:
     return rope(**{name: getattr(of.layers[-1].attention.rope, name) for name in ("theta", "scaling", "share")})(of)
 
@@ -297,6 +310,16 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("qwen2-moe", "weights as they are"): experts(normalized=True),
     ("qwen2-moe", "the shared expert's gate"): mlp_of_experts(shared_gate=None),
     ("qwen3-moe", "weights that sum to 1"): experts(normalized=False),
+    ("gpt-oss", "sinks"): attention(scores=Scores()),
+    ("gpt-oss", "the window"): sliding(window=None),
+    ("gpt-oss", "which layers slide"): lambda of: replace(of, layers=of.layers[1:] + of.layers[:1]),
+    ("gpt-oss", "the bias of the router"): mlp_of_experts(router_bias=False),
+    ("gpt-oss", "biases of the experts"): experts_mlp(bias=False),
+    ("gpt-oss", "the clamped gate"): experts_mlp(activation=Activation.SILU),
+    ("gpt-oss", "weights that sum to 1"): experts(normalized=False),
+    ("granite-moe", "the scores' multiplier"): attention(scores=Scores()),
+    ("granite-moe", "the residuals' multiplier"): layers(residual_scale=1.0),
+    ("granite-moe", "weights that sum to 1"): experts(normalized=False),
     ("glm4", "norms after attention"): layers(around_attention=Around("input_layernorm")),
     ("glm4", "norms after MLPs"): layers(around_mlp=Around("post_attention_layernorm")),
     ("glm4", "features that stay"): rope(share=1.0),
@@ -332,7 +355,7 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
 @pytest.mark.parametrize(("family", "what"), LEFT_OUT)
 def test_a_variation_that_is_left_out_is_noticed(family: str, what: str, folders: Callable[[str], Path]) -> None:
     folder = folders(family)
-    config, weights = config_of(folder), read_weights(folder)
+    config, weights = config_of(folder), weights_of(folder)
     right = load_model(config, weights, torch.float32)
     changed = replace(config, design=LEFT_OUT[family, what](config.design))
     assert changed != config
@@ -343,7 +366,7 @@ def test_a_variation_that_is_left_out_is_noticed(family: str, what: str, folders
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Callable[[str], Path]) -> None:
     folder = folders(family)
-    config, weights = config_of(folder), read_weights(folder)
+    config, weights = config_of(folder), weights_of(folder)
 
     def built(rank: Rank) -> Decoder:
         return Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps(), rank)

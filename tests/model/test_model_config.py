@@ -214,6 +214,8 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "Gemma2ForCausalLM": {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar"},
     "Glm4MoeForCausalLM": {"n_routed_experts", "use_qk_norm"},
+    "GptOssForCausalLM": {"num_local_experts"},
+    "GraniteMoeForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling", "num_local_experts"},
     "MiniMaxM2ForCausalLM": {"num_local_experts"},
     "MixtralForCausalLM": {"num_local_experts"},
     "Qwen2MoeForCausalLM": {"num_local_experts"},

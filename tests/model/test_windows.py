@@ -11,7 +11,7 @@ from model_zoo import VOCAB, first_disagreement, load_oracle, prompt, write_mode
 from transformers import PreTrainedModel
 
 from pdserve.base.ids import Attempt, PageId, RequestId
-from pdserve.checkpoint.hf_directory import read_weights
+from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of, pool_size
 from pdserve.engine.runner import Runner
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 WINDOW, CHUNK = 96, 40
 AHEAD = 4  # pages that a sequence may hold for tokens to come
-WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "ministral", "olmo3")
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "ministral", "olmo3")
 ALWAYS = ("gemma2", "gemma3")
 BASE = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -89,7 +89,7 @@ def folder(family: str, tmp_path: Path) -> Path:
 
 def loaded(folder: Path) -> tuple[Model, PreTrainedModel]:
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    return load_model(config, read_weights(folder), torch.float32), load_oracle(folder)
+    return load_model(config, open_directory(folder).weights(), torch.float32), load_oracle(folder)
 
 
 of_families = pytest.mark.parametrize(

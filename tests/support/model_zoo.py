@@ -20,7 +20,9 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
     MiniMaxM2Config,
@@ -114,6 +116,14 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         },
         tie_word_embeddings=False,
     ),
+    "gpt-oss": causal(
+        GptOssConfig,
+        head_dim=16,
+        sliding_window=96,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={**YARN, "truncate": False},
+    ),
     "glm4": causal(Glm4Config, head_dim=16),
     "glm4-moe": causal(
         Glm4MoeConfig,
@@ -129,6 +139,14 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     ),
     "granite": causal(
         GraniteConfig, embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.5, logits_scaling=0.5
+    ),
+    "granite-moe": causal(
+        GraniteMoeConfig,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        attention_multiplier=0.4,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
     ),
     "hunyuan": causal(HunYuanDenseV1Config, head_dim=16),
     "llama-gelu": causal(LlamaConfig, hidden_act="gelu", mlp_bias=True, attention_bias=True),
@@ -187,7 +205,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
 }
 
-WITH_EXPERTS = ("glm4-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
+WITH_EXPERTS = ("glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
 
 
 def write_model(family: str, folder: Path, **shape: int) -> Path:
@@ -216,7 +234,7 @@ def _spread(name: str, parameter: torch.Tensor) -> None:
     """Let nothing be all ones or zeros, which would hide what is left out."""
     if "embed_tokens" in name or "lm_head" in name:
         parameter.normal_()
-    elif parameter.ndim > 1:
+    elif parameter.ndim > 1 and not name.endswith("bias"):
         parameter.mul_(12.0)
     else:
         parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -7,7 +7,7 @@
 #include "vectors.h"
 
 /* As kernels/cpu/layers.py numbers them. */
-enum { NO_ACTIVATION, SILU, GELU, GELU_TANH, SQUARED_RELU, XIELU };
+enum { NO_ACTIVATION, SILU, GELU, GELU_TANH, SQUARED_RELU, XIELU, SWIGLU_OAI };
 
 /* erf(x) by a rational function; from 4 on it is 1 in float32. The coefficients are Eigen's. */
 INLINE floats erf_of(floats x) {
@@ -51,6 +51,17 @@ INLINE floats activated(const struct call *call, floats x) {
     case XIELU: return xielu_of(x, (float)call->positive, (float)call->negative);
     default: return x;
     }
+}
+
+/* GPT-OSS's, with the constants of pdserve/model/ops.py. What is not a number stays so. */
+INLINE floats swiglu_oai_of(floats gates, floats ups) {
+    gates = choose(gates > splat(7.0f), splat(7.0f), gates);
+    ups = choose(ups > splat(7.0f), splat(7.0f), choose(ups < splat(-7.0f), splat(-7.0f), ups));
+    return (ups + 1.0f) * (gates / (1.0f + exp_of(gates * -1.702f)));
+}
+
+INLINE floats gated_of(const struct call *call, floats gates, floats ups) {
+    return call->activation == SWIGLU_OAI ? swiglu_oai_of(gates, ups) : activated(call, gates) * ups;
 }
 
 #endif

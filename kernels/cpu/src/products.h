@@ -75,7 +75,7 @@ INLINE void finish_gated(
         gates += load(to->bias, first, type);
         ups += load(to->bias, first + HALF_TILE, type);
     }
-    store_up_to(to->out + row * to->out_stride * size_of(type), column, left, activated(to, gates) * ups, type);
+    store_up_to(to->out + row * to->out_stride * size_of(type), column, left, gated_of(to, gates, ups), type);
 }
 
 /* Writes one row of one tile. sums: [PARTS]. */

@@ -31,12 +31,12 @@ IN_MIXTRAL = ("w1", "w3", "w2")  # gate, up and down
 
 
 def _read_mixtral(fields: Fields) -> Design:
-    _pass_over_training(fields)
-    count = _num_experts(fields, "num_local_experts", 8)
+    pass_over_training(fields)
+    count = num_experts(fields, "num_local_experts", 8)
     experts = Experts(
         count,
         replace(swiglu(fields), names=IN_MIXTRAL),
-        Routing(_num_chosen(fields, count, 2)),
+        Routing(num_chosen(fields, count, 2)),
         block="block_sparse_moe",
     )
     return _with_experts(llama.MISTRAL.read(fields), experts, lambda _: True)
@@ -55,11 +55,13 @@ def _read_qwen2(fields: Fields) -> Design:
     return _with_experts(llama.QWEN2.read(fields), experts, _are_sparse(fields))
 
 
-def _qwen_experts(fields: Fields, num_experts: int, num_chosen: int) -> Experts:
-    _pass_over_training(fields)
+def _qwen_experts(fields: Fields, usual_count: int, usually_chosen: int) -> Experts:
+    pass_over_training(fields)
     activation(fields, Activation.SILU)
-    count = _num_experts(fields, "num_experts" if fields.has("num_experts") else "num_local_experts", num_experts)
-    routing = Routing(_num_chosen(fields, count, num_chosen), normalized=fields.flag("norm_topk_prob", default=False))
+    count = num_experts(fields, "num_experts" if fields.has("num_experts") else "num_local_experts", usual_count)
+    routing = Routing(
+        num_chosen(fields, count, usually_chosen), normalized=fields.flag("norm_topk_prob", default=False)
+    )
     return Experts(count, GatedMlp(fields.positive("moe_intermediate_size", 1408)), routing)
 
 
@@ -71,7 +73,7 @@ def _are_sparse(fields: Fields) -> Callable[[int], bool]:
 
 
 def _read_glm4(fields: Fields) -> Design:
-    _pass_over_training(fields)
+    pass_over_training(fields)
     eps, bias = fields.number("rms_norm_eps", 1e-5), fields.flag("attention_bias", default=False)
     norms = HeadNorms(eps) if fields.flag("use_qk_norm", default=False) else None
     attention = SelfAttention(read_rope(fields, default_share=0.5), bias, qk_norm=norms)
@@ -83,13 +85,13 @@ def _read_glm4(fields: Fields) -> Design:
 
 def _scored_experts(fields: Fields) -> Experts:
     """Read the experts of DeepSeek-V3 and GLM-4.5."""
-    count = _num_experts(fields, "n_routed_experts", 128)
+    count = num_experts(fields, "n_routed_experts", 128)
     inner, num_shared = fields.positive("moe_intermediate_size", 1408), fields.integer("n_shared_experts", 1)
     groups = fields.positive("n_group", 1), fields.positive("topk_group", 1)
     if count % groups[0] or groups[1] > groups[0]:
         raise fields.unsupported("n_group", f"a divisor of {count} experts, and not below topk_group")
     routing = Routing(
-        _num_chosen(fields, count // groups[0] * groups[1], 8),
+        num_chosen(fields, count // groups[0] * groups[1], 8),
         by_sigmoid=True,
         bias="gate.e_score_correction_bias",
         groups=groups,
@@ -100,16 +102,16 @@ def _scored_experts(fields: Fields) -> Experts:
 
 
 def _read_minimax(fields: Fields) -> Design:
-    _pass_over_training(fields)
+    pass_over_training(fields)
     require(fields, scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True)
     require(fields, shared_intermediate_size=0)
     eps, head_dim = fields.number("rms_norm_eps", 1e-6), fields.positive("head_dim")
     share = fields.positive("rotary_dim", head_dim) / head_dim
-    count = _num_experts(fields, "num_local_experts", 256)
+    count = num_experts(fields, "num_local_experts", 256)
     experts = Experts(
         count,
         replace(swiglu(fields), names=IN_MIXTRAL),
-        Routing(_num_chosen(fields, count, 8), by_sigmoid=True, bias="e_score_correction_bias"),
+        Routing(num_chosen(fields, count, 8), by_sigmoid=True, bias="e_score_correction_bias"),
         block="block_sparse_moe",
     )
     attention = SelfAttention(read_rope(fields, default_share=share), qk_norm=WideNorms(eps))
@@ -129,15 +131,15 @@ def _with_experts(design: Design, experts: Mlp, has_experts: Callable[[int], boo
     return replace(design, layers=tuple(layers))
 
 
-def _num_experts(fields: Fields, key: str, default: int) -> int:
+def num_experts(fields: Fields, key: str, default: int) -> int:
     return fields.positive(key, default, MOST_EXPERTS)
 
 
-def _num_chosen(fields: Fields, most: int, default: int) -> int:
+def num_chosen(fields: Fields, most: int, default: int) -> int:
     return fields.positive("num_experts_per_tok", default, most)
 
 
-def _pass_over_training(fields: Fields) -> None:
+def pass_over_training(fields: Fields) -> None:
     fields.flag("output_router_logits", default=False)
     for key in ("router_aux_loss_coef", "router_jitter_noise"):
         fields.optional_number(key)
