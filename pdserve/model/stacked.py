@@ -11,6 +11,9 @@ from pdserve.model.weights import Part, Stored, Weights
 if TYPE_CHECKING:
     import torch
 
+CODES, SCALES = "_blocks", "_scales"  # of MXFP4, after a tensor's name
+BLOCK = 32  # inputs that share a scale
+
 
 def apart(weights: Weights, config: ModelConfig) -> Weights:
     """Return a checkpoint's tensors with stacked experts as one matrix each, by the names that models take.
@@ -36,14 +39,16 @@ def _matrices(prefix: str, of: Experts, stacked: Stacked, hidden: int, left: dic
         (stacked.gate_up, 2 * inner, hidden, {gate: gates, up: ups}),
         (stacked.down, hidden, inner, {down: slice(0, hidden)}),
     ):
-        shape = (inputs, outputs) if stacked.inputs_first else (outputs, inputs)
-        whole = _taken(left, f"{prefix}{name}", (of.num_experts, *shape))
+        coded = f"{prefix}{name}{CODES}" in left  # then outputs come first
+        inputs_first = stacked.inputs_first and not coded
+        shape = (inputs, outputs) if inputs_first else (outputs, inputs)
+        whole = (_decoding if coded else _taken)(left, f"{prefix}{name}", (of.num_experts, *shape))
         biases = _taken(left, f"{prefix}{name}_bias", (of.num_experts, outputs)) if of.expert.bias else None
         for expert in range(of.num_experts):
             for each, rows in parts.items():
                 own = f"{prefix}experts.{expert}.{each}"
                 count = len(range(outputs)[rows])
-                read = partial(_read, whole, expert, rows, stacked.inputs_first)
+                read = partial(_read, whole, expert, rows, inputs_first)
                 made[f"{own}.weight"] = Stored((count, inputs), read)
                 if biases is not None:
                     made[f"{own}.bias"] = Stored((count,), partial(_read, biases, expert, rows, False))
@@ -57,6 +62,25 @@ def _taken(left: dict[str, Stored], name: str, shape: tuple[int, ...]) -> Stored
     if stored.shape != shape:
         raise ConfigError(f"{name}: shape {stored.shape}, the config asks for {shape}")
     return stored
+
+
+def _decoding(left: dict[str, Stored], name: str, shape: tuple[int, ...]) -> Stored:
+    """Return a stack in MXFP4; one expert is decoded at a time."""
+    *outer, inputs = shape
+    if inputs % BLOCK:
+        raise ConfigError(f"{name}{CODES}: {inputs} inputs are not whole blocks of {BLOCK}")
+    codes = _taken(left, f"{name}{CODES}", (*outer, inputs // BLOCK, BLOCK // 2))
+    scales = _taken(left, f"{name}{SCALES}", (*outer, inputs // BLOCK))
+
+    def read(part: Part) -> "torch.Tensor":
+        from pdserve.model.mxfp4 import decoded  # noqa: PLC0415 - imports torch
+
+        try:
+            return decoded(*(cast("torch.Tensor", stored.read(part)) for stored in (codes, scales)))
+        except ValueError as error:
+            raise ConfigError(f"{name}{SCALES}: {error}") from error
+
+    return Stored(shape, read)
 
 
 def _read(whole: Stored, expert: int, rows: slice, inputs_first: bool, part: Part) -> "torch.Tensor":

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.layers import Activation, Finish, multiply, tiled, tiled_gate_up
 from pdserve.model import design
-from pdserve.model.ops import XIelu, activate, xielu_scalars
+from pdserve.model.ops import XIelu, activate, bent_times, xielu_scalars
 
 POSITIVE, NEGATIVE = torch.tensor([0.7], dtype=torch.float64), torch.tensor([-0.3], dtype=torch.float64)
 BENDS = XIelu(POSITIVE, NEGATIVE)
@@ -93,3 +93,19 @@ def test_gates_are_bent_and_multiply_their_ups(loaded: ctypes.CDLL, name: str, n
     gates, ups = (x.double() @ each.double().t() + bias.double() for each in (gate, up))
     found = multiply(Immediate(loaded), x, tiles, finish=formula.finish)
     torch.testing.assert_close(found.double(), formula.of(gates) * ups, rtol=2**-8, atol=2**-7)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_gates_and_ups_are_clamped_together(loaded: ctypes.CDLL, num_rows: int) -> None:
+    draw = torch.Generator().manual_seed(num_rows)
+    gate, up, x = (torch.randn(shape, generator=draw).bfloat16() for shape in ((45, 64), (45, 64), (num_rows, 64)))
+    gates, ups = (x.double() @ each.double().t() for each in (gate, up))
+    for each in (gates, ups):
+        assert (each > 7.0).any()
+        assert (each < -7.0).any()
+    calls, finish = Immediate(loaded), Finish(Activation.SWIGLU_OAI)
+    expected = bent_times(gates, ups, design.Activation.SWIGLU_OAI)
+    found = multiply(calls, x, tiled_gate_up(gate, up), finish=finish)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-7)
+    x[0, 0] = torch.nan
+    assert multiply(calls, x, tiled_gate_up(gate, up), finish=finish)[0].isnan().all()

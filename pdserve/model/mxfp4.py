@@ -1,0 +1,22 @@
+"""MXFP4: blocks of 32 floats of four bits, and a power of two for each (OCP Microscaling Formats 1.0, 2023)."""
+
+import torch
+from torch import Tensor
+
+BIAS = 127  # of exponents
+NOT_A_NUMBER = 255  # a scale
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes without their sign, the highest bit
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the values, float32 [.., num_blocks * 32]; bfloat16 holds them exactly unless their scale is extreme.
+
+    codes: uint8 [.., num_blocks, 16], the first of two in the low bits. scales: uint8 [.., num_blocks].
+    ValueError for a scale that is not a number.
+    """
+    if bool((scales == NOT_A_NUMBER).any()):
+        raise ValueError(f"scale {NOT_A_NUMBER}, which is not a number")
+    table = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
+    powers = torch.exp2(scales.float() - BIAS)
+    return (table[both] * powers[..., None]).flatten(-2)

@@ -1,0 +1,217 @@
+"""Experts that a checkpoint holds in a few tensors are read one by one, as matrices of their own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from greedy_runs import greedy_texts
+from held_weights import held
+from model_zoo import first_disagreement, load_oracle, prompt, write_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.hf_directory import SINGLE_FILE, open_directory
+from pdserve.engine.runner import Runner
+from pdserve.model.config import ModelConfig
+from pdserve.model.loading import load_model, shapes_of
+from pdserve.model.stacked import apart
+from pdserve.model.weights import Shard, Weights
+
+INNER, HIDDEN, COUNT = 6, 8, 3
+BASE = {
+    "vocab_size": 20,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_local_experts": COUNT,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = ModelConfig.from_hf({**BASE, "architectures": ["GptOssForCausalLM"]})
+GRANITE = ModelConfig.from_hf({**BASE, "architectures": ["GraniteMoeForCausalLM"]})
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def of_gpt_oss() -> dict[str, Tensor]:
+    return {
+        f"{EXPERTS}.gate_up_proj": random(COUNT, HIDDEN, 2 * INNER),
+        f"{EXPERTS}.gate_up_proj_bias": random(COUNT, 2 * INNER),
+        f"{EXPERTS}.down_proj": random(COUNT, INNER, HIDDEN),
+        f"{EXPERTS}.down_proj_bias": random(COUNT, HIDDEN),
+    }
+
+
+def values(weights: Weights, name: str, *part: slice) -> Tensor:
+    read = weights[name].read(part)
+    assert isinstance(read, Tensor)
+    assert part or read.shape == weights[name].shape
+    return read
+
+
+@pytest.mark.parametrize("expert", range(COUNT))
+def test_gates_and_ups_that_alternate_are_told_apart(expert: int) -> None:
+    given = of_gpt_oss()
+    both, biases = given[f"{EXPERTS}.gate_up_proj"][expert], given[f"{EXPERTS}.gate_up_proj_bias"][expert]
+    weights, own = apart(held(given), GPT_OSS), f"{EXPERTS}.{expert}"
+    for first, name in enumerate(("gate", "up")):
+        assert torch.equal(values(weights, f"{own}.{name}_proj.weight"), both[:, first::2].T)
+        assert torch.equal(values(weights, f"{own}.{name}_proj.bias"), biases[first::2])
+    assert torch.equal(values(weights, f"{own}.down_proj.weight"), given[f"{EXPERTS}.down_proj"][expert].T)
+    assert torch.equal(values(weights, f"{own}.down_proj.bias"), given[f"{EXPERTS}.down_proj_bias"][expert])
+
+
+@pytest.mark.parametrize("expert", range(COUNT))
+def test_gates_that_come_first_are_told_from_ups(expert: int) -> None:
+    block = "model.layers.0.block_sparse_moe"
+    both, down = random(COUNT, 2 * INNER, HIDDEN), random(COUNT, HIDDEN, INNER) * 2
+    weights = apart(held({f"{block}.input_linear.weight": both, f"{block}.output_linear.weight": down}), GRANITE)
+    own = f"{block}.experts.{expert}"
+    assert torch.equal(values(weights, f"{own}.gate_proj.weight"), both[expert, :INNER])
+    assert torch.equal(values(weights, f"{own}.up_proj.weight"), both[expert, INNER:])
+    assert torch.equal(values(weights, f"{own}.down_proj.weight"), down[expert])
+
+
+def test_a_ranks_part_is_that_of_each_matrix() -> None:
+    weights, whole = apart(held(of_gpt_oss()), GPT_OSS), apart(held(of_gpt_oss()), GPT_OSS)
+    for axis, name in ((0, "gate_proj"), (1, "down_proj")):
+        full = f"{EXPERTS}.1.{name}.weight"
+        part = Shard(axis, 1, 2).part(full, weights[full])
+        assert torch.equal(values(weights, full, *part), values(whole, full)[part])
+
+
+def test_each_expert_reads_its_own_bytes_alone() -> None:
+    asked = []
+    stored = held(of_gpt_oss())
+    watched = {
+        name: type(each)(each.shape, lambda part, each=each: asked.append(part) or each.read(part))
+        for name, each in stored.items()
+    }
+    values(apart(watched, GPT_OSS), f"{EXPERTS}.2.up_proj.weight")
+    assert asked == [(slice(2, 3),)]
+
+
+def test_stacks_that_are_missing_or_misshapen_are_named() -> None:
+    given = of_gpt_oss()
+    for name in given:
+        with pytest.raises(ConfigError, match=f"^{name}: missing from the weights"):
+            apart(held({other: value for other, value in given.items() if other != name}), GPT_OSS)
+        with pytest.raises(ConfigError, match=f"^{name}: shape .*, the config asks for"):
+            apart(held({**given, name: random(COUNT, 5, 5)}), GPT_OSS)
+
+
+def test_nothing_of_a_stack_is_left_over() -> None:
+    left = apart(held(of_gpt_oss()), GPT_OSS)
+    assert set(left) == {name for name in shapes_of(GPT_OSS) if ".experts." in name}
+    with pytest.raises(ConfigError, match="missing from the weights"):
+        load_model(GPT_OSS, left, torch.float32)
+
+
+def in_mxfp4(*shape: int) -> dict[str, Tensor]:
+    """Return random codes and scales of GPT-OSS's gates and ups."""
+    draw = torch.Generator().manual_seed(11)
+    blocks, scales = (*shape, 1, 16), (*shape, 1)
+    return {
+        f"{EXPERTS}.gate_up_proj_blocks": torch.randint(0, 256, blocks, generator=draw, dtype=torch.uint8),
+        f"{EXPERTS}.gate_up_proj_scales": torch.randint(100, 140, scales, generator=draw, dtype=torch.uint8),
+    }
+
+
+WIDE = ModelConfig.from_hf(
+    {
+        **BASE,
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 32,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }
+)
+
+
+def of_wide(coded: dict[str, Tensor]) -> dict[str, Tensor]:
+    others = {name: value for name, value in of_gpt_oss().items() if "down" not in name and name.endswith("bias")}
+    down = {f"{EXPERTS}.down_proj": random(COUNT, INNER, 32), f"{EXPERTS}.down_proj_bias": random(COUNT, 32)}
+    return {**others, **down, **coded}
+
+
+def test_codes_of_mxfp4_are_values_of_the_published_table_times_powers_of_two() -> None:
+    coded = in_mxfp4(COUNT, 2 * INNER)
+    weights = apart(held(of_wide(coded)), WIDE)
+    for expert in range(COUNT):
+        codes = coded[f"{EXPERTS}.gate_up_proj_blocks"][expert, :, 0].tolist()
+        scales = coded[f"{EXPERTS}.gate_up_proj_scales"][expert, :, 0].tolist()
+        rows = []
+        for row, scale in zip(codes, scales, strict=True):
+            nibbles = [nibble for byte in row for nibble in (byte % 16, byte // 16)]
+            rows.append([by_hand(nibble) * 2.0 ** (scale - 127) for nibble in nibbles])
+        for first, name in enumerate(("gate", "up")):
+            found = values(weights, f"{EXPERTS}.{expert}.{name}_proj.weight")
+            assert found.tolist() == rows[first::2]
+            assert torch.equal(found, found.bfloat16().float()), "nothing is lost in the dtype of the model"
+
+
+def by_hand(nibble: int) -> float:
+    """Return a float of one sign, two exponent and one mantissa bit."""
+    exponent, mantissa = nibble >> 1 & 3, nibble & 1
+    size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -size if nibble & 8 else size
+
+
+def test_mxfp4_is_decoded_as_transformers_does() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: PLC0415 - its room is large
+
+    coded = in_mxfp4(COUNT, 2 * INNER)
+    expected = convert_moe_packed_tensors(*coded.values(), dtype=torch.float32)  # [experts, inputs, outputs]
+    weights = apart(held(of_wide(coded)), WIDE)
+    for expert in range(COUNT):
+        found = values(weights, f"{EXPERTS}.{expert}.up_proj.weight")
+        assert torch.equal(found, expected[expert, :, 1::2].T)
+
+
+def test_broken_mxfp4_is_named() -> None:
+    coded = in_mxfp4(COUNT, 2 * INNER)
+    scales = f"{EXPERTS}.gate_up_proj_scales"
+    with pytest.raises(ConfigError, match=f"^{scales}: missing"):
+        apart(held(of_wide({name: value for name, value in coded.items() if name != scales})), WIDE)
+    with pytest.raises(ConfigError, match=f"^{EXPERTS}.gate_up_proj_blocks: shape"):
+        apart(held(of_wide(in_mxfp4(COUNT, INNER))), WIDE)
+    coded[scales][1, 3] = 255
+    weights = apart(held(of_wide(coded)), WIDE)
+    values(weights, f"{EXPERTS}.0.up_proj.weight")
+    with pytest.raises(ConfigError, match=f"^{scales}: scale 255"):
+        weights[f"{EXPERTS}.1.up_proj.weight"].read(())
+    with pytest.raises(ConfigError, match="gate_up_proj_blocks: 8 inputs are not whole blocks of 32"):
+        apart(held({**of_gpt_oss(), **coded}), GPT_OSS)
+
+
+@pytest.mark.slow
+def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: PLC0415 - its room is large
+
+    plain = write_model("gpt-oss", tmp_path / "decoded")
+    coded = Path(shutil.copytree(plain, tmp_path / "coded"))
+    weights, draw = load_file(plain / SINGLE_FILE), torch.Generator().manual_seed(2)
+    published = dict(weights)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = published.pop(name).shape
+        codes = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(122, 127, (count, outputs, inputs // 32), generator=draw, dtype=torch.uint8)
+        weights[name] = convert_moe_packed_tensors(codes, scales, dtype=torch.float32).contiguous()
+        published |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    save_file(weights, plain / SINGLE_FILE, metadata={"format": "pt"})
+    save_file(published, coded / SINGLE_FILE, metadata={"format": "pt"})
+    config = json.loads((coded / "config.json").read_text())
+    (coded / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    opened = open_directory(coded)
+    model, oracle = load_model(opened.config, opened.weights(), torch.float32), load_oracle(plain)
+    asked = [prompt(length) for length in (5, 150)]
+    for each, answer in zip(asked, greedy_texts(Runner(model, 40, 16), asked, 24), strict=True):
+        assert len(set(answer)) > 4
+        assert first_disagreement(oracle, each, answer) is None
