@@ -118,6 +118,25 @@ class EndpointConfig(ServingConfig):
         "of refusing the request.",
     )
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
+    responses_file: Path | None = Field(
+        None,
+        description="SQLite file that keeps responses and conversations of OpenAI's Responses API; processes on this "
+        "machine may share it. By default each process keeps its own in memory.",
+    )
+    responses_ttl_s: float = Field(
+        2_592_000.0, gt=0, description="Seconds without use after which responses and conversations are forgotten."
+    )
+    max_num_stored: int = Field(
+        1000,
+        ge=1,
+        description="Responses and conversations kept of each tenant; beyond, those used longest ago are forgotten.",
+    )
+    max_stored_bytes: int = Field(
+        64 << 20, ge=16 << 20, description="Bytes kept of each tenant's responses and conversations, likewise."
+    )
+    max_num_background: int = Field(
+        64, ge=0, description="Responses that a process computes in the background at once; more are refused."
+    )
 
     @property
     def may_share_ports(self) -> bool:

@@ -198,10 +198,16 @@ class Wiring:
             "routers": (self.router,),
             "frontend_id": name,
             "shares_ports": self.spec.num_frontends > 1,
+            "responses_file": self._responses_file,
             "drain_timeout_s": self.spec.drain_timeout_s,
             **self.spec.frontend_flags,
         }
         return _child(name, "frontend", flags, "frontend")
+
+    @property
+    def _responses_file(self) -> Path | None:
+        """Where frontends keep responses together; None: the one process that serves clients keeps them in memory."""
+        return self.secret_file.parent / "responses.sqlite" if self.spec.num_frontends > 1 else None
 
     def _endpoints(self) -> dict[str, object]:
         flags: dict[str, object] = {

@@ -65,6 +65,8 @@ class Cause(StrEnum):
     INTERNAL = "internal"  # an error of the router or the frontend
     # The HTTP request: `router/frontend/openai`.
     NO_ROUTE = "no_route"  # nothing has this path
+    NOT_KEPT = "not_kept"  # a response, conversation or item: `router/frontend/responses/store.py`
+    BACKGROUND = "background"  # as many responses are computed in the background as may be
     METHOD = "method"  # the path has not this one
     HOST = "host"  # the Host header does not name this machine
     TOO_LATE = "too_late"  # the request did not come in time
@@ -95,6 +97,7 @@ _TABLE: tuple[tuple[ErrorResponse, tuple[Cause, ...]], ...] = (
         (
             *(Cause.QUEUE, Cause.PREFILL, Cause.FETCH, Cause.HANDOFF, Cause.BATCH, Cause.PROMPTS, Cause.PAGES),
             *(Cause.ROWS, Cause.RESERVED, Cause.SLOTS, Cause.TURN, Cause.PREPARING, Cause.SLOW_READER),
+            Cause.BACKGROUND,
         ),
     ),
     (ErrorResponse(*_EXHAUSTED, "overloaded", 1.0, is_final=True), (Cause.IDLE_CLUSTER,)),
@@ -125,6 +128,7 @@ _TABLE: tuple[tuple[ErrorResponse, tuple[Cause, ...]], ...] = (
     (ErrorResponse(Status.CANCELLED, 499, "request_cancelled"), (Cause.CANCELLED,)),
     (ErrorResponse(Status.INTERNAL, 500, "server_error", is_final=True), (Cause.FAILED, Cause.SUSPECT, Cause.INTERNAL)),
     (ErrorResponse(Status.NOT_FOUND, 404, "not_found_error", "not_found"), (Cause.NO_ROUTE,)),
+    (ErrorResponse(Status.NOT_FOUND, 404, code="not_found"), (Cause.NOT_KEPT,)),
     (ErrorResponse(Status.INVALID_ARGUMENT, 403, code="host_not_allowed"), (Cause.HOST,)),
     (ErrorResponse(Status.INVALID_ARGUMENT, 405), (Cause.METHOD,)),
     (ErrorResponse(Status.INVALID_ARGUMENT, 408, is_final=True), (Cause.TOO_LATE,)),

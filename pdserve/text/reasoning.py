@@ -1,12 +1,14 @@
 """Separates a model's reasoning, which stands between <think> and </think>, from the rest of its answer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pdserve.protocol.refusal import RefusedError
 from pdserve.text.chat import ChatMessage, ChatOptions, ChatTemplate
+
+Each = TypeVar("Each")
 
 
 def split_at(text: str, marker: str) -> tuple[str, str, bool]:
@@ -74,6 +76,15 @@ class ReasoningParser:
         self._held = ""
         self._is_fresh = True  # nothing has come since the last marker
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the answer may still begin with reasoning."""
+        return self._place is _Place.BEFORE
+
+    @property
+    def is_inside(self) -> bool:
+        return self._place is _Place.INSIDE
+
     def push(self, text: str) -> list[Part]:
         """Take the next piece; return the parts whose kind is known."""
         self._held += text
@@ -108,3 +119,33 @@ class ReasoningParser:
             text = text.lstrip()
         self._is_fresh &= not text
         return [Part(text, is_reasoning)] if text else []
+
+
+class ReasoningTokens(Generic[Each]):
+    """Counts the tokens of one answer's reasoning, its markers among them."""
+
+    def __init__(self, piece: Callable[[int], bytes], *, begins_inside: bool) -> None:
+        """`piece` returns a token's text. `begins_inside`: the prompt ends with <think>."""
+        self.count = 0
+        self._piece = piece
+        self._parser = ReasoningParser(begins_inside=begins_inside)
+        self._num_undecided = 0  # tokens
+        self._held: list[Each] = []  # what belongs to these
+
+    def push(self, token_ids: Sequence[int], beside: Sequence[Each]) -> list[Each]:
+        """Take the next tokens, and what belongs to each of them, or nothing; return what is not of reasoning."""
+        for place, token_id in enumerate(token_ids):
+            was_inside = self._parser.is_inside
+            if not (was_inside or self._parser.is_undecided):
+                return list(beside[place:])
+            self._parser.push(self._piece(token_id).decode(errors="replace"))
+            if self._parser.is_undecided:
+                self._num_undecided += 1
+                self._held += beside[place : place + 1]
+            elif was_inside or self._parser.is_inside:
+                self.count += 1 + self._num_undecided
+                self._num_undecided, self._held = 0, []
+            else:
+                held, self._held = self._held, []
+                return [*held, *beside[place:]]
+        return []

@@ -88,7 +88,7 @@ async def open_endpoints(
     try:
         server = _server(config, intake, shown)
         public = listen(server, config.host, config.port, port_key, _credentials(config, backend.connections))
-        async with running(server, LAST_WORDS_S), _listening_http(config, intake) as http:
+        async with running(server, LAST_WORDS_S), _listening_http(config, intake, instance) as http:
             logger.info("serving %s on %s", model.name, public)
             if http:
                 logger.info("serving OpenAI's API at %s", http)
@@ -140,13 +140,16 @@ def _credentials(config: EndpointConfig, connections: Connections) -> grpc.Serve
 
 
 @asynccontextmanager
-async def _listening_http(config: EndpointConfig, intake: Intake) -> AsyncIterator[str]:
-    """Serve HTTP for the length of the block; yield its URL, empty if HTTP is off."""
+async def _listening_http(config: EndpointConfig, intake: Intake, owner: str) -> AsyncIterator[str]:
+    """Serve HTTP for the length of the block; yield its URL, empty if HTTP is off. `owner`: the process's name."""
     if config.http_port is None:
         yield ""
         return
     from pdserve.router.frontend.openai.app import App  # noqa: PLC0415 - takes long to import
     from pdserve.router.frontend.openai.server import serving_http  # noqa: PLC0415
+    from pdserve.router.frontend.responses.door import open_responses  # noqa: PLC0415
 
-    async with serving_http(config, App(intake, config), intake.clients.note_failed_handshake) as url:
-        yield url
+    async with open_responses(config, intake, owner) as responses:
+        app = App(intake, config, responses)
+        async with serving_http(config, app, intake.clients.note_failed_handshake) as url:
+            yield url

@@ -12,6 +12,7 @@ import msgspec
 from pdserve.protocol.refusal import Refused
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.dialect import Choice, Json, Shown, encode
+from pdserve.router.frontend.openai.errors import renaming
 from pdserve.router.frontend.openai.filters import Delta
 from pdserve.router.requests.timeline import Usage
 
@@ -40,6 +41,7 @@ class MessagesResponse:
         """`max_model_len`: tokens that prompt and answer may have together."""
         self.shown = Shown()
         self.num_prompt_tokens = 0
+        self.settle = None
         self.id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._max_model_len = max_model_len
@@ -127,9 +129,7 @@ class MessagesResponse:
 
 def body_of(refused: Refused) -> bytes:
     """Return the JSON of an error, of a response or of an event."""
-    message = refused.message
-    for ours, theirs in _FIELDS.items():
-        message = message.replace(ours, theirs)
+    message = renaming(refused, _FIELDS).message
     kind = _ERRORS.get(refused.response.http, "invalid_request_error" if refused.response.http < 500 else "api_error")
     error = {"type": kind, "message": message, "refused_because": refused.cause.value}
     return encode({"type": "error", "error": error})

@@ -21,7 +21,7 @@ from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.anthropic.response import body_of as messages_body_of
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.document import COUNT_TOKENS, MESSAGES, with_generation
+from pdserve.router.frontend.openai.document import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES, with_generation
 from pdserve.router.frontend.openai.errors import body_of, headers_for, refused_by, response_of
 from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest
 from pdserve.router.frontend.openai.generation import (
@@ -40,10 +40,17 @@ from pdserve.router.frontend.openai.sites import Sites, adding, check_json
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page import Page
 from pdserve.router.frontend.prompts import check_ids, too_long, usable_label
+from pdserve.router.frontend.responses.door import Responses
+from pdserve.router.frontend.responses.response import body_of as responses_body_of
+from pdserve.router.frontend.responses.routes import KeptConversations, KeptResponses
 from pdserve.text.tokenizer import Tokenizer
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no API key
 TOKEN_PATHS = TOKENIZE, DETOKENIZE = ("/tokenize", "/detokenize")
+BODIES = {  # of errors, where they are not as chats have them
+    **dict.fromkeys((MESSAGES, COUNT_TOKENS), messages_body_of),
+    **dict.fromkeys((RESPONSES, COUNT_INPUT), responses_body_of),
+}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
@@ -52,7 +59,7 @@ Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
 class App:
     """The ASGI application."""
 
-    def __init__(self, intake: Intake, config: EndpointConfig) -> None:
+    def __init__(self, intake: Intake, config: EndpointConfig, responses: Responses) -> None:
         generator = Generator(intake)
         self._sites = Sites(config)
         self._generation: dict[str, Serve] = {
@@ -60,10 +67,12 @@ class App:
             "/v1/completions": generator.complete,
             MESSAGES: generator.message,
             COUNT_TOKENS: generator.count_tokens,
+            RESPONSES: responses.create,
+            COUNT_INPUT: responses.count,
         }
         self._intake = intake
         self._page = Page(intake.backend, intake.clients)
-        self.routes = routes(intake)
+        self.routes = routes(intake, responses)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -130,14 +139,13 @@ async def _end(refused: Refused, scope: Scope, send: Send) -> None:
     if not any(name == REQUEST_ID for name, _ in headers):
         label = usable_label(headers_of(scope).get(LABEL, "")) or new_request_id().hex()
         headers.append((REQUEST_ID, label.encode()))
-    is_messages = scope["path"] in (MESSAGES, COUNT_TOKENS)
-    if is_messages:
+    if scope["path"] in (MESSAGES, COUNT_TOKENS):
         headers += [(b"request-id", value) for name, value in headers if name == REQUEST_ID]
-    body = messages_body_of(refused) if is_messages else body_of(refused)
+    body = BODIES.get(scope["path"], body_of)(refused)
     await respond(send, refused.response.http, body, headers)
 
 
-def routes(intake: Intake) -> FastAPI:
+def routes(intake: Intake, responses: Responses) -> FastAPI:
     """Return the routes besides generation; /openapi.json describes both."""
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _not_served)
@@ -146,6 +154,8 @@ def routes(intake: Intake) -> FastAPI:
     _add_state(app, intake.backend)
     _add_models(app, intake)
     _add_tokens(app, intake)
+    app.include_router(KeptResponses(intake, responses.store, responses.background).router())
+    app.include_router(KeptConversations(intake, responses.store).router())
     app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
     return app
 

@@ -155,6 +155,7 @@ class Response:
         self.shown = shown
         self.num_tokens = 0  # given out
         self.num_prompt_tokens = 0
+        self.settle = None
         self.id = dialect.id_prefix + secrets.token_hex(16)
         self._names = TokenNames(tokens, shown.tokens_as_ids)
         self._is_text_alone = shown.answer and not (shown.usage_always or shown.logprobs or shown.token_ids)

@@ -8,19 +8,23 @@ from pydantic.json_schema import models_json_schema
 
 from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest
 from pdserve.router.frontend.openai.fields import Body, ChatRequest, CompletionRequest
+from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES, COUNT_INPUT = "/v1/responses", "/v1/responses/input_tokens"
 GENERATION: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     MESSAGES: MessagesRequest,
     COUNT_TOKENS: CountTokensRequest,
+    RESPONSES: ResponseRequest,
+    COUNT_INPUT: CountInputRequest,
 }
 REF = "#/components/schemas/{model}"
 ERRORS = {
     "400": "The request is not valid; `param` names the field.",
     "401": "No API key is shown, or a wrong one.",
-    "404": "The model is not served here.",
+    "404": "The model is not served here, or what the path names is not kept.",
     "408": "The request did not come in time.",
     "413": "The body is over the limit.",
     "429": "There is no room, or the objectives cannot be kept; Retry-After says when to try again.",
@@ -42,12 +46,10 @@ def with_generation(app: FastAPI) -> dict[str, Any]:
     generated["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     for path, model in GENERATION.items():
         body = {"schema": {"$ref": REF.format(model=model.__name__)}}
-        document["paths"][path] = {
-            "post": {
-                "summary": model.__doc__,
-                "requestBody": {"required": True, "content": {"application/json": body}},
-                "responses": {"200": generated, **errors},
-            }
+        document["paths"].setdefault(path, {})["post"] = {
+            "summary": model.__doc__,
+            "requestBody": {"required": True, "content": {"application/json": body}},
+            "responses": {"200": generated, **errors},
         }
     for path in document["paths"].values():
         for operation in path.values():

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -51,6 +52,11 @@ def refused_by(error: Exception) -> Refused:
 
 def body_of(refused: Refused) -> bytes:
     """Return the JSON of a response, or of an event in a stream."""
+    return msgspec.json.encode({"error": error_of(refused)})
+
+
+def error_of(refused: Refused) -> dict[str, Any]:
+    """Return what clients are told of a refusal."""
     message, response, found = refused.message, refused.response, _FIELD.match(refused.message)
     param, code = found[1] if found else None, response.code
     if param in _NAMES:
@@ -62,7 +68,15 @@ def body_of(refused: Refused) -> bytes:
     error["refused_because"] = refused.cause.value
     if refused.predicted_ttft_s is not None:
         error["predicted_ttft_ms"] = round(refused.predicted_ttft_s * 1e3)
-    return msgspec.json.encode({"error": error})
+    return error
+
+
+def renaming(refused: Refused, names: Mapping[str, str]) -> Refused:
+    """Return a refusal of a chat with the names that another API has for the chat's fields."""
+    message = refused.message
+    for ours, theirs in names.items():
+        message = message.replace(ours, theirs)
+    return replace(refused, message=message)
 
 
 def headers_for(refused: Refused) -> tuple[Header, ...]:

@@ -27,11 +27,16 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
+    PARTS: ClassVar[tuple[str, ...]] = ()
+    """Fields that are bodies themselves, and whose unknown fields are named."""
+
     @property
     def ignored(self) -> list[str]:
-        """The names of fields that were sent and are not known here."""
+        """The names of fields that were sent and are not known here; those of PARTS follow the fields' own."""
         given = (self.model_extra or {}).items()
-        return [name for name, value in given if value is not None and name not in WITHOUT_EFFECT]
+        names = [name for name, value in given if value is not None and name not in WITHOUT_EFFECT]
+        parts = [(part, getattr(self, part)) for part in self.PARTS]
+        return names + [f"{part}.{name}" for part, of in parts if of is not None for name in of.ignored]
 
 
 class StreamOptions(Body):
@@ -99,6 +104,7 @@ class Generation(Body):
         "truncate_prompt_tokens": "prompts are not truncated",
     }
     """Fields that would change the answer and are not supported, with the reason."""
+    PARTS: ClassVar[tuple[str, ...]] = ("stream_options", "slo")
 
 
 class TextPart(Body):

@@ -99,6 +99,7 @@ class Plan:
     new_filter: "Callable[[], MessageFilter] | None" = None  # for each choice; None: text is content
     constrained_by: str = ""  # the field that says what the answer must match
     grammar: ToolGrammar | None = None  # where tools may be called and the answer has to match something
+    begins_inside: bool | None = None  # whether the prompt has begun the reasoning; None: the text has no reasoning
 
 
 def renamed(refused: Refused, field: str) -> Refused:
@@ -133,9 +134,11 @@ def plan(body: Generation, request: inference.GenerateRequest, model: ServedMode
     if use is None and begins_inside is None:
         return Plan(None, field)
     shows_reasoning = not (isinstance(body, ChatRequest) and body.include_reasoning is False)
-    return Plan(
-        lambda: MessageFilter(use, written, ends, begins_inside, shows_reasoning=shows_reasoning), field, grammar
-    )
+
+    def new_filter() -> MessageFilter:
+        return MessageFilter(use, written, ends, begins_inside, shows_reasoning=shows_reasoning)
+
+    return Plan(new_filter, field, grammar, begins_inside)
 
 
 class MessageFilter:

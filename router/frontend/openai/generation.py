@@ -1,6 +1,6 @@
 """The routes that generate, as plain ASGI: no framework between a chunk and its connection."""
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 
@@ -12,6 +12,7 @@ from pdserve.base.ids import new_request_id
 from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import CLIENT_GONE, Cause, Refused, RefusedError, invalid
+from pdserve.router.frontend.answer import Answer
 from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest, check_version
 from pdserve.router.frontend.anthropic.response import MessagesResponse
 from pdserve.router.frontend.clients import Visit, bearer
@@ -22,6 +23,7 @@ from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
 from pdserve.router.frontend.openai.reply import AnyResponse, Stream, Whole, respond
 from pdserve.router.frontend.openai.translate import (
+    Headers,
     chat_of,
     chat_request,
     completion_template,
@@ -29,10 +31,12 @@ from pdserve.router.frontend.openai.translate import (
     prompts_of,
     with_prompt,
 )
+from pdserve.router.frontend.responses.fields import ResponseRequest
 
 IGNORED_FIELDS = b"x-ignored-fields"
 MAX_IGNORED_BYTES = 1024  # of that header
 REQUEST_ID = b"x-request-id"
+Asked = Generation | MessagesRequest | ResponseRequest
 BEGIN = "x-begin"  # "at-once": send a stream's headers before the first token
 MAX_CHOICES = 256  # of a call
 MAX_TOKEN_BODY_BYTES = 1 << 20  # of a text whose tokens are wanted
@@ -50,7 +54,7 @@ class Generator:
         request = chat_request(asked, headers)
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
-        choices = _choices(request.sampling.n or 1, 0, plan, Prompt())
+        choices = choices_of(plan, request.sampling.n or 1)
         reply = self._reply(asked, scope, self._response(asked, CHAT, shown), [choices])
         await self._serve(reply, [request], scope, send, plan, asked)
 
@@ -58,13 +62,27 @@ class Generator:
         """Serve POST /v1/messages. Raises what `errors.refused_by` knows."""
         asked, headers = MessagesRequest.model_validate_json(body), headers_of(scope)
         check_version(headers.get("anthropic-version"))
-        chat = asked.chat()
+        response = MessagesResponse(self.name_of(asked.model), self._intake.max_model_len())
+        await self.converse(asked.chat(), asked, lambda _plan: response, scope, send)
+
+    async def converse(
+        self,
+        chat: ChatRequest,
+        asked: Asked,
+        begun: Callable[[filters.Plan], AnyResponse],
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        """Serve a chat that another API has asked for; `begun` makes its response. Less room makes a shorter answer."""
+        request, plan = self.planned(chat, headers_of(scope))
+        reply = self._reply(chat, scope, begun(plan), [choices_of(plan)])
+        await self._serve(reply, [request], scope, send, plan, asked)
+
+    def planned(self, chat: ChatRequest, headers: Headers) -> tuple[inference.GenerateRequest, filters.Plan]:
+        """Return the request of another API's chat, and how its answer is filtered."""
         request = chat_request(chat, headers)
         request.sampling.fill_model_len = True
-        plan = filters.plan(chat, request, self._intake.model)
-        choices = _choices(1, 0, plan, Prompt())
-        response = MessagesResponse(self._name(chat), self._intake.max_model_len())
-        await self._serve(self._reply(chat, scope, response, [choices]), [request], scope, send, plan, asked)
+        return request, filters.plan(chat, request, self._intake.model)
 
     async def count_tokens(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/messages/count_tokens. It counts against a tenant's limits, as generation does."""
@@ -89,7 +107,7 @@ class Generator:
         plan = filters.plan(asked, template, self._intake.model)
         shown = _shown(asked, logprobs=asked.logprobs is not None, answer=asked.max_tokens != 0)
         texts = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
-        choices = [_choices(each, place * each, plan, Prompt(text)) for place, text in enumerate(texts)]
+        choices = [choices_of(plan, each, place * each, text) for place, text in enumerate(texts)]
         reply = self._reply(asked, scope, self._response(asked, COMPLETION, shown), choices)
         # A generator: a field that all requests share is checked with the first, before the template is copied again.
         requests = (with_prompt(template, prompt) for prompt in prompts)
@@ -98,13 +116,13 @@ class Generator:
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self._intake.model.tokenizer.decode(prompt)
 
-    def _name(self, asked: Generation) -> str:
+    def name_of(self, asked: str | None) -> str:
         """Return the model's name in an answer."""
         model = self._intake.model
-        return asked.model if asked.model and asked.model not in model.names else model.name
+        return asked if asked and asked not in model.names else model.name
 
     def _response(self, asked: Generation, dialect: Dialect, shown: Shown) -> Response:
-        return Response(dialect, self._name(asked), self._intake.model.tokenizer, shown)
+        return Response(dialect, self.name_of(asked.model), self._intake.model.tokenizer, shown)
 
     def _reply(
         self, asked: Generation, scope: Scope, response: AnyResponse, choices: Sequence[list[Choice]]
@@ -127,7 +145,7 @@ class Generator:
         scope: Scope,
         send: Send,
         plan: filters.Plan,
-        asked: Generation | MessagesRequest,
+        asked: Asked,
     ) -> None:
         loosen = None if plan.grammar is None else plan.grammar.loosen
         try:
@@ -137,7 +155,8 @@ class Generator:
                         part, self._intake, request, key_of(scope), scope["state"]["received_s"], loosen
                     )
             finally:
-                reply.headers += _ignored(asked, plan, reply)  # known once the parameters of tools are compiled
+                answers = [part.answer for part in reply.parts if part.answer is not None]
+                reply.headers += ignored(asked, plan, answers)  # known once the parameters of tools are compiled
             await reply.run(send)
         except RefusedError as error:
             scope["state"]["headers"] = reply.headers
@@ -225,18 +244,15 @@ def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
     )
 
 
-def _choices(num_choices: int, first: int, plan: filters.Plan, prompt: Prompt) -> list[Choice]:
-    new_filter = plan.new_filter
+def choices_of(plan: filters.Plan, num_choices: int = 1, first: int = 0, echo: str = "") -> list[Choice]:
+    """Return the choices of one prompt, whose text begins with `echo`."""
+    new_filter, prompt = plan.new_filter, Prompt(echo)
     return [Choice(first + place, prompt, None if new_filter is None else new_filter()) for place in range(num_choices)]
 
 
-def _ignored(asked: Generation | MessagesRequest, plan: filters.Plan, reply: Whole | Stream) -> list[Header]:
+def ignored(asked: Asked, plan: filters.Plan, answers: Sequence[Answer]) -> list[Header]:
     """Return a header with the names of unknown fields, and of fields and parts of schemas without effect."""
     names = [*asked.ignored, *(plan.grammar.ignored if plan.grammar is not None else ())]
-    parts = (("stream_options", asked.stream_options), ("slo", asked.slo)) if isinstance(asked, Generation) else ()
-    for group, part in parts:
-        names += [f"{group}.{name}" for name in (part.ignored if part is not None else ())]
-    answers = [part.answer for part in reply.parts if part.answer is not None]
     names += dict.fromkeys(f"{plan.constrained_by}.{name}" for answer in answers for name in answer.ignored)
     shown = ", ".join(name if name.isascii() and name.isprintable() else ascii(name) for name in names)
     return [(IGNORED_FIELDS, shown.encode()[:MAX_IGNORED_BYTES])] if names else []

@@ -6,7 +6,7 @@ for the headers at once or nothing was written for KEEP_ALIVE_S. And at most one
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +32,9 @@ EVENT_STREAM = (
 ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: the id in ledgers, logs and the live page
 
 
+Settle = Callable[[Sequence[Usage], Json | list[Json]], Awaitable[None]]
+
+
 class AnyResponse(Protocol):
     """How one response is written, in the JSON of the API that was called."""
 
@@ -39,6 +42,10 @@ class AnyResponse(Protocol):
 
     @property
     def shown(self) -> Shown: ...
+
+    @property
+    def settle(self) -> Settle | None:
+        """What is done once the answer is complete, before the client has its end; may raise RefusedError."""
 
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
         """Return the events for what a choice gained, without its end."""
@@ -168,7 +175,11 @@ class Whole(Reply):
         if self.refusal is not None:
             raise RefusedError(self.refusal)
         kept = [each for part in self.parts for each in zip(part.choices, part.gains, strict=True)]
-        await respond(send, 200, self.response.body(kept, self._usages(), self._ledger()), [*JSON, *self.headers])
+        usages, ledger = self._usages(), self._ledger()
+        body = self.response.body(kept, usages, ledger)
+        if self.response.settle is not None:
+            await self.response.settle(usages, ledger)
+        await respond(send, 200, body, [*JSON, *self.headers])
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
         if not part.gains:
@@ -201,6 +212,7 @@ class Stream(Reply):
         self._unsent = b""  # what was gained before that
         self._is_begun = False  # something was written, or is in `_unsent`
         self._is_over = False  # the same holds for the last event
+        self._is_complete = False  # all parts are, and the last event waits for `settle`
         self._is_silent = True  # nothing was written since the timer was set
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._break_silence)
 
@@ -222,6 +234,20 @@ class Stream(Reply):
         await self._news.wait()
         if self.refusal is not None and not self._is_begun:
             raise RefusedError(self.refusal)
+        if self._is_complete and self.response.settle is not None:
+            await self._settle(self.response.settle)
+
+    async def _settle(self, settle: Settle) -> None:
+        """Do what comes before the last event, and write that."""
+        usages, ledger = self._usages(), self._ledger()
+        try:
+            await settle(usages, ledger)
+            ending = self.response.end(usages, ledger)
+        except RefusedError as error:
+            ending = self.response.refused(error.refused)
+        self._is_over = True
+        if not self._is_lost:
+            self._put(ending)
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
         if self._is_over or self._is_lost:
@@ -229,7 +255,10 @@ class Stream(Reply):
         events = [each for gain in gains for each in self._events(part, gain)]
         if isinstance(part.outcome, Finished):
             events += self._endings(part)
-            if self.has_ended:
+            self._is_complete = self.has_ended and self.response.settle is not None
+            if self._is_complete:
+                self._news.set()
+            elif self.has_ended:
                 events.append(self.response.end(self._usages(), self._ledger()))
                 self._is_over = True
         elif part.outcome is not None:

@@ -66,7 +66,7 @@ class Sites:
         asked = ", ".join(_values(scope, _ASKED_HEADERS)).encode("latin-1")
         network = ((b"access-control-allow-private-network", b"true"),) if _values(scope, _ASKED_NETWORK) else ()
         return (
-            (b"access-control-allow-methods", b"GET, HEAD, POST"),
+            (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE"),
             (b"access-control-allow-headers", asked),
             (b"access-control-max-age", b"%d" % PREFLIGHT_AGE_S),
             *network,

@@ -67,8 +67,14 @@ async def test_the_description_names_every_route_and_field(start_http: StartHttp
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
         "/tokenizer_info", "/health", "/ready", "/version", "/metrics", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items", "/v1/conversations",
+        "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items",
+        "/v1/conversations/{conversation_id}/items/{item_id}",
     }  # fmt: skip
     schemas = document["components"]["schemas"]
     assert {"messages", "tools", "slo", "max_completion_tokens"} <= set(schemas["ChatRequest"]["properties"])
     assert {"messages", "system", "max_tokens", "stop_sequences"} <= set(schemas["MessagesRequest"]["properties"])
+    assert {"input", "instructions", "tools", "store"} <= set(schemas["ResponseRequest"]["properties"])
+    assert set(document["paths"]["/v1/responses/{response_id}"]) == {"get", "delete"}
     assert {"prompt", "echo", "suffix"} <= set(schemas["CompletionRequest"]["properties"])

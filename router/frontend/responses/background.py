@@ -1,0 +1,148 @@
+"""Responses that are computed while no client waits.
+
+Invariant: a response that was begun in the background ends once in the store: with its answer, cancelled, or failed. At
+most `max_num` are computed at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import Cause, Refused, RefusedError
+from pdserve.router.frontend.answer import Answer, Gain, Outcome
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.openai.dialect import Choice, ledger_of
+from pdserve.router.frontend.prompts import Loosen
+from pdserve.router.frontend.responses.events import Json
+from pdserve.router.frontend.responses.keeping import Keeping
+from pdserve.router.frontend.responses.response import ItemsResponse
+from pdserve.router.requests.commands import Finished
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 60.0  # after a request's deadline, until its response counts as lost with its process
+_CANCELLED = Refused(Cause.CANCELLED, "the response was cancelled")
+_STOPPING = Refused(Cause.SHUTTING_DOWN, "this process shuts down")
+
+
+class Job:
+    """One response: the `Sink` of its answer."""
+
+    def __init__(self, response: ItemsResponse, keeping: Keeping, choice: Choice) -> None:
+        self.response = response
+        self.keeping = keeping
+        self.answer: Answer | None = None
+        self.outcome: Outcome | None = None
+        self.begun = asyncio.Event()  # something was gained, or it has ended
+        self.ended = asyncio.Event()
+        self._choice = choice
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.keeping.tenant, self.response.id
+
+    def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
+        if self.outcome is None:
+            for gain in gains:
+                self.response.chunks(self._choice, gain)
+            self.begun.set()
+            if outcome is not None:
+                self.end(outcome)
+        return True
+
+    def cut_off(self, outcome: Refused) -> None:
+        self.end(outcome)
+
+    def end(self, outcome: Outcome) -> None:
+        """Note how it ends, unless it has ended."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.begun.set()
+            self.ended.set()
+
+    def finish(self) -> None:
+        """Make the response what it is to be."""
+        assert self.answer is not None
+        if isinstance(self.outcome, Finished):
+            self.response.last_chunk(self._choice, None)
+            self.response.finish([self.outcome.usage], ledger_of(self.answer.hex_id, self.outcome.ledger))
+        elif self.outcome is not None:
+            self.response.output.close(is_cut=True)
+            self.response.fail(self.outcome)
+
+
+class Background:
+    """The jobs of this process. Leaving the `async with` block ends those that are left."""
+
+    def __init__(self, intake: Intake, max_num: int, max_deadline_s: float) -> None:
+        self._intake = intake
+        self._max_num = max_num
+        self._running_s = max_deadline_s + GRACE_S
+        self._jobs: dict[tuple[str, str], Job] = {}  # by tenant and response
+        self._num_starting = 0
+        self._tasks = asyncio.TaskGroup()
+        intake.backend.aborts.append(self._abort)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._intake.backend.aborts.remove(self._abort)
+        for job in self._jobs.values():
+            job.end(_STOPPING)
+        await self._tasks.__aexit__(kind, error, trace)
+
+    async def start(
+        self, job: Job, request: inference.GenerateRequest, key: bytes | None, received_s: float, loosen: Loosen | None
+    ) -> tuple[Answer, Json]:
+        """Begin a response; return its answer, and what the client is told of it.
+
+        RefusedError if it is not valid, or too many are computed.
+        """
+        if len(self._jobs) + self._num_starting >= self._max_num:
+            text = f"background: {self._max_num} responses are computed in the background, the limit"
+            raise RefusedError(Refused(Cause.BACKGROUND, text))
+        self._num_starting += 1
+        try:
+            job.answer = await self._intake.accept(request, job, key, received_s=received_s, loosen=loosen)
+            try:
+                told = dict(job.response.told) | {"status": "queued", "output": []}
+                await job.keeping.begin(told, self._running_s)
+            except BaseException:
+                self._intake.leave(job.answer)
+                raise
+        finally:
+            self._num_starting -= 1
+        self._jobs[job.name] = job
+        self._tasks.create_task(self._run(job), name=f"response {job.response.id}")
+        return job.answer, told
+
+    def cancel(self, tenant: str, name: str) -> None:
+        """Let a response be computed no further, whichever process does so. The store says what became of it."""
+        self._intake.backend.abort(tenant, (name,))
+
+    def _abort(self, tenant: str, names: Sequence[str]) -> None:
+        for name in names:
+            if (job := self._jobs.get((tenant, name))) is not None:
+                job.end(_CANCELLED)
+
+    async def _run(self, job: Job) -> None:
+        try:
+            await job.begun.wait()
+            if job.outcome is None:
+                await job.keeping.go_on()
+            await job.ended.wait()
+            job.finish()
+            await job.keeping.end()
+        except RefusedError as error:
+            logger.error("response %s has no end in the store: %s", job.response.id, error.refused.message)
+        finally:
+            del self._jobs[job.name]
+            if job.answer is not None:
+                self._intake.leave(job.answer)

@@ -1,0 +1,124 @@
+"""The Responses API's routes that generate."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from math import inf
+
+import msgspec
+from starlette.types import Scope, Send
+
+from pdserve.base.ids import new_request_id
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import RefusedError
+from pdserve.router.config import EndpointConfig
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.openai.errors import JSON
+from pdserve.router.frontend.openai.filters import Plan, renamed
+from pdserve.router.frontend.openai.generation import (
+    REQUEST_ID,
+    Generator,
+    choices_of,
+    headers_of,
+    ignored,
+    key_of,
+    visiting,
+)
+from pdserve.router.frontend.openai.reply import ROUTERS_ID, respond
+from pdserve.router.frontend.openai.translate import chat_of, label_of
+from pdserve.router.frontend.responses.background import Background, Job
+from pdserve.router.frontend.responses.events import Json
+from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
+from pdserve.router.frontend.responses.items import Item
+from pdserve.router.frontend.responses.keeping import Keeping, context_of, given_in
+from pdserve.router.frontend.responses.response import ItemsResponse
+from pdserve.router.frontend.responses.shelf import Limits
+from pdserve.router.frontend.responses.store import Store
+from pdserve.text.reasoning import ReasoningTokens
+
+
+@asynccontextmanager
+async def open_responses(config: EndpointConfig, intake: Intake, owner: str) -> AsyncIterator["Responses"]:
+    """Keep responses for the length of the block. `owner`: this process's name. ConfigError for an unusable file."""
+    limits = Limits(config.max_num_stored, config.max_stored_bytes, config.responses_ttl_s)
+    store = Store(config.responses_file, limits, owner)
+    try:
+        async with Background(intake, config.max_num_background, config.max_deadline_ms / 1e3) as background:
+            yield Responses(intake, store, background)
+    finally:
+        await store.close()
+
+
+class Responses:
+    """Serves POST /v1/responses and /v1/responses/input_tokens."""
+
+    def __init__(self, intake: Intake, store: Store, background: Background) -> None:
+        self.store = store
+        self.background = background
+        self._intake = intake
+        self._generator = Generator(intake)
+
+    async def create(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve POST /v1/responses. Raises what `errors.refused_by` knows."""
+        asked = ResponseRequest.model_validate_json(body)
+        asked.check()
+        tenant = tenant_of(self._intake, scope)
+        context = await context_of(self.store, tenant, asked)
+        given = await given_in(self.store, tenant, asked.input)
+        if asked.background:
+            await self._begin(asked, context, given, scope, send)
+            return
+
+        def begun(plan: Plan) -> ItemsResponse:
+            response = self._begun(asked, plan)
+            if asked.is_stored:
+                response.settle = Keeping(self.store, tenant, asked, given, response).settle
+            return response
+
+        await self._generator.converse(asked.chat(context, given), asked, begun, scope, send)
+
+    async def _begin(
+        self, asked: ResponseRequest, context: Sequence[Item], given: Sequence[Item], scope: Scope, send: Send
+    ) -> None:
+        """Begin a response in the background, and tell the client of it."""
+        given_headers, chat = headers_of(scope), asked.chat(context, given)
+        request, plan = self._generator.planned(chat, given_headers)
+        response = self._begun(asked, plan)
+        keeping = Keeping(self.store, tenant_of(self._intake, scope), asked, given, response)
+        job = Job(response, keeping, choices_of(plan)[0])
+        loosen = None if plan.grammar is None else plan.grammar.loosen
+        try:
+            answer, told = await self.background.start(
+                job, request, key_of(scope), scope["state"]["received_s"], loosen
+            )
+        except RefusedError as error:
+            raise RefusedError(renamed(error.refused, plan.constrained_by)) from None
+        label = label_of(chat, given_headers) or new_request_id().hex()
+        headers = [*JSON, (REQUEST_ID, label.encode()), (ROUTERS_ID, answer.hex_id.encode())]
+        await respond(send, 200, msgspec.json.encode(told), [*headers, *ignored(asked, plan, [answer])])
+
+    async def count(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve POST /v1/responses/input_tokens. It counts against a tenant's limits, as generation does."""
+        asked, intake = CountInputRequest.model_validate_json(body), self._intake
+        asked.check()
+        async with visiting(intake, scope) as visit:
+            intake.adapter(asked.model or "")
+            tenant = "" if visit.client is None else visit.client.tenant
+            context = await context_of(self.store, tenant, asked)
+            chat = asked.chat(context, await given_in(self.store, tenant, asked.input))
+            request = inference.GenerateRequest(chat=chat_of(chat))
+            token_ids = await intake.prompts.tokenize(request, intake.max_model_len(), inf)
+            visit.spend(len(token_ids))
+        told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        await respond(send, 200, msgspec.json.encode(told), JSON)
+
+    def _begun(self, asked: ResponseRequest, plan: Plan) -> ItemsResponse:
+        tokenizer, reasoning = self._intake.model.tokenizer, None
+        if plan.begins_inside is not None:
+            reasoning = ReasoningTokens[Json](tokenizer.piece, begins_inside=plan.begins_inside)
+        return ItemsResponse(asked, self._generator.name_of(asked.model), tokenizer, reasoning)
+
+
+def tenant_of(intake: Intake, scope: Scope) -> str:
+    """Return whose responses and conversations a call sees; empty where callers need no key."""
+    client = intake.clients.identify(key_of(scope))
+    return "" if client is None else client.tenant

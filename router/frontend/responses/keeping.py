@@ -1,0 +1,88 @@
+"""What a response continues, and what is kept of it once it is complete."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdserve.protocol.refusal import invalid
+from pdserve.router.frontend.openai.dialect import Json
+from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
+from pdserve.router.frontend.responses.items import Item, dumped, stored
+from pdserve.router.frontend.responses.response import ItemsResponse
+from pdserve.router.frontend.responses.shelf import Entry, Holder, Kind, Shelf
+from pdserve.router.frontend.responses.store import Store, not_kept
+from pdserve.router.requests.timeline import Usage
+
+
+async def context_of(store: Store, tenant: str, asked: CountInputRequest) -> list[Item]:
+    """Return the items that a request continues; RefusedError names what is not there."""
+    if asked.previous_response_id:
+        kind, name, field = Kind.RESPONSE, asked.previous_response_id, "previous_response_id"
+    elif asked.conversation_id:
+        kind, name, field = Kind.CONVERSATION, asked.conversation_id, "conversation"
+    else:
+        return []
+    holder = await store.get(tenant, name, kind, field)
+    if holder.is_running:
+        raise invalid(field, f"{name!r} is still being computed")
+    check_room(store, holder, 0, field)
+    return [Item.model_validate(item) for item in await store.history(tenant, name, kind, field)]
+
+
+def check_room(store: Store, holder: Holder, num_bytes: int, field: str) -> None:
+    """Raise RefusedError if a holder has no room for so many bytes more."""
+    if holder.num_bytes + num_bytes > store.limits.max_bytes:
+        limit = f"the limit of {store.limits.max_bytes} (max_stored_bytes)"
+        raise invalid(field, f"its {holder.num_bytes + num_bytes} bytes are over {limit}")
+
+
+async def given_in(store: Store, tenant: str, given: str | Sequence[Item] | None, field: str = "input") -> list[Item]:
+    """Return a request's own items as they are kept, with what they refer to."""
+    items = stored(given, field)
+    for place, item in enumerate(items):
+        if item.is_reference:
+            found = await store.ask(Shelf.item, tenant, item.id or "")
+            if found is None:
+                raise not_kept(item.id or "", f"{field}[{place}].id")
+            items[place] = Item.model_validate(found)
+    return items
+
+
+class Keeping:
+    """Keeps one response."""
+
+    def __init__(
+        self, store: Store, tenant: str, asked: ResponseRequest, given: Sequence[Item], response: ItemsResponse
+    ) -> None:
+        self.tenant = tenant
+        self._store = store
+        self._asked = asked
+        self._given = dumped(given)
+        self._response = response
+
+    @property
+    def entry(self) -> Entry:
+        """The response as it is now."""
+        response, asked = self._response, self._asked
+        previous, conversation = asked.previous_response_id or "", asked.conversation_id
+        return Entry(dict(response.told), self._given, response.output.items, previous, conversation)
+
+    async def settle(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> None:
+        """Keep a response whose answer is complete. Raises RefusedError."""
+        self._response.finish(usages, ledger)
+        await self._store.ask(Shelf.put, self.tenant, Kind.RESPONSE, self.entry)
+
+    async def begin(self, told: Json, running_s: float) -> None:
+        """Keep a response that will be computed within that time, as it is `told` of."""
+        await self._store.ask(Shelf.put, self.tenant, Kind.RESPONSE, replace(self.entry, body=told), running_s)
+
+    async def go_on(self) -> None:
+        """Note that the answer has begun."""
+        await self._store.ask(Shelf.change, self.tenant, self._response.id, Kind.RESPONSE, _in_progress)
+
+    async def end(self) -> None:
+        """Keep the end of a response that was begun, unless it was cancelled or deleted."""
+        await self._store.ask(Shelf.end, self.tenant, self.entry)
+
+
+def _in_progress(found: Holder) -> Json:
+    return found.body | ({"status": "in_progress"} if found.is_running else {})

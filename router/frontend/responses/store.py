@@ -1,0 +1,65 @@
+"""The shelf, in a thread of its own: a file may be held by another process, and no stream waits for that."""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from pdserve.base.errors import echo
+from pdserve.protocol.refusal import Cause, Refused, RefusedError
+from pdserve.router.frontend.responses.shelf import Holder, Json, Kind, Limits, Missing, Shelf
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Store:
+    """What this process keeps of responses and conversations."""
+
+    def __init__(self, file: Path | None, limits: Limits, owner: str) -> None:
+        """`file`: None keeps it in memory. `owner`: this process's name. ConfigError for an unusable file."""
+        self.limits = limits
+        self._shelf = Shelf(file, limits, owner, time.time)
+        self._thread = ThreadPoolExecutor(1, "responses")
+
+    async def close(self) -> None:
+        """Let what was begun end."""
+        await asyncio.to_thread(self._thread.shutdown)
+        self._shelf.close()
+
+    async def ask(self, method: Callable[Concatenate[Shelf, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call a method of the shelf, after those that were called before. RefusedError if the database fails."""
+        call = partial(method, self._shelf, *args, **kwargs)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except sqlite3.Error as error:
+            logger.error("responses and conversations cannot be kept: %s", error)
+            text = "the store of responses and conversations failed"
+            raise RefusedError(Refused(Cause.INTERNAL, text)) from error
+
+    async def get(self, tenant: str, name: str, kind: Kind, field: str = "id") -> Holder:
+        """Return a holder; RefusedError with the field that names it if it is not there."""
+        found = await self.ask(Shelf.get, tenant, name, kind)
+        if found is None:
+            raise not_kept(name, field)
+        return found
+
+    async def history(self, tenant: str, name: str, kind: Kind, field: str) -> list[Json]:
+        """Return all items up to the end of a holder; RefusedError if it, or a response before it, is not there."""
+        try:
+            return await self.ask(Shelf.history, tenant, name, kind)
+        except Missing as missing:
+            raise not_kept(str(missing), field) from None
+
+
+def not_kept(name: str, field: str = "id") -> RefusedError:
+    """Return the error for what is not there: it was never kept, was forgotten or deleted, or is another tenant's."""
+    text = f"{field}: {echo(name, repr)} is not kept here, or no more"
+    return RefusedError(Refused(Cause.NOT_KEPT, text))

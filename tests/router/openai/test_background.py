@@ -1,0 +1,94 @@
+"""Responses that are computed while no client waits."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from http_door import HttpRouter, StartHttp
+from openai.types.responses import Response
+from router_fakes import MODEL, PATIENCE_S, TOKENIZER, tokens_of
+
+from pdserve.router.frontend.responses.shelf import Entry, Kind, Limits, Shelf
+
+ASKED: Any = {"model": MODEL, "input": "hello", "max_output_tokens": 5, "background": True}
+
+
+async def until_ended(client: openai.AsyncOpenAI, name: str) -> Response:
+    async with asyncio.timeout(PATIENCE_S):
+        while (found := await client.responses.retrieve(name)).status in ("queued", "in_progress"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def test_a_response_in_the_background_is_retrieved_and_continued(start_http: StartHttp) -> None:
+    door = await start_http()
+    held = await door.client.conversations.create()
+    begun = await door.client.responses.create(**ASKED, conversation=held.id)
+    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    ended = await until_ended(door.client, begun.id)
+    said = TOKENIZER.decode(tokens_of(TOKENIZER.encode("user: hello\nassistant:", add_special=False), 5))
+    assert (ended.status, ended.output_text, ended.id) == ("incomplete", said, begun.id)
+    assert ended.usage is not None
+    assert ended.usage.output_tokens == 5
+    assert len((await door.client.conversations.items.list(held.id)).data) == 2
+    assert (await door.client.responses.cancel(begun.id)).status == "incomplete"  # it has ended
+    await door.client.responses.create(model=MODEL, input="?", previous_response_id=begun.id, max_output_tokens=1)
+
+
+async def test_a_response_in_the_background_is_cancelled_or_deleted(start_http: StartHttp) -> None:
+    door = await start_http()
+    for worker in door.router.workers.values():
+        worker.is_paused = True
+    first, second = [await door.client.responses.create(**ASKED) for _ in range(2)]
+    with pytest.raises(openai.BadRequestError, match="is still being computed"):
+        await door.client.responses.create(model=MODEL, input="?", previous_response_id=first.id)
+    assert (await door.client.responses.cancel(first.id)).status == "cancelled"
+    assert (await door.client.responses.retrieve(first.id)).status == "cancelled"
+    await door.client.responses.delete(second.id)
+    await door.router.until_idle()  # neither is computed any further
+    foreground = await _foreground(door)
+    with pytest.raises(openai.BadRequestError, match="was not begun in the background"):
+        await door.client.responses.cancel(foreground)
+
+
+async def _foreground(door: HttpRouter) -> str:
+    for worker in door.router.workers.values():
+        worker.is_paused = False
+    return (await door.client.responses.create(model=MODEL, input="?", max_output_tokens=1)).id
+
+
+async def test_their_number_is_bounded_and_what_is_not_valid_is_refused_at_once(start_http: StartHttp) -> None:
+    door = await start_http(max_num_background=1)
+    for worker in door.router.workers.values():
+        worker.is_paused = True
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        await door.client.responses.create(**ASKED, temperature=-1)
+    begun = await door.client.responses.create(**ASKED)
+    with pytest.raises(openai.RateLimitError) as refused:
+        await door.client.responses.create(**ASKED)
+    assert refused.value.response.json()["error"]["refused_because"] == "background"
+    await door.client.responses.cancel(begun.id)
+    await door.router.until_idle()
+    again = await door.client.responses.create(**ASKED)
+    await door.client.responses.cancel(again.id)
+
+
+async def test_a_process_that_stops_leaves_no_response_without_an_end(start_http: StartHttp, tmp_path: Path) -> None:
+    file = tmp_path / "responses.sqlite"
+    door = await start_http(responses_file=file, drain_timeout_s=0.1)
+    for worker in door.router.workers.values():
+        worker.is_paused = True
+    begun = await door.client.responses.create(**ASKED)
+    shelf = Shelf(file, Limits(9, 1 << 24, 1e9), "test", lambda: 2e9)
+    await door.client.close()
+    await door.http.aclose()
+    door.router.stop.set()
+    async with asyncio.timeout(PATIENCE_S):
+        while (found := shelf.get("", begun.id, Kind.RESPONSE)) is not None and found.is_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert found is not None
+    assert (found.body["status"], found.body["error"]["code"]) == ("failed", "server_error")
+    assert not shelf.end("", Entry(found.body))
+    shelf.close()
