@@ -90,6 +90,7 @@ def _router_settings() -> dict[str, Any]:
     some = {
         "max_num_requests": 9,
         "profile": "/p",
+        "responses_file": "/p",
         "otlp_traces_endpoint": "http://collector:4317",
         "max_model_len": 99,
         "stream_interval": 3,

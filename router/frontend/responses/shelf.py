@@ -264,11 +264,9 @@ class Shelf:
 
     def _write(self, tenant: str, name: str, body: Json, *, is_running: bool) -> Json:
         packed = msgspec.json.encode(body)
-        self._db.execute(
-            "UPDATE holders SET num_bytes = num_bytes - LENGTH(body) + ?, body = ?, until_s = CASE WHEN ? THEN until_s END "
-            "WHERE tenant = ? AND id = ?",
-            (len(packed), packed, is_running, tenant, name),
-        )
+        changes = "body = ?, num_bytes = num_bytes - LENGTH(body) + ?, until_s = CASE WHEN ? THEN until_s END"
+        query = f"UPDATE holders SET {changes} WHERE tenant = ? AND id = ?"
+        self._db.execute(query, (packed, len(packed), is_running, tenant, name))
         return body
 
     def _items(self, tenant: str, name: str, wanted: str = "") -> list[Json]:
