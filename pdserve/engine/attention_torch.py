@@ -32,7 +32,7 @@ ALIKE_RATIO = 2  # longer ones may be this many times as long as the group's sho
 class _Gather:
     """How a group's contexts are copied out of the pages, and to where; each layer overwrites the one before."""
 
-    runs: Tensor  # [2 * chunks * kv heads * pages] into layer 0 of the pool's runs
+    runs: Tensor  # [kv_parts * chunks * kv heads * pages] into layer 0 of the pool's runs
     copy: Tensor  # [len(runs), page_size * head_dim]
     unwritten: tuple[npt.NDArray[np.uint8], ...]  # views of the copy's slots that hold none of their chunk's tokens
 
@@ -52,7 +52,7 @@ class _Group:
 @dataclass(frozen=True, slots=True)
 class _Step:
     angles: Seq[Angles]  # of each distinct rope
-    targets: Tensor  # [num_tokens, 2 * kv heads] into layer 0 of the pool's slots
+    targets: Tensor  # [num_tokens, kv_parts * kv heads] into layer 0 of the pool's slots
 
 
 class TorchAttention:
@@ -86,10 +86,10 @@ class TorchAttention:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         if qk_norm is not None and not qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
-        rotate_(qkv[:, :-num_kv_heads], step.angles[self._rope_of_layer[layer]])
+        rotate_(qkv[:, : num_heads + num_kv_heads], step.angles[self._rope_of_layer[layer]])
         if qk_norm is not None and qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
-        slots_before = layer * 2 * num_kv_heads * self._page_size
+        slots_before = layer * self._config.kv_parts * num_kv_heads * self._page_size
         self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
         attended = self._grouped.run(layer, qkv, sinks)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
@@ -112,7 +112,7 @@ class GroupedAttention:
         run_size = self._page_size * config.head_dim
         self._runs = flat_rows(kv, run_size)
         self._slot_bytes = config.head_dim * kv.dtype.itemsize
-        self._runs_per_layer = 2 * config.num_kv_heads
+        self._runs_per_layer = config.kv_parts * config.num_kv_heads
         self._runs_per_page = kv.stride(0) // run_size
         self._groups: tuple[_Group, ...] = ()
 
@@ -132,10 +132,11 @@ class GroupedAttention:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = qkv.view(group.num_chunks, group.query_len, -1, self._config.head_dim).transpose(1, 2)
         if group.gather is None:
-            k, v = heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+            k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, -num_kv_heads:]
         else:
             gathered = self._gathered(layer, group.gather)
-            k, v = gathered.view(2, group.num_chunks, num_kv_heads, -1, self._config.head_dim)[:, :, :, : group.kv_len]
+            parts = gathered.view(self._config.kv_parts, group.num_chunks, num_kv_heads, -1, self._config.head_dim)
+            k, v = parts[0, :, :, : group.kv_len], parts[-1, :, :, : group.kv_len]
         q = heads[:, :num_heads]
         if group.query_len == 1:
             # All heads that share K and V as one block of queries: each K is then read once, not once for each head.
@@ -190,14 +191,15 @@ class GroupedAttention:
         return kv_lens, np.take_along_axis(page_table, places, 1)
 
     def _gathered_runs(self, page_table: Ints) -> Tensor:
-        """Return the runs of [num_chunks, pages] in the order k|v, chunk, kv head, page."""
-        by_page = self.run_ids(page_table.reshape(-1)).reshape(*page_table.shape, 2, self._config.num_kv_heads)
+        """Return the runs of [num_chunks, pages] in the order part, chunk, kv head, page."""
+        by_page = self.run_ids(page_table.reshape(-1)).reshape(*page_table.shape, -1, self._config.num_kv_heads)
         return torch.from_numpy(by_page.transpose(2, 0, 3, 1).reshape(-1))
 
     def _unwritten(self, copy: Tensor, kv_lens: Ints) -> tuple[npt.NDArray[np.uint8], ...]:
         """Return views of a copy's slots that are below the longest context and hold none of their chunk's tokens."""
         longest, num_kv_heads = int(kv_lens.max()), self._config.num_kv_heads
-        slots = copy.view(torch.uint8).view(2, len(kv_lens), num_kv_heads, -1, self._slot_bytes).numpy()
+        parts = (self._config.kv_parts, len(kv_lens), num_kv_heads)
+        slots = copy.view(torch.uint8).view(*parts, -1, self._slot_bytes).numpy()
         found = []
         for chunk, kv_len in enumerate(kv_lens.tolist()):
             # Past its last page comes its first one again (see Batch), which is full unless it is the last.

@@ -25,7 +25,7 @@ class LayerKind:
 
     group: int  # whose pages they have
     scores: Scores
-    kv: Tensor  # [num_pages, layers of the group, 2, num_kv_heads, page_size, head_dim]
+    kv: Tensor  # [num_pages, layers of the group, kv_parts, num_kv_heads, page_size, head_dim]
     ropes: tuple[Rope, ...]  # of each layer of the group
 
 
@@ -75,7 +75,7 @@ def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup])
     if len(groups) > 1:
         return num_pages, _page_elements(config, groups)
     (group,) = groups
-    return num_pages, len(group.layers), 2, config.num_kv_heads, group.page_size, config.head_dim
+    return num_pages, len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, config.head_dim
 
 
 def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> PoolShape:
@@ -86,13 +86,14 @@ def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]
 def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup]) -> int:
     """Return the elements of a page, as `KvLayout.page_bytes` counts them."""
     unit = groups[0].page_size * config.head_dim
-    largest = max(len(group.layers) * group.page_size for group in groups) * 2 * config.num_kv_heads * config.head_dim
+    token = config.kv_parts * config.num_kv_heads * config.head_dim  # of a layer
+    largest = max(len(group.layers) * group.page_size for group in groups) * token
     return -(-largest // unit) * unit
 
 
 def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup) -> Tensor:
-    """Return a pool as a group of layers sees it: [num_pages, layers, 2, num_kv_heads, page_size, head_dim]."""
-    shape = (len(group.layers), 2, config.num_kv_heads, group.page_size, config.head_dim)
+    """Return a pool as a group of layers sees it: see `LayerKind.kv`."""
+    shape = (len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, config.head_dim)
     return kv.view(len(kv), -1)[:, : math.prod(shape)].view(len(kv), *shape)
 
 

@@ -42,7 +42,7 @@ from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 class EngineRunner(Protocol):
     """What computes an engine's steps, on whichever device. Call it from one thread at a time."""
 
-    kv: Tensor  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]; of several groups [num_pages, elements]
+    kv: Tensor  # [num_pages, layers, kv_parts, kv heads, page_size, head_dim]; of several groups [num_pages, elements]
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step: copy pages, compute all chunks, sample. InvariantError if the plan cannot be run.
@@ -189,7 +189,7 @@ _Attentions = ByLayer[TorchAttention] | ByLayer[CompiledAttention]
 def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Attentions, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded, config = library(), model.config
-    if isinstance(loaded, Missing) or not serves(config.head_dim, kv.dtype):
+    if isinstance(loaded, Missing) or config.is_latent or not serves(config.head_dim, kv.dtype):
         return by_layer(partial(TorchAttention, config), config, kv, model.ropes, groups), None
     with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, kv.dtype)
     make = partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)

@@ -24,7 +24,7 @@ from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Experts
 from pdserve.model.family import Model
-from pdserve.model.layer_groups import layer_groups
+from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.protocol.kvlayout import KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
@@ -112,13 +112,14 @@ def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype
         page_size=first.page_size,
         dtype=dtype,
         page_digest=page_digest(device),
-        others=tuple(
-            [
-                KvGroup(of.name, len(of.layers), model.num_kv_heads, model.head_dim, of.page_size, of.window)
-                for of in others
-            ]
-        ),
+        others=tuple([_kv_group(of, model) for of in others]),
+        kv_parts=model.kv_parts,
     )
+
+
+def _kv_group(of: LayerGroup, model: ModelConfig) -> KvGroup:
+    heads = (model.num_kv_heads, model.head_dim)
+    return KvGroup(of.name, len(of.layers), *heads, of.page_size, of.window, model.kv_parts)
 
 
 def page_digest(device: Device) -> PageDigest:
@@ -202,6 +203,10 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
 
     if any(isinstance(layer.mlp, Experts) for layer in model.design.layers):
         raise ConfigError(f"device: {config.device} does not serve this model: its kernels have no experts yet")
+    if model.is_latent:
+        raise ConfigError(
+            f"device: {config.device} does not serve this model: its kernels have no latent attention yet"
+        )
     try:
         specs = [
             attention_spec(model, scores, group.page_size, 1, dtype)

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.base.errors import ConfigError
-from pdserve.model.design import Design, Scores
+from pdserve.model.design import Design, LatentAttention, Scores
 from pdserve.model.families import llama
 from pdserve.model.families.apertus import APERTUS
 from pdserve.model.families.arcee import ARCEE
 from pdserve.model.families.cohere2 import COHERE2
+from pdserve.model.families.deepseek import DEEPSEEK_V3
 from pdserve.model.families.ernie import ERNIE
 from pdserve.model.families.exaone4 import EXAONE4
 from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
     "Cohere2ForCausalLM": COHERE2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Ernie4_5ForCausalLM": ERNIE,
     "Exaone4ForCausalLM": EXAONE4,
     "GemmaForCausalLM": GEMMA,
@@ -97,7 +99,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of latent attention: the width of a row
     max_position_embeddings: int  # the longest context
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
@@ -124,6 +126,9 @@ class ModelConfig:
         head_dim = _head_dim(fields, hidden_size, num_heads)
         bos = fields.token_ids("bos_token_id")
         design = family.read(fields)
+        if latents := {each.attention for each in design.layers if isinstance(each.attention, LatentAttention)}:
+            (latent,) = latents
+            num_kv_heads, head_dim = 1, latent.row_width  # as its absorbed form has them
         _check_ropes(fields, design, head_dim)
         read = cls(
             architecture=architecture,
@@ -142,6 +147,16 @@ class ModelConfig:
         )
         _refuse_unread(fields, architecture)
         return read
+
+    @property
+    def is_latent(self) -> bool:
+        """Say whether layers keep one row for a token, of which keys and values are made."""
+        return any(isinstance(layer.attention, LatentAttention) for layer in self.design.layers)
+
+    @property
+    def kv_parts(self) -> int:
+        """Return how many rows a layer keeps of a token for each KV head: K and V, or one for both."""
+        return 1 if self.is_latent else 2
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -12,8 +12,9 @@ from pdserve.base.errors import ConfigError
 from pdserve.model import design
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import TensorSource
-from pdserve.model.layers import Layer, Parts, build_layer
+from pdserve.model.layers import Layer, build_layer
 from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
+from pdserve.model.parts import Parts
 from pdserve.model.rope import Rope
 from pdserve.model.weights import WHOLE, Rank, Weights
 
@@ -74,7 +75,7 @@ class Decoder:
         return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize
 
     def bytes_read(self, num_rows: int) -> int:
-        attentions = sum(weight_bytes(layer.attention.qkv) + weight_bytes(layer.attention.o) for layer in self.layers)
+        attentions = sum(weight_bytes(each) for layer in self.layers for each in layer.attention.matrices())
         mlps = sum(layer.mlp.bytes_read(num_rows) for layer in self.layers)
         embedded = weight_bytes(self.embedding) * num_rows // self.config.vocab_size
         return embedded + attentions + mlps + weight_bytes(self.lm_head)

@@ -84,6 +84,29 @@ class SelfAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024): a layer keeps one narrow row for each token.
+
+    A row is a key that all heads share, which the rope turns, beside a latent, of which each head's other keys and
+    its values are products. So queries meet rows if those products are taken into the queries and the outputs.
+    """
+
+    rope: RopeConfig  # over a whole row
+    q_rank: int | None  # of queries' own latent; None: they are products of the layer's input
+    kv_rank: int  # of keys' and values' latent
+    still: int  # features of a head's query that do not turn
+    turning: int  # and those that do
+    value_dim: int
+    eps: float  # of the norms of latents
+    bias: bool  # of the products that make latents, and of the output
+    scores: Scores
+
+    @property
+    def row_width(self) -> int:
+        return self.kv_rank + self.turning
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
     """down(activation(gate(x)) * up(x))."""
 
@@ -163,7 +186,7 @@ class Around:
 class Sequential:
     """A layer whose MLP sees what its attention has added."""
 
-    attention: SelfAttention
+    attention: SelfAttention | LatentAttention
     mlp: Mlp
     norm: Norm
     around_attention: Around = Around("input_layernorm")

@@ -2,21 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
 from pdserve.model import design
-from pdserve.model.config import ModelConfig
-from pdserve.model.family import TensorSource
+from pdserve.model.latent_attention import LatentAttention
 from pdserve.model.mlp import Mlp, build_mlp
 from pdserve.model.ops import (
     Attention,
-    DeviceOps,
     GateUp,
-    LayerNorm,
     Linear,
     Matrix,
     Norm,
@@ -27,36 +24,8 @@ from pdserve.model.ops import (
     joined,
     rows_of,
 )
+from pdserve.model.parts import Parts
 from pdserve.model.rope import order
-from pdserve.model.weights import Rank
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What one layer, or another part of a model, is built from."""
-
-    config: ModelConfig
-    tensors: TensorSource
-    ops: DeviceOps
-    rank: Rank
-    prefix: str = ""
-
-    def norm(self, name: str, of: design.Norm) -> Norm:
-        shape = (self.config.hidden_size,)
-        weight = self.tensors.take(f"{self.prefix}{name}.weight", shape, plus=of.plus)
-        if isinstance(of, design.RmsNorm):
-            return RmsNorm(weight, of.eps)
-        bias = self.tensors.take(f"{self.prefix}{name}.bias", shape) if of.bias else torch.zeros_like(weight)
-        return LayerNorm(weight, bias, of.eps)
-
-    def norm_or_none(self, name: str | None, of: design.Norm) -> Norm | None:
-        return None if name is None else self.norm(name, of)
-
-    def after(self, name: str | None, of: design.Norm) -> RmsNorm | None:
-        """Return a norm of what attention or MLP has computed."""
-        norm = self.norm_or_none(name, of)
-        assert norm is None or isinstance(norm, RmsNorm), "no family has another"
-        return norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +56,9 @@ class SelfAttention:
             norm = None
         return attention.run(index, qkv.view(len(qkv), -1, self.head_dim), norm, self.sinks)
 
+    def matrices(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.o)
+
     @classmethod
     def build(cls, of: design.SelfAttention, parts: Parts) -> Self:
         config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}self_attn."
@@ -110,12 +82,27 @@ class SelfAttention:
         return cls(parts.ops.held(joined(*matrices)), norm, parts.ops.held(o), head_dim, sinks)
 
 
+class MixesTokens(Protocol):
+    """The attention of a layer."""
+
+    @property
+    def o(self) -> Linear: ...
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return what each token attends to, before `o`."""
+        ...
+
+    def matrices(self) -> Iterator[Linear]:
+        """Yield all that is multiplied."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sequential:
     """Attention, then the MLP over what attention has added; norms before or after each of them, or both."""
 
     before_attention: Norm | None
-    attention: SelfAttention
+    attention: MixesTokens
     after_attention: RmsNorm | None
     before_mlp: Norm | None
     mlp: Mlp
@@ -139,14 +126,14 @@ class Sequential:
         return ops.norm_add(self.mlp.forward(ops, x, None), self.after_mlp, hidden)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
-        yield from (self.attention.qkv, self.attention.o, *self.mlp.matrices())
+        yield from (*self.attention.matrices(), *self.mlp.matrices())
 
     @classmethod
     def build(cls, of: design.Sequential, parts: Parts) -> Self:
         first, second = of.around_attention, of.around_mlp
         return cls(
             before_attention=parts.norm_or_none(first.before, of.norm),
-            attention=SelfAttention.build(of.attention, parts),
+            attention=_attention(of.attention, parts),
             after_attention=parts.after(first.after, of.norm),
             before_mlp=parts.norm_or_none(second.before, of.norm),
             mlp=_mlp(of.mlp, parts),
@@ -160,7 +147,7 @@ class Parallel:
     """Attention and MLP side by side, over one norm of the layer's input."""
 
     norm: Norm
-    attention: SelfAttention
+    attention: MixesTokens
     mlp: Mlp
 
     def forward(self, ops: Ops, attention: Attention, index: int, hidden: Tensor, rows: Tensor | None) -> Tensor:
@@ -173,7 +160,7 @@ class Parallel:
         return self.mlp.forward(ops, x, ops.linear_add(mixed, self.attention.o, hidden))
 
     def matrices(self) -> Iterator[Linear | GateUp]:
-        yield from (self.attention.qkv, self.attention.o, *self.mlp.matrices())
+        yield from (*self.attention.matrices(), *self.mlp.matrices())
 
     @classmethod
     def build(cls, of: design.Parallel, parts: Parts) -> Self:
@@ -185,6 +172,12 @@ Layer = Sequential | Parallel
 
 def build_layer(of: design.Layer, parts: Parts) -> Layer:
     return Sequential.build(of, parts) if isinstance(of, design.Sequential) else Parallel.build(of, parts)
+
+
+def _attention(of: design.SelfAttention | design.LatentAttention, parts: Parts) -> MixesTokens:
+    return (
+        LatentAttention.build(of, parts) if isinstance(of, design.LatentAttention) else SelfAttention.build(of, parts)
+    )
 
 
 def _normed(ops: Ops, x: Tensor, norm: Norm | None) -> Tensor:

@@ -1,6 +1,7 @@
 """How a worker's KV pages are laid out, how two layouts differ, and on which tier pages lie.
 
-A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]` of the layers of one group.
+A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]` of the layers of one group. Latent attention keeps
+one row for a token, of which keys and values are made: there, pages are `[layer][slot][head_dim]`.
 """
 
 from dataclasses import dataclass
@@ -36,10 +37,11 @@ class KvGroup:
     head_dim: int
     page_size: int  # token slots in a page
     window: int | None = None  # tokens that a query sees, its own included; None: all
+    kv_parts: int = 2  # K and V; 1: one latent row for both
 
     @property
     def page_elements(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
+        return self.num_layers * self.kv_parts * self.num_kv_heads * self.page_size * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class KvLayout:
     tp_rank: int = 0
     page_digest: PageDigest = "xxh3"
     others: tuple[KvGroup, ...] = ()  # groups of layers after the first
+    kv_parts: int = 2  # K and V; 1: one latent row for both
 
     @property
     def paging(self) -> Paging:
@@ -69,7 +72,7 @@ class KvLayout:
     def page_bytes(self) -> int:
         """Return the bytes of a page, which are the same in every group: whole slots of a head in the largest pages."""
         unit = self.page_size * self.head_dim
-        own = self.num_layers * 2 * self.num_kv_heads * unit
+        own = self.num_layers * self.kv_parts * self.num_kv_heads * unit
         largest = max([own, *[group.page_elements for group in self.others]])
         return -(-largest // unit) * unit * DTYPE_BYTES[self.dtype]
 
@@ -92,7 +95,7 @@ class KvLayout:
     def check(self) -> None:
         """Raise ConfigError unless the pages of every group fill almost as many bytes as the largest."""
         largest = self.page_bytes // DTYPE_BYTES[self.dtype]
-        own = KvGroup("full", self.num_layers, self.num_kv_heads, self.head_dim, self.page_size)
+        own = KvGroup("full", self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, kv_parts=self.kv_parts)
         for group in (own, *self.others):
             if group.page_elements < largest * (1 - MOST_UNUSED):
                 filled = f"{group.page_elements} of {largest} elements of a page"

@@ -18,8 +18,9 @@ TIER_NUMBERS = {tier: number for number, tier in TIERS.items()}
 FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 FAILURE_NUMBERS = {failure: number for number, failure in FAILURES.items()}
 MAX_KV_GROUPS = 64
+KV_PARTS = {1, 2}
 _LAYOUT_FIELDS = tuple(name for name in KvLayout.__slots__ if name != "others")
-_GROUP_FIELDS = ("name", "num_layers", "num_kv_heads", "head_dim", "page_size")
+_GROUP_FIELDS = ("name", "num_layers", "num_kv_heads", "head_dim", "page_size", "kv_parts")
 
 
 def layout_to_proto(layout: KvLayout) -> link.KvLayout:
@@ -42,6 +43,8 @@ def layout_from_proto(message: link.KvLayout) -> KvLayout:
     for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "tp_size"):
         if getattr(layout, name) < 1:
             raise ProtocolError(f"layout.{name}: must be at least 1")
+    if not {layout.kv_parts, *[group.kv_parts for group in others]} <= KV_PARTS:
+        raise ProtocolError("layout.kv_parts: must be 1 or 2")
     try:
         layout.paging  # noqa: B018 - checks page sizes
         layout.check()

@@ -510,6 +510,7 @@ class KvLayout(_message.Message):
     TP_RANK_FIELD_NUMBER: _builtins.int
     PAGE_DIGEST_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
+    KV_PARTS_FIELD_NUMBER: _builtins.int
     weights_hash: _builtins.str
     """Fingerprint of weights and configuration."""
     num_layers: _builtins.int
@@ -528,6 +529,8 @@ class KvLayout(_message.Message):
     """This worker's rank."""
     page_digest: _builtins.str
     """How a page's digest is taken: "xxh3" or "splitmix64"."""
+    kv_parts: _builtins.int
+    """Rows that a token has for each head: 2 (K and V), or 1, a latent row of which both are made."""
     @_builtins.property
     def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
         """Groups of layers after the first, which the fields above describe. None where all layers are alike."""
@@ -545,10 +548,11 @@ class KvLayout(_message.Message):
         tp_rank: _builtins.int = ...,
         page_digest: _builtins.str = ...,
         others: _abc.Iterable[Global___KvGroup] | None = ...,
+        kv_parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "others", b"others", "page_digest", b"page_digest", "page_size", b"page_size", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kv_parts", b"kv_parts", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "others", b"others", "page_digest", b"page_digest", "page_size", b"page_size", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -566,6 +570,7 @@ class KvGroup(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    KV_PARTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For people, such as "window"."""
     num_layers: _builtins.int
@@ -578,6 +583,8 @@ class KvGroup(_message.Message):
     """Token slots in a page."""
     window: _builtins.int
     """Tokens that a query sees, its own included; 0: all."""
+    kv_parts: _builtins.int
+    """As in KvLayout."""
     def __init__(
         self,
         *,
@@ -587,10 +594,11 @@ class KvGroup(_message.Message):
         head_dim: _builtins.int = ...,
         page_size: _builtins.int = ...,
         window: _builtins.int = ...,
+        kv_parts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "name", b"name", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "kv_parts", b"kv_parts", "name", b"name", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
 from pdserve.model.config import ModelConfig
+from pdserve.model.design import SelfAttention
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.protocol.paging import Paging
@@ -209,7 +210,8 @@ def reference_logits(
             (normed @ weight(f"{name}.self_attn.{part}_proj").T).view(len(prompt), count, config.head_dim)
             for part, count in zip("qkv", heads, strict=True)
         )
-        if config.design.layers[0].attention.qk_norm:
+        attention = config.design.layers[0].attention
+        if isinstance(attention, SelfAttention) and attention.qk_norm:
             q = reference.rms_norm(q, weight(f"{name}.self_attn.q_norm"), eps)
             k = reference.rms_norm(k, weight(f"{name}.self_attn.k_norm"), eps)
         q, k = reference.rope(q, cos_sin), reference.rope(k, cos_sin)

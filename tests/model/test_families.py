@@ -269,6 +269,9 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("apertus", "norms of q and k"): attention(qk_norm=None),
     ("apertus", "rope scaling"): rope(scaling=None),
     ("arcee", "the square"): mlp(activation=Activation.GELU),
+    ("deepseek-v3", "pairs of neighbours"): rope(interleaved=False),
+    ("deepseek-v3", "YaRN's factor of scores"): attention(scores=Scores(24**-0.5)),
+    ("deepseek-v3", "shared experts"): mlp_of_experts(shared=None),
     ("ernie", "pairs of neighbours"): rope(interleaved=False),
     ("ernie", "biases of q, k, v"): attention(qkv_bias=False),
     ("ernie", "the bias of o"): attention(o_bias=False),
@@ -363,6 +366,27 @@ def test_a_variation_that_is_left_out_is_noticed(family: str, what: str, folders
     assert (logits_of(wrong) - logits_of(right)).abs().max() > 2e-2
 
 
+def check_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list[Of]) -> None:
+    ops, (q, k, v) = TorchOps(), (config.num_heads * config.head_dim, *(config.num_kv_heads * config.head_dim,) * 2)
+    of_halves = [ops.linear(x, each.qkv).split([q // 2, k // 2, v // 2], -1) for each in of_ranks]
+    together = torch.cat([torch.cat(same, -1) for same in zip(*of_halves, strict=True)], -1)
+    torch.testing.assert_close(together, ops.linear(x, whole.qkv), atol=1e-5, rtol=1e-5)
+
+
+def check_latent_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list[Of]) -> None:
+    """Ranks have the same rows, and queries, products and outputs of their own heads."""
+    ops, (_, row_width, value_dim) = TorchOps(), whole.out_of_rows.shape
+    queries = torch.cat([each.queries.of(ops, x) for each in of_ranks], -1)
+    torch.testing.assert_close(queries, whole.queries.of(ops, x), atol=1e-5, rtol=1e-5)
+    for name in ("into_rows", "out_of_rows"):
+        assert torch.equal(torch.cat([getattr(each, name) for each in of_ranks]), getattr(whole, name))
+    assert all(torch.equal(ops.linear(x, each.row), ops.linear(x, whole.row)) for each in of_ranks)
+    assert row_width == config.head_dim
+    mixed = torch.randn(3, config.num_heads * value_dim, generator=torch.Generator().manual_seed(1))
+    added = sum(ops.linear(half, each.o) for half, each in zip(mixed.chunk(2, -1), of_ranks, strict=True))
+    torch.testing.assert_close(added, ops.linear(mixed, whole.o), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Callable[[str], Path]) -> None:
     folder = folders(family)
@@ -380,9 +404,7 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
     ops = TorchOps()
     for index, layer in enumerate(whole.layers):
         parts = [half.layers[index] for half in halves]
-        q, k, v = config.num_heads * config.head_dim, *(config.num_kv_heads * config.head_dim,) * 2
-        of_halves = [ops.linear(x, each.attention.qkv).split([q // 2, k // 2, v // 2], -1) for each in parts]
-        together = torch.cat([torch.cat(same, -1) for same in zip(*of_halves, strict=True)], -1)
-        torch.testing.assert_close(together, ops.linear(x, layer.attention.qkv), atol=1e-5, rtol=1e-5)
+        of_ranks = [each.attention for each in parts]
+        (check_latent_ranks if config.is_latent else check_ranks)(config, x, layer.attention, of_ranks)
         added = sum(each.mlp.forward(ops, x, None) for each in parts)
         torch.testing.assert_close(added, layer.mlp.forward(ops, x, None), atol=1e-4, rtol=1e-4)

@@ -211,6 +211,7 @@ def test_a_family_has_defaults_of_its_own() -> None:
 
 OWN_KEYS = {  # keys of the list below that a family knows
     "Cohere2ForCausalLM": {"use_qk_norm"},
+    "DeepseekV3ForCausalLM": {"kv_lora_rank", "n_routed_experts"},
     "Gemma2ForCausalLM": {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar"},
     "Glm4MoeForCausalLM": {"n_routed_experts", "use_qk_norm"},

@@ -13,6 +13,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -91,6 +92,22 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "apertus": causal(ApertusConfig, rope_parameters=LLAMA3_ROPE),
     "arcee": causal(ArceeConfig),
     "cohere2": causal(Cohere2Config, sliding_window=96, sliding_window_pattern=3, logit_scale=0.25),
+    "deepseek-v3": causal(
+        DeepseekV3Config,
+        q_lora_rank=24,
+        kv_lora_rank=40,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=48,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
     "ernie": causal(Ernie4_5Config, head_dim=16, use_bias=True),
     "gemma": causal(GemmaConfig, head_dim=32, tie_word_embeddings=False),
     "exaone4": causal(Exaone4Config, sliding_window=96, sliding_window_pattern=3),
@@ -205,7 +222,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
 }
 
-WITH_EXPERTS = ("glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
+WITH_EXPERTS = ("deepseek-v3", "glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
 
 
 def write_model(family: str, folder: Path, **shape: int) -> Path:

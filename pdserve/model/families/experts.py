@@ -39,11 +39,11 @@ def _read_mixtral(fields: Fields) -> Design:
         Routing(num_chosen(fields, count, 2)),
         block="block_sparse_moe",
     )
-    return _with_experts(llama.MISTRAL.read(fields), experts, lambda _: True)
+    return with_experts(llama.MISTRAL.read(fields), experts, lambda _: True)
 
 
 def _read_qwen3(fields: Fields) -> Design:
-    return _with_experts(llama.QWEN3.read(fields), _qwen_experts(fields, 128, 8), _are_sparse(fields))
+    return with_experts(llama.QWEN3.read(fields), _qwen_experts(fields, 128, 8), _are_sparse(fields))
 
 
 def _read_qwen2(fields: Fields) -> Design:
@@ -52,7 +52,7 @@ def _read_qwen2(fields: Fields) -> Design:
     experts = replace(
         _qwen_experts(fields, 60, 4), shared=shared, shared_name="shared_expert", shared_gate="shared_expert_gate"
     )
-    return _with_experts(llama.QWEN2.read(fields), experts, _are_sparse(fields))
+    return with_experts(llama.QWEN2.read(fields), experts, _are_sparse(fields))
 
 
 def _qwen_experts(fields: Fields, usual_count: int, usually_chosen: int) -> Experts:
@@ -79,11 +79,11 @@ def _read_glm4(fields: Fields) -> Design:
     attention = SelfAttention(read_rope(fields, default_share=0.5), bias, qk_norm=norms)
     layer = Sequential(attention, swiglu(fields), RmsNorm(eps))
     first = fields.integer("first_k_dense_replace", 1)
-    design = Design((layer,) * fields.num_layers, Head(layer.norm), num_more_layers=_num_more(fields))
-    return _with_experts(design, _scored_experts(fields), lambda index: index >= first)
+    design = Design((layer,) * fields.num_layers, Head(layer.norm), num_more_layers=num_more(fields))
+    return with_experts(design, scored_experts(fields), lambda index: index >= first)
 
 
-def _scored_experts(fields: Fields) -> Experts:
+def scored_experts(fields: Fields) -> Experts:
     """Read the experts of DeepSeek-V3 and GLM-4.5."""
     count = num_experts(fields, "n_routed_experts", 128)
     inner, num_shared = fields.positive("moe_intermediate_size", 1408), fields.integer("n_shared_experts", 1)
@@ -116,17 +116,17 @@ def _read_minimax(fields: Fields) -> Design:
     )
     attention = SelfAttention(read_rope(fields, default_share=share), qk_norm=WideNorms(eps))
     layer = Sequential(attention, experts, RmsNorm(eps))
-    return Design((layer,) * fields.num_layers, Head(layer.norm), num_more_layers=_num_more(fields))
+    return Design((layer,) * fields.num_layers, Head(layer.norm), num_more_layers=num_more(fields))
 
 
-def _num_more(fields: Fields) -> int:
+def num_more(fields: Fields) -> int:
     """Return how many layers the file may hold that guess tokens."""
     given = [fields.integer(key, 1) for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")]
     fields.flag("use_mtp", default=False)
     return max(0, min(MOST_EXPERTS, max(given)))
 
 
-def _with_experts(design: Design, experts: Mlp, has_experts: Callable[[int], bool]) -> Design:
+def with_experts(design: Design, experts: Mlp, has_experts: Callable[[int], bool]) -> Design:
     layers = [replace(layer, mlp=experts) if has_experts(index) else layer for index, layer in enumerate(design.layers)]
     return replace(design, layers=tuple(layers))
 

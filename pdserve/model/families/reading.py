@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from pdserve.model.design import Activation, Design, GatedMlp, Layer
+from pdserve.model.design import Activation, Design, GatedMlp, Layer, SelfAttention
 from pdserve.model.fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -64,6 +64,7 @@ def layers_by_window(windows: tuple[int | None, ...], full: Layer, sliding: Laye
 
 def _with_window(layer: Layer, window: int) -> Layer:
     attention = layer.attention
+    assert isinstance(attention, SelfAttention), "no other has windows"
     return replace(layer, attention=replace(attention, scores=replace(attention.scores, window=window)))
 
 
