@@ -30,6 +30,24 @@ class Kind(IntEnum):
     COMBINING = 8
     BLOCKS = 9
     LAYER_NORM = 10
+    LOGITS = 11
+    ROUTING = 12
+    GROUPING = 13
+    GATHERING = 14
+    EXPERTS = 15
+    EXPERTS_CODING = 16
+    SUMMING = 17
+
+
+class Mixture(ctypes.Structure):
+    """`struct mixture` of src/calls.h."""
+
+    _fields_ = (
+        ("chosen", Pointer),
+        *((name, Size) for name in ("num_experts", "num_chosen", "by_sigmoid", "normalized")),
+        *((name, Size) for name in ("num_groups", "num_kept_groups", "expert_bytes")),
+        *((name, Pointer) for name in ("shared", "shared_gates", "counts")),
+    )
 
 
 class Call(ctypes.Structure):
@@ -46,6 +64,7 @@ class Call(ctypes.Structure):
         *((name, Pointer) for name in ("q_norm", "k_norm", "sinks")),
         ("norms_after", Size),
         *((name, ctypes.c_double) for name in ("eps", "scale", "cap", "positive", "negative")),
+        ("mixture", Mixture),
         *((name, ctypes.c_uint64) for name in ("taken", "done")),
     )
 

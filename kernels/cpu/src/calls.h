@@ -12,10 +12,20 @@
 /* As kernels/cpu/calls.py numbers them. */
 enum {
     NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
-    BLOCKS, LAYER_NORM
+    BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING
 };
 
 struct step;
+
+/* What calls of a mixture of experts share. The rule by which rows choose is pdserve/model/design.py's `Routing`. */
+struct mixture {
+    void *chosen; /* see chosen.h */
+    int64_t num_experts, num_chosen, by_sigmoid, normalized, num_groups, num_kept_groups;
+    int64_t expert_bytes;      /* of an expert's weights; its biases follow one another, too */
+    const void *shared;        /* [rows, width]: what the shared expert has made, or NULL */
+    const float *shared_gates; /* [rows]: its sigmoid multiplies that, or NULL */
+    int64_t *counts;           /* [num_experts]: rows that have chosen each since the start, or NULL */
+};
 
 /* kernels/cpu/calls.py has the same fields. Strides are in elements. */
 struct call {
@@ -38,18 +48,22 @@ struct call {
     double scale;              /* of a product's results, before the residual is added; of rows that are looked up */
     double cap;                /* c of c * tanh(result / c), after the scale; 0: none */
     double positive, negative; /* xIELU's scalars */
+    struct mixture mixture;
     _Atomic uint64_t taken, done; /* in a program: see team.c */
 };
 
 /* How many units there are. */
 typedef int64_t units(const struct call *call, int64_t rows);
 units pdserve_units_bfloat16, pdserve_units_quantized, pdserve_units_placing, pdserve_units_ranges,
-    pdserve_units_combining, pdserve_units_blocks;
+    pdserve_units_combining, pdserve_units_blocks, pdserve_units_logits, pdserve_units_grouping, pdserve_units_slots,
+    pdserve_units_experts, pdserve_units_summing;
 
 /* Each does the units from begin to before end. */
 typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t end);
-work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16, pdserve_coding,
-    pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks;
+work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16,
+    pdserve_coding, pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks,
+    pdserve_logits, pdserve_routing, pdserve_grouping, pdserve_gathering, pdserve_experts, pdserve_experts_coding,
+    pdserve_summing;
 
 /* The same for a call of any kind; see run.c. */
 units pdserve_units_of;

@@ -14,6 +14,12 @@ int64_t pdserve_units_of(const struct call *call, int64_t rows) {
     case RANGES: return pdserve_units_ranges(call, rows);
     case COMBINING: return pdserve_units_combining(call, rows);
     case BLOCKS: return pdserve_units_blocks(call, rows);
+    case LOGITS: return pdserve_units_logits(call, rows);
+    case GROUPING: return pdserve_units_grouping(call, rows);
+    case GATHERING:
+    case EXPERTS_CODING: return pdserve_units_slots(call, rows);
+    case EXPERTS: return pdserve_units_experts(call, rows);
+    case SUMMING: return pdserve_units_summing(call, rows);
     default: return rows;
     }
 }
@@ -24,7 +30,9 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [LOOKUP_QUANTIZED] = pdserve_lookup_quantized, [PRODUCT_BFLOAT16] = pdserve_product_bfloat16,
         [CODING] = pdserve_coding, [PRODUCT_QUANTIZED] = pdserve_product_quantized, [PLACING] = pdserve_placing,
         [RANGES] = pdserve_ranges, [COMBINING] = pdserve_combining, [BLOCKS] = pdserve_blocks,
-        [LAYER_NORM] = pdserve_layer_norm,
+        [LAYER_NORM] = pdserve_layer_norm, [LOGITS] = pdserve_logits, [ROUTING] = pdserve_routing,
+        [GROUPING] = pdserve_grouping, [GATHERING] = pdserve_gathering, [EXPERTS] = pdserve_experts,
+        [EXPERTS_CODING] = pdserve_experts_coding, [SUMMING] = pdserve_summing,
     };
     works[call->kind](call, rows, begin, end);
 }

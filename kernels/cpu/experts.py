@@ -1,0 +1,240 @@
+"""A mixture of experts over rows: each row takes the MLPs that its router chooses, and no other is read.
+
+What a row becomes depends on that row alone: products are those of `layers`, over the rows that have chosen an expert,
+and a row's sum is in the order of its experts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.checks import require, require_tensor
+from pdserve.kernels.cpu.calls import Call, Calls, Kind, Mixture
+from pdserve.kernels.cpu.layers import BFLOAT16_BITS, BLOCK, GATED, PLAIN, Activation, Tiles
+from pdserve.kernels.cpu.library import DTYPES
+
+MOST_EXPERTS = 4096  # whose scores lie on a thread's stack
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How rows choose: by scores that are softmax or sigmoid of their logits (pdserve/model/design.py, `Routing`)."""
+
+    weight: Tensor  # [num_experts, inputs], of the inputs' dtype
+    num_chosen: int
+    by_sigmoid: bool = False
+    groups: tuple[int, int] = (1, 1)
+    normalized: bool = True
+    scale: float = 1.0
+    ranks_bias: Tensor | None = None  # float32 [num_experts]: added to scores where experts are chosen
+    logits_bias: Tensor | None = None  # float32 [num_experts]
+
+    def __post_init__(self) -> None:
+        require_tensor("weight", self.weight, (None, None), tuple(DTYPES))
+        count, (num_groups, kept) = len(self.weight), self.groups
+        require(0 < count <= MOST_EXPERTS, f"weight: {count} experts, of at most {MOST_EXPERTS}")
+        require(0 < kept <= num_groups and count % num_groups == 0, f"groups: {self.groups} of {count} experts")
+        most = kept * count // num_groups
+        require(0 < self.num_chosen <= most, f"num_chosen: {self.num_chosen} of {most} experts")
+        for name, bias in (("ranks_bias", self.ranks_bias), ("logits_bias", self.logits_bias)):
+            if bias is not None:
+                require_tensor(name, bias, (count,), (torch.float32,))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Matrices of one shape in tiles, one expert's behind another's; see `Tiles`."""
+
+    data: Tensor  # [num_experts, tiles, ...]
+    bias: Tensor | None  # [num_experts, outputs]
+    bits: int
+    width: int
+    dtype: torch.dtype
+    gated: bool
+    input_bits: int
+
+    @property
+    def inputs(self) -> int:
+        return self.data.shape[2] * (2 if self.bits == BFLOAT16_BITS else BLOCK)
+
+    @classmethod
+    def of(cls, count: int, matrices: Iterable[Tiles]) -> Self:
+        """Put `count` matrices into one piece of memory. They may be made one after the other."""
+        others = iter(matrices)
+        first = next(others)
+        data = first.data.new_empty((count, *first.data.shape))
+        bias = None if first.bias is None else first.bias.new_empty((count, *first.bias.shape))
+        whole = cls(data, bias, first.bits, first.width, first.dtype, first.gated, first.input_bits)
+        for place, tiles in enumerate(chain((first,), others)):
+            whole._put(place, tiles)
+        return whole
+
+    def of_expert(self, place: int) -> Tiles:
+        bias = None if self.bias is None else self.bias[place]
+        return Tiles(self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits)
+
+    def _put(self, place: int, tiles: Tiles) -> None:
+        require(tiles.data.shape == self.data.shape[1:], f"matrices: expert {place} has other codes than the first one")
+        self.data[place] = tiles.data
+        if self.bias is not None and tiles.bias is not None:
+            self.bias[place] = tiles.bias
+
+
+@dataclass(frozen=True, slots=True)
+class TiledExperts:
+    """The MLPs down(activation(gate(x)) * up(x)) of all experts, and their router."""
+
+    router: Router
+    gate_up: ExpertTiles
+    activation: Activation
+    down: ExpertTiles
+    counts: Tensor  # int64 [num_experts]: rows that have chosen each so far; each step adds its own
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What an expert that all rows take has made of them."""
+
+    made: Tensor  # [num_rows, hidden_size]
+    gate: Tensor | None  # [1, hidden_size]: the sigmoid of its product with a row multiplies that
+
+
+def mix(
+    calls: Calls, x: Tensor, experts: TiledExperts, shared: Shared | None, residual: Tensor | None, scale: float = 1.0
+) -> Tensor:
+    """Return the sum of what a row's experts make of it, by weights, times `scale`: [num_rows, hidden_size] as x.
+
+    The result is added to the residual, which it overwrites, if there is one. What experts make is summed in float32.
+    """
+    require_tensor("x", x, (None, experts.router.weight.shape[1]), (experts.router.weight.dtype,))
+    for name, each in (("residual", residual), ("shared", None if shared is None else shared.made)):
+        if each is not None:
+            require_tensor(name, each, tuple(x.shape), (x.dtype,))
+    logits = _logits(calls, x, experts.router.weight, experts.router.logits_bias)
+    step = _Step.begun(calls, logits, experts)
+    inner = step.product(step.gathered(x, experts.gate_up), experts.gate_up, experts.activation)
+    made = step.product(step.coded(inner, experts.down), experts.down)
+    return step.summed(made, x, shared, residual, scale)
+
+
+def _logits(calls: Calls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return products in float32: [num_rows, width]."""
+    require_tensor("weight", weight, (None, x.shape[1]), (x.dtype,))
+    require(weight.is_contiguous(), "weight: rows must follow one another")
+    out = calls.empty(len(x), len(weight), torch.float32)
+    call = Call(
+        kind=Kind.LOGITS, type=DTYPES[x.dtype], x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(),
+        out_stride=out.stride(0), inputs=x.shape[1], width=len(weight), weights=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+    )  # fmt: skip
+    calls.take(len(x), call)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The calls of one mixture. A slot is a pair of a row and an expert that it has chosen (src/chosen.h)."""
+
+    calls: Calls
+    num_rows: int
+    num_slots: int
+    chosen: Tensor  # the memory of `mixture.chosen`
+    mixture: Mixture
+
+    @classmethod
+    def begun(cls, calls: Calls, logits: Tensor, experts: TiledExperts) -> Self:
+        """Let rows choose, and put their choices in order."""
+        router, (num_rows, count) = experts.router, logits.shape
+        num_slots = num_rows * router.num_chosen
+        chosen = calls.empty(1, 4 * (2 * (count + 1) + 5 * num_slots), torch.uint8)
+        mixture = Mixture(
+            chosen=chosen.data_ptr(), num_experts=count, num_chosen=router.num_chosen, by_sigmoid=router.by_sigmoid,
+            normalized=router.normalized, num_groups=router.groups[0], num_kept_groups=router.groups[1],
+            counts=experts.counts.data_ptr(),
+        )  # fmt: skip
+        routing = Call(kind=Kind.ROUTING, x=logits.data_ptr(), x_stride=count, scale=router.scale, mixture=mixture)
+        routing.bias = None if router.ranks_bias is None else router.ranks_bias.data_ptr()
+        calls.take(num_rows, routing, Call(kind=Kind.GROUPING, mixture=mixture))
+        return cls(calls, num_rows, num_slots, chosen, mixture)
+
+    def gathered(self, x: Tensor, tiles: ExpertTiles) -> Tensor:
+        """Return each slot's row of x, in codes where weights are."""
+        inputs, calls = x.shape[1], self.calls
+        call = Call(kind=Kind.GATHERING, type=DTYPES[x.dtype], inputs=inputs, bits=tiles.bits, mixture=self.mixture)
+        if tiles.bits == BFLOAT16_BITS:
+            slots = calls.empty(self.num_slots, inputs, x.dtype)
+            call.x, call.x_stride, call.out, call.out_stride = x.data_ptr(), x.stride(0), slots.data_ptr(), inputs
+            calls.take(self.num_rows, call)
+            return slots
+        codes, slots = self._codes(self.num_rows, inputs, tiles), self._codes(self.num_slots, inputs, tiles)
+        coding = Call(
+            kind=Kind.CODING, type=call.type, x=x.data_ptr(), x_stride=x.stride(0), inputs=inputs,
+            scratch=codes.data_ptr(), input_bits=tiles.input_bits,
+        )  # fmt: skip
+        call.x, call.scratch, call.input_bits = codes.data_ptr(), slots.data_ptr(), tiles.input_bits
+        calls.take(self.num_rows, coding, call)
+        return slots
+
+    def coded(self, slots: Tensor, tiles: ExpertTiles) -> Tensor:
+        """Return slots in codes where weights are codes, else as they are."""
+        if tiles.bits == BFLOAT16_BITS:
+            return slots
+        codes = self._codes(self.num_slots, slots.shape[1], tiles)
+        call = Call(
+            kind=Kind.EXPERTS_CODING, type=DTYPES[slots.dtype], x=slots.data_ptr(), x_stride=slots.stride(0),
+            inputs=slots.shape[1], bits=tiles.bits, scratch=codes.data_ptr(), input_bits=tiles.input_bits,
+            mixture=self.mixture,
+        )  # fmt: skip
+        self.calls.take(self.num_rows, call)
+        return codes
+
+    def product(self, slots: Tensor, tiles: ExpertTiles, activation: Activation | None = None) -> Tensor:
+        """Multiply each expert's slots with its matrix, gated if there is an activation; else in float32, if it can be.
+
+        slots: in codes where weights are.
+        """
+        dtype = tiles.dtype if tiles.gated or tiles.bias is not None else torch.float32
+        out = self.calls.empty(self.num_slots, tiles.width, dtype)
+        call = Call(
+            kind=Kind.EXPERTS, type=DTYPES[tiles.dtype], out_type=DTYPES[dtype], out=out.data_ptr(),
+            out_stride=tiles.width, inputs=tiles.inputs, width=tiles.width, weights=tiles.data.data_ptr(),
+            bias=None if tiles.bias is None else tiles.bias.data_ptr(), after=GATED if tiles.gated else PLAIN,
+            activation=activation or Activation.NONE, scale=1.0, bits=tiles.bits, input_bits=tiles.input_bits,
+            mixture=self.mixture,
+        )  # fmt: skip
+        call.mixture.expert_bytes = tiles.data.stride(0) * tiles.data.element_size()
+        if tiles.bits == BFLOAT16_BITS:
+            call.x, call.x_stride = slots.data_ptr(), slots.stride(0)
+        else:
+            call.scratch = slots.data_ptr()
+        self.calls.take(self.num_rows, call)
+        return out
+
+    def summed(
+        self, made: Tensor, x: Tensor, shared: Shared | None, residual: Tensor | None, scale: float
+    ) -> Tensor:
+        """Return rows' sums. made: of slots."""
+        calls, width = self.calls, made.shape[1]
+        out = calls.empty(self.num_rows, width, x.dtype) if residual is None else residual
+        call = Call(
+            kind=Kind.SUMMING, type=DTYPES[made.dtype], out_type=DTYPES[x.dtype], x=made.data_ptr(), x_stride=width,
+            out=out.data_ptr(), out_stride=out.stride(0), width=width, scale=scale, mixture=self.mixture,
+        )  # fmt: skip
+        if residual is not None:
+            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+        gates = None  # is kept until the call is taken
+        if shared is not None:
+            require(shared.made.is_contiguous(), "shared: rows must follow one another")
+            call.mixture.shared = shared.made.data_ptr()
+            if shared.gate is not None:
+                gates = _logits(calls, x, shared.gate)
+                call.mixture.shared_gates = gates.data_ptr()
+        calls.take(self.num_rows, call)
+        return out
+
+    def _codes(self, num_rows: int, inputs: int, tiles: ExpertTiles) -> Tensor:
+        return self.calls.empty(num_rows, inputs * tiles.input_bits // 8 + inputs // 4, torch.uint8)
