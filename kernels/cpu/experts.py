@@ -6,7 +6,6 @@ and a row's sum is in the order of its experts.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Self
 
 import torch
@@ -62,26 +61,22 @@ class ExpertTiles:
         return self.data.shape[2] * (2 if self.bits == BFLOAT16_BITS else BLOCK)
 
     @classmethod
-    def of(cls, count: int, matrices: Iterable[Tiles]) -> Self:
-        """Put `count` matrices into one piece of memory. They may be made one after the other."""
-        others = iter(matrices)
-        first = next(others)
+    def like(cls, count: int, first: Tiles) -> Self:
+        """Return room for `count` matrices such as the first one."""
         data = first.data.new_empty((count, *first.data.shape))
         bias = None if first.bias is None else first.bias.new_empty((count, *first.bias.shape))
-        whole = cls(data, bias, first.bits, first.width, first.dtype, first.gated, first.input_bits)
-        for place, tiles in enumerate(chain((first,), others)):
-            whole._put(place, tiles)
-        return whole
+        return cls(data, bias, first.bits, first.width, first.dtype, first.gated, first.input_bits)
+
+    def put(self, place: int, tiles: Tiles) -> None:
+        """Copy an expert's matrix to its place."""
+        require(tiles.data.shape == self.data.shape[1:], f"tiles: expert {place} has other codes than the first one")
+        self.data[place] = tiles.data
+        if self.bias is not None and tiles.bias is not None:
+            self.bias[place] = tiles.bias
 
     def of_expert(self, place: int) -> Tiles:
         bias = None if self.bias is None else self.bias[place]
         return Tiles(self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits)
-
-    def _put(self, place: int, tiles: Tiles) -> None:
-        require(tiles.data.shape == self.data.shape[1:], f"matrices: expert {place} has other codes than the first one")
-        self.data[place] = tiles.data
-        if self.bias is not None and tiles.bias is not None:
-            self.bias[place] = tiles.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +89,23 @@ class TiledExperts:
     down: ExpertTiles
     counts: Tensor  # int64 [num_experts]: rows that have chosen each so far; each step adds its own
 
+    @classmethod
+    def of(cls, router: Router, activation: Activation, pairs: Iterable[tuple[Tiles, Tiles]]) -> Self:
+        """Put the two matrices of each expert together. They may be made one expert after the other."""
+        count, made = len(router.weight), None
+        for place, (gate_up, down) in enumerate(pairs):
+            if made is None:
+                tiles = ExpertTiles.like(count, gate_up), ExpertTiles.like(count, down)
+                made = cls(router, tiles[0], activation, tiles[1], torch.zeros(count, dtype=torch.int64))
+            made.gate_up.put(place, gate_up)
+            made.down.put(place, down)
+        if made is None:
+            raise ValueError("pairs: there are none")
+        return made
+
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedRows:
     """What an expert that all rows take has made of them."""
 
     made: Tensor  # [num_rows, hidden_size]
@@ -104,7 +113,12 @@ class Shared:
 
 
 def mix(
-    calls: Calls, x: Tensor, experts: TiledExperts, shared: Shared | None, residual: Tensor | None, scale: float = 1.0
+    calls: Calls,
+    x: Tensor,
+    experts: TiledExperts,
+    shared: SharedRows | None,
+    residual: Tensor | None,
+    scale: float = 1.0,
 ) -> Tensor:
     """Return the sum of what a row's experts make of it, by weights, times `scale`: [num_rows, hidden_size] as x.
 
@@ -215,7 +229,7 @@ class _Step:
         return out
 
     def summed(
-        self, made: Tensor, x: Tensor, shared: Shared | None, residual: Tensor | None, scale: float
+        self, made: Tensor, x: Tensor, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
         """Return rows' sums. made: of slots."""
         calls, width = self.calls, made.shape[1]

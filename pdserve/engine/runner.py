@@ -32,7 +32,6 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
-from pdserve.model.design import Experts
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.ops_cpu import CompiledOps
@@ -105,9 +104,8 @@ class DecodePrograms:
 
 
 def is_compiled(model: Model) -> bool:
-    """Say whether all products of a model are the library's, and a step's calls are known before it: no experts."""
-    has_experts = any(isinstance(layer.mlp, Experts) for layer in model.config.design.layers)
-    return not has_experts and all(isinstance(matrix, Tiles) for matrix in model.matrices())
+    """Say whether all products of a model are the library's."""
+    return all(isinstance(matrix, Tiles) for matrix in model.matrices())
 
 
 class Runner:

@@ -1,13 +1,17 @@
 """The MLPs of a model's layers, as values. A layer knows no more of its MLP than this protocol."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.cpu.experts import Router, SharedRows, TiledExperts
+from pdserve.kernels.cpu.layers import Activation as CompiledActivation
+from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model import design
 from pdserve.model.design import Activation
 from pdserve.model.family import TensorSource
@@ -162,35 +166,70 @@ class Experts:
 
     def bytes_read(self, num_rows: int) -> int:
         """Return what so many tokens read, where each expert is as likely as any other."""
-        count, chosen = len(self.experts), self.routing.num_chosen
-        touched = count * (1.0 - (1.0 - chosen / count) ** num_rows)
+        touched = expected_experts(len(self.experts), self.routing.num_chosen, num_rows)
         always = 0 if self.shared is None else self.shared.mlp.bytes_read(num_rows)
         return int(touched * self.experts[0].bytes_read(1)) + always + self.router.data.nbytes
 
     @classmethod
     def build(
         cls, prefix: str, of: design.Experts, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
-    ) -> Self:
+    ) -> "Self | CompiledExperts":
         parts = (hidden_size, tensors, ops, rank)
         shape, routing, shared = (of.num_experts, hidden_size), of.routing, None
         if of.shared is not None:
             gate = tensors.take(f"{prefix}{of.shared_gate}.weight", (1, hidden_size)) if of.shared_gate else None
             shared = Shared(GatedMlp.build(f"{prefix}{of.shared_name}.", of.shared, *parts), gate)
-        return cls(
-            router=Dense(
-                tensors.take(f"{prefix}{of.router}.weight", shape),
-                tensors.take(f"{prefix}{of.router}.bias", shape[:1]) if of.router_bias else None,
-            ),
-            bias=tensors.take(f"{prefix}{routing.bias}", shape[:1], exact=True) if routing.bias else None,
-            routing=routing,
-            experts=tuple([GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts)]),
-            shared=shared,
+        router = Dense(
+            tensors.take(f"{prefix}{of.router}.weight", shape),
+            tensors.take(f"{prefix}{of.router}.bias", shape[:1]) if of.router_bias else None,
         )
+        bias = tensors.take(f"{prefix}{routing.bias}", shape[:1], exact=True) if routing.bias else None
+        made = (GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts))
+        first = next(made)
+        if isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
+            rule = (routing.num_chosen, routing.by_sigmoid, routing.groups, routing.normalized, routing.scale)
+            added = None if router.bias is None else router.bias.float()
+            tiled = _tiled(Router(router.data, *rule, bias, added), of.expert.activation, chain((first,), made))
+            return CompiledExperts(tiled, shared)
+        return cls(router, bias, routing, (first, *made), shared)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledExperts:
+    """A mixture whose matrices are in tiles: the same compiled calls compute it, whichever experts are chosen."""
+
+    tiled: TiledExperts
+    shared: Shared | None
+
+    def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
+        shared = None
+        if self.shared is not None:
+            shared = SharedRows(self.shared.mlp.forward(ops, x, None), self.shared.gate)
+        return ops.mix(x, self.tiled, shared, residual, scale)
+
+    def matrices(self) -> Iterator[Linear | GateUp]:
+        for place in range(len(self.tiled.router.weight)):
+            yield from (self.tiled.gate_up.of_expert(place), self.tiled.down.of_expert(place))
+        if self.shared is not None:
+            yield from self.shared.mlp.matrices()
+
+    def bytes_read(self, num_rows: int) -> int:
+        """Return what so many tokens read, where each expert is as likely as any other."""
+        router = self.tiled.router
+        touched = expected_experts(len(router.weight), router.num_chosen, num_rows)
+        each = (self.tiled.gate_up.data.nbytes + self.tiled.down.data.nbytes) // len(router.weight)
+        always = 0 if self.shared is None else self.shared.mlp.bytes_read(num_rows)
+        return int(touched * each) + always + router.weight.nbytes
+
+
+def expected_experts(count: int, num_chosen: int, num_rows: int) -> float:
+    """Return how many experts so many tokens choose, where each is as likely as any other."""
+    return count * (1.0 - (1.0 - num_chosen / count) ** num_rows)
 
 
 def build_mlp(
     prefix: str, of: design.Mlp, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
-) -> GatedMlp | PlainMlp | Experts:
+) -> GatedMlp | PlainMlp | Experts | CompiledExperts:
     """Put a layer's MLP together from the tensors below `prefix`."""
     parts = (hidden_size, tensors, ops, rank)
     match of:
@@ -200,6 +239,18 @@ def build_mlp(
             return PlainMlp.build(prefix, of, *parts)
         case design.Experts():
             return Experts.build(prefix, of, *parts)
+
+
+def _tiled(router: Router, activation: Activation, mlps: Iterable[GatedMlp]) -> TiledExperts:
+    """Put experts in tiles together; each is given up once it is copied."""
+
+    def pairs() -> Iterator[tuple[Tiles, Tiles]]:
+        for mlp in mlps:
+            assert isinstance(mlp.gate_up, Tiles)
+            assert isinstance(mlp.down, Tiles)
+            yield mlp.gate_up, mlp.down
+
+    return TiledExperts.of(router, CompiledActivation[activation.name], pairs())
 
 
 def _down(ops: Ops, inner: Tensor, weight: Linear, residual: Tensor | None, scale: float) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.design import Activation, Routing
 from pdserve.model.groups import Groups, joined_groups
@@ -135,6 +136,12 @@ class Ops(Protocol):
         """Return the weights, float32, and the experts, int64, that each token takes: [num_tokens, num_chosen]."""
         ...
 
+    def mix(
+        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+    ) -> Tensor:
+        """Return residual + scale * what the chosen experts and the shared one make; see `kernels.cpu.experts.mix`."""
+        ...
+
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         """Return activation(gate(x)) * up(x)."""
         ...
@@ -234,6 +241,11 @@ class TorchOps:
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         added = None if router.bias is None else router.bias.float()
         return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
+
+    def mix(
+        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+    ) -> Tensor:
+        raise TypeError("torch multiplies no tiles")
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):

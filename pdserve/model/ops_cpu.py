@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.calls import Calls, Immediate
+from pdserve.kernels.cpu.experts import SharedRows, TiledExperts, mix
 from pdserve.kernels.cpu.layers import (
     INPUT_BITS,
     MAX_INPUTS,
@@ -85,7 +86,12 @@ class CompiledOps:
         return multiply(self._calls, x, weight, residual, finish=Finish(scale=scale))
 
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
-        raise TypeError("which calls come after a choice of experts depends on it: no program has them")
+        raise TypeError("experts in tiles choose in `mix`")
+
+    def mix(
+        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+    ) -> Tensor:
+        return mix(self._calls, x, experts, shared, residual, scale)
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: design.Activation) -> Tensor:
         assert isinstance(weight, Tiles)
@@ -160,6 +166,11 @@ class CpuOps:
 
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: design.Routing) -> tuple[Tensor, Tensor]:
         return self._torch.route(x, router, bias, routing)
+
+    def mix(
+        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+    ) -> Tensor:
+        return self._compiled.mix(x, experts, shared, residual, scale)
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: design.Activation) -> Tensor:
         return self._with(weight).gated(x, weight, activation)

@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
 from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.model.design import Activation, Routing
 from pdserve.model.ops import (
@@ -68,6 +69,11 @@ class CudaOps:
 
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         raise TypeError("kernels do not serve experts yet: `executor.loading` refuses them")
+
+    def mix(
+        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+    ) -> Tensor:
+        raise TypeError("tiles are multiplied on CPUs alone")
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):

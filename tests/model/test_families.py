@@ -11,7 +11,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
-from model_zoo import MORE_FAMILIES, VOCAB, WITH_EXPERTS, first_disagreement, load_oracle, write_model
+from model_zoo import MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 
@@ -134,14 +134,11 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     folder = folders(family)
     monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
     model = load_model(config_of(folder), in_form(weights_of(folder), form), dtype)
-    if family not in WITH_EXPERTS and not is_compiled(model):
+    if not is_compiled(model):
         assert form == "none"
         pytest.skip("this processor has no products of bfloat16")
     prompts = [tokens(length) for length in (1, 20, 33)]
     texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8)
-    if family in WITH_EXPERTS:
-        assert not program_rows, "which calls follow depends on the choice of experts"
-        return
     assert program_rows.count(3) > 4
     monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
     program_rows.clear()
@@ -154,7 +151,7 @@ def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders
     folder = folders(family)
     config, weights = config_of(folder), in_form(weights_of(folder), "int8")
     compiled = load_model(config, weights, torch.float32)
-    assert is_compiled(compiled) == (family not in WITH_EXPERTS)
+    assert is_compiled(compiled)
     plain = Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps())
     found, expected = logits_of(compiled), logits_of(plain)
     torch.testing.assert_close(found, expected, atol=5e-2, rtol=0.0)  # inputs of products are coded
