@@ -15,6 +15,7 @@ from lab.cancel import measure_cancels
 from lab.cpu_share import held
 from lab.decoding import FAMILIES, measure_decoding
 from lab.drain import measure_drain
+from lab.mixtures import measure_mixtures
 from lab.moves import OperationsPlan, run_moves
 from lab.placing import measure_policies, measure_steps
 from lab.planning import measure_planning
@@ -24,6 +25,7 @@ from pdserve.autoscaler.actuator import sizes_at_start
 from pdserve.autoscaler.schema import load as load_policy
 from pdserve.base.errors import CommandError
 from pdserve.capacity.scaling import follow
+from pdserve.checkpoint.checkpoint import ChosenQuantization
 from pdserve.cli.app import main
 from pdserve.cli.autoscale import SCENE, WHOLE_TRACE, PolicyFile, SceneFlags, show_scaled
 from pdserve.cli.bench import FRONTENDS, FrontendFlags, Repeats, objective_of, show_findings
@@ -101,6 +103,27 @@ def decoding(
     counts = tuple(sequences or (1, 16))
     found = [speed for each in family or FAMILIES for speed in measure_decoding(each, counts, steps)]
     show(json_file, found, "decode steps, int8, hidden 1024, 8 layers, contexts of 256", "CPU time of a step")
+
+
+def experts(
+    quantization: Annotated[ChosenQuantization, typer.Option(help="Of weights.")] = "none",
+    layers: Annotated[int, typer.Option(min=1, help="Of each model.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="In which all models compute a step, in turn.")] = 20,
+    threads: Annotated[int, typer.Option(min=1, help="That compute.")] = 2,
+    vectors: Annotated[bool, typer.Option("--vectors", help="As on a processor without AMX.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure steps of a mixture of experts beside a dense model of the active size, and beside a loop over experts.
+
+    64 experts, of which each token takes 8; hidden 1024, inner 512; 1.2 billion parameters with 12 layers.
+    """
+    torch.set_num_threads(threads)
+    if vectors:
+        torch.cpu._is_amx_tile_supported = lambda: False
+    found = measure_mixtures(quantization, layers, ((1, 1), (16, 1), (1, 512)), rounds)
+    show(
+        json_file, found, f"steps of sequences x tokens, weights {quantization}, {layers} layers, {threads} threads", ""
+    )
 
 
 @grouped_flags
@@ -311,7 +334,20 @@ def versus(
     show_scaled([scaled, *others], scene, wanted, json_file, html)
 
 
-for _command in (cancel, conversation, decoding, drain, frontend, moves, router, scale, scheduler, simulator, versus):
+for _command in (
+    cancel,
+    conversation,
+    decoding,
+    drain,
+    experts,
+    frontend,
+    moves,
+    router,
+    scale,
+    scheduler,
+    simulator,
+    versus,
+):
     app.command()(_command)
 
 if __name__ == "__main__":
