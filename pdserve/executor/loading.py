@@ -22,7 +22,6 @@ from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
-from pdserve.model.design import Experts
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.loading import dummy_weights, load_model
@@ -201,7 +200,7 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
-    if any(isinstance(layer.mlp, Experts) for layer in model.design.layers):
+    if model.design.has_experts:
         raise ConfigError(f"device: {config.device} does not serve this model: its kernels have no experts yet")
     if model.is_latent:
         raise ConfigError(

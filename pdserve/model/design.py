@@ -236,6 +236,10 @@ class Design:
     num_more_layers: int = 0  # in the file after these: they guess tokens, and are not used
 
     @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, Experts) for layer in self.layers)
+
+    @property
     def longest_context(self) -> int | None:
         """Return the most tokens that the ropes serve, where they say so."""
         ends = [layer.attention.rope.longest_context for layer in self.layers]

@@ -36,7 +36,7 @@ def load_model(
     """
     device = torch.device(device)
     tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
-    return Decoder.build(config, tensors, ops_for(device, input_bits))
+    return Decoder.build(config, tensors, ops_for(device, input_bits, with_experts=config.design.has_experts))
 
 
 def shapes_of(config: ModelConfig) -> Shapes:
@@ -61,14 +61,14 @@ def needed_weights(config: ModelConfig, weights: Weights) -> Weights:
     return {name: weights[name] for name in shapes}
 
 
-def ops_for(device: torch.device, input_bits: int) -> DeviceOps:
-    """Return the operations of a device. input_bits: of the inputs of quantized products on a CPU, 8 or 16."""
+def ops_for(device: torch.device, input_bits: int, *, with_experts: bool = False) -> DeviceOps:
+    """Return the operations of a device for one model. input_bits: of the inputs of quantized products on a CPU."""
     if device.type == "cuda":
         from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
 
         return CudaOps()
     loaded = library()
-    return TorchOps() if isinstance(loaded, Missing) else CpuOps(loaded, input_bits)
+    return TorchOps() if isinstance(loaded, Missing) else CpuOps(loaded, input_bits, with_experts=with_experts)
 
 
 def dummy_weights(config: ModelConfig, seed: int = 0) -> Weights:

@@ -113,9 +113,10 @@ def _activating(activation: MlpActivation) -> Finish:
 class CpuOps:
     """The operations of a CPU: compiled for weights in tiles, in plain torch for others."""
 
-    def __init__(self, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS) -> None:
+    def __init__(self, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS, *, with_experts: bool = False) -> None:
         """Set up for one model. input_bits: of the inputs of its quantized products, 8 or 16."""
         self._input_bits = input_bits
+        self._has_units = _has_matrix_units() and not with_experts  # one call an expert takes longer than they gain
         self._compiled, self._torch = CompiledOps(Immediate(loaded)), TorchOps()
         self._multiplies_bytes = multiplies_bytes(loaded)
         self._multiplies_bfloat16 = multiplies_bfloat16(loaded)
@@ -200,7 +201,7 @@ class CpuOps:
         """Say whether a matrix is multiplied in tiles. Others take oneDNN's products if there are any."""
         inputs = weight.data.shape[1]
         fits = weight.data.dtype == torch.bfloat16 and inputs % 2 == 0 and inputs <= MAX_INPUTS
-        return fits and not _has_matrix_units() and (self._multiplies_bfloat16 or not packs(weight.data))
+        return fits and not self._has_units and (self._multiplies_bfloat16 or not packs(weight.data))
 
 
 def _quantized_gate_up(gate: Quantized, up: Quantized, input_bits: int) -> Tiles:

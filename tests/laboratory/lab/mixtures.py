@@ -120,9 +120,12 @@ def _measured(models: tuple[Decoder, ...], runners: list[Runner], step: tuple[in
     del taken[:_WARM_UP]
     touched = [float((each > 0).sum()) for each in counts]
     mixture, dense = (each.bytes_read(count * length) for each in models[:2])
+    mixture_ms, dense_ms, loop_ms = (median(column) for column in zip(*taken, strict=True))
     return StepTimes(
-        f"{count} x {length}",
-        *(median(column) for column in zip(*taken, strict=True)),
+        step=f"{count} x {length}",
+        mixture_ms=mixture_ms,
+        dense_ms=dense_ms,
+        loop_ms=loop_ms,
         mixture_to_dense=median(each[0] / each[1] for each in taken),
         mixture_to_loop=median(each[0] / each[2] for each in taken),
         bytes_to_dense=mixture / dense,
