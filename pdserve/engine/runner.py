@@ -32,6 +32,7 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
+from pdserve.model.design import LatentAttention
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.ops_cpu import CompiledOps
@@ -104,8 +105,9 @@ class DecodePrograms:
 
 
 def is_compiled(model: Model) -> bool:
-    """Say whether all products of a model are the library's."""
-    return all(isinstance(matrix, Tiles) for matrix in model.matrices())
+    """Say whether all that a model computes of a step is the library's; of latent attention, torch computes a part."""
+    of_torch = any(isinstance(layer.attention, LatentAttention) for layer in model.config.design.layers)
+    return not of_torch and all(isinstance(matrix, Tiles) for matrix in model.matrices())
 
 
 class Runner:

@@ -60,7 +60,7 @@ def measure_mixtures(
 
 
 def _model(num_layers: int, form: ChosenQuantization, *, is_mixture: bool) -> Decoder:
-    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": num_layers, "vocab_size": VOCAB, **_ATTENTION}
+    sizes: dict[str, object] = {"hidden_size": HIDDEN, "num_hidden_layers": num_layers, "vocab_size": VOCAB, **_ATTENTION}
     if is_mixture:
         own = {
             "num_experts": COUNT,
