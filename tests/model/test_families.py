@@ -32,6 +32,7 @@ from pdserve.model.weights import Rank, Weights
 pytestmark = pytest.mark.slow
 
 PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
+OF_TORCH = ("deepseek-v3",)  # whose steps are no programs: latent attention
 CPU = torch.device("cpu")
 
 
@@ -135,8 +136,8 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
     model = load_model(config_of(folder), in_form(weights_of(folder), form), dtype)
     if not is_compiled(model):
-        assert form == "none"
-        pytest.skip("this processor has no products of bfloat16")
+        assert form == "none" or family in OF_TORCH
+        pytest.skip("this processor has no products of bfloat16, or torch computes a part of the attention")
     prompts = [tokens(length) for length in (1, 20, 33)]
     texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8)
     assert program_rows.count(3) > 4
@@ -151,7 +152,7 @@ def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders
     folder = folders(family)
     config, weights = config_of(folder), in_form(weights_of(folder), "int8")
     compiled = load_model(config, weights, torch.float32)
-    assert is_compiled(compiled)
+    assert is_compiled(compiled) == (family not in OF_TORCH)
     plain = Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps())
     found, expected = logits_of(compiled), logits_of(plain)
     torch.testing.assert_close(found, expected, atol=5e-2, rtol=0.0)  # inputs of products are coded

@@ -105,7 +105,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         num_experts_per_tok=3,
         n_group=4,
         topk_group=2,
-        moe_intermediate_size=48,
+        moe_intermediate_size=64,
         rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     ),
     "ernie": causal(Ernie4_5Config, head_dim=16, use_bias=True),

@@ -60,7 +60,12 @@ def measure_mixtures(
 
 
 def _model(num_layers: int, form: ChosenQuantization, *, is_mixture: bool) -> Decoder:
-    sizes: dict[str, object] = {"hidden_size": HIDDEN, "num_hidden_layers": num_layers, "vocab_size": VOCAB, **_ATTENTION}
+    sizes: dict[str, object] = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": num_layers,
+        "vocab_size": VOCAB,
+        **_ATTENTION,
+    }
     if is_mixture:
         own = {
             "num_experts": COUNT,
@@ -82,7 +87,7 @@ class _Loop(Experts):
     """A mixture that no program can record."""
 
     def matrices(self) -> Iterator[Linear | GateUp]:
-        yield Dense(self.router)
+        yield self.router
 
 
 def _loop(of: Mlp) -> Mlp:
@@ -95,7 +100,7 @@ def _loop(of: Mlp) -> Mlp:
         for i in range(len(router.weight))
     ]
     return _Loop(
-        router.weight,
+        Dense(router.weight),
         router.ranks_bias,
         Routing(router.num_chosen, normalized=router.normalized),
         tuple(mlps),
