@@ -13,20 +13,10 @@ from pdserve.kernels.cpu.experts import Router, SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Activation as CompiledActivation
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model import design
+from pdserve.model.activations import MlpActivation, XIelu
 from pdserve.model.design import Activation
 from pdserve.model.family import TensorSource
-from pdserve.model.ops import (
-    Dense,
-    DeviceOps,
-    GateUp,
-    Linear,
-    Matrix,
-    MlpActivation,
-    Ops,
-    XIelu,
-    rows_of,
-    weight_bytes,
-)
+from pdserve.model.ops import Dense, DeviceOps, GateUp, Linear, Matrix, Ops, rows_of, weight_bytes
 from pdserve.model.weights import Rank
 
 

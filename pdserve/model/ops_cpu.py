@@ -28,23 +28,9 @@ from pdserve.kernels.cpu.layers import (
 )
 from pdserve.kernels.cpu.library import DTYPES
 from pdserve.model import design
+from pdserve.model.activations import MlpActivation, XIelu, xielu_scalars
 from pdserve.model.groups import Groups
-from pdserve.model.ops import (
-    Dense,
-    GateUp,
-    LayerNorm,
-    Linear,
-    Matrix,
-    MlpActivation,
-    Norm,
-    Ops,
-    Quantized,
-    RmsNorm,
-    TorchOps,
-    XIelu,
-    packs,
-    xielu_scalars,
-)
+from pdserve.model.ops import Dense, GateUp, LayerNorm, Linear, Matrix, Norm, Ops, Quantized, RmsNorm, TorchOps, packs
 
 logger = logging.getLogger(__name__)
 

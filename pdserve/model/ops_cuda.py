@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
 from pdserve.kernels.pageio import rms_norm, silu_mul
+from pdserve.model.activations import MlpActivation, activate, bent_times
 from pdserve.model.design import Activation, Routing
 from pdserve.model.ops import (
     Dense,
@@ -12,11 +13,8 @@ from pdserve.model.ops import (
     LayerNorm,
     Linear,
     Matrix,
-    MlpActivation,
     Norm,
     RmsNorm,
-    activate,
-    bent_times,
     capped,
     decoded,
     dense,

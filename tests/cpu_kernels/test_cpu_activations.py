@@ -12,7 +12,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.layers import Activation, Finish, multiply, tiled, tiled_gate_up
 from pdserve.model import design
-from pdserve.model.ops import XIelu, activate, bent_times, xielu_scalars
+from pdserve.model.activations import XIelu, activate, bent_times, xielu_scalars
 
 POSITIVE, NEGATIVE = torch.tensor([0.7], dtype=torch.float64), torch.tensor([-0.3], dtype=torch.float64)
 BENDS = XIelu(POSITIVE, NEGATIVE)

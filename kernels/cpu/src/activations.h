@@ -36,7 +36,7 @@ INLINE floats gelu_tanh_of(floats x) {
     return x / (1.0f + exp_of(x * (x * x * -0.0713548162726f - 1.59576912161f)));
 }
 
-/* xIELU (Huang, Schlag 2024), with the constants of pdserve/model/ops.py. */
+/* xIELU (Huang, Schlag 2024), with the constants of pdserve/model/activations.py. */
 INLINE floats xielu_of(floats x, float positive, float negative) {
     floats most = choose(x > splat(-1e-6f), splat(-1e-6f), x);
     return choose(x > splat(0.0f), positive * x * x, (expm1_of(most) - x) * negative) + 0.5f * x;
@@ -53,7 +53,7 @@ INLINE floats activated(const struct call *call, floats x) {
     }
 }
 
-/* GPT-OSS's, with the constants of pdserve/model/ops.py. What is not a number stays so. */
+/* GPT-OSS's, with the constants of pdserve/model/activations.py. What is not a number stays so. */
 INLINE floats swiglu_oai_of(floats gates, floats ups) {
     gates = choose(gates > splat(7.0f), splat(7.0f), gates);
     ups = choose(ups > splat(7.0f), splat(7.0f), choose(ups < splat(-7.0f), splat(-7.0f), ups));
