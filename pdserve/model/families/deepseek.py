@@ -26,11 +26,7 @@ def _read(fields: Fields) -> Design:
 def _attention(fields: Fields) -> LatentAttention:
     rank, turning = fields.positive("kv_lora_rank", 512), fields.positive("qk_rope_head_dim", 64)
     still = fields.positive("qk_nope_head_dim", 128)
-    for key, value in (
-        ("qk_head_dim", still + turning),
-        ("num_key_value_heads", fields.positive("num_attention_heads")),
-    ):
-        fields.must_be(key, value)
+    fields.must_be("qk_head_dim", still + turning)
     rope = read_rope(fields, interleaved=fields.flag("rope_interleave", default=True))
     return LatentAttention(
         rope=_of_the_first(turning, rank + turning, rope),
