@@ -9,7 +9,7 @@ from pdserve.model.families import llama
 from pdserve.model.families.apertus import APERTUS
 from pdserve.model.families.arcee import ARCEE
 from pdserve.model.families.cohere2 import COHERE2
-from pdserve.model.families.deepseek import DEEPSEEK_V3
+from pdserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from pdserve.model.families.ernie import ERNIE
 from pdserve.model.families.exaone4 import EXAONE4
 from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
     "Cohere2ForCausalLM": COHERE2,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Ernie4_5ForCausalLM": ERNIE,
     "Exaone4ForCausalLM": EXAONE4,
@@ -50,6 +51,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "Gemma3ForCausalLM": GEMMA_3,
     "Glm4ForCausalLM": GLM4,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,

@@ -5,15 +5,25 @@ from dataclasses import replace
 import pytest
 
 from pdserve.base.errors import ConfigError, ProtocolError
+from pdserve.executor.loading import describe_layout
+from pdserve.model.config import ModelConfig
 from pdserve.protocol.kvlayout import KvGroup, KvLayout
 from pdserve.protocol.link import MAX_KV_GROUPS, layout_from_proto, layout_to_proto
 
+DEEPSEEK_V3 = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+}
 PLAIN = KvLayout("w", 4, 2, 64, 16, "bfloat16")
 WINDOW = KvGroup("window", 16, 2, 64, 4, window=512)
 GROUPED = replace(PLAIN, others=(WINDOW,))
+LATENT = replace(PLAIN, num_kv_heads=1, head_dim=576, kv_parts=1)
 
 
-@pytest.mark.parametrize("layout", [PLAIN, GROUPED])
+@pytest.mark.parametrize("layout", [PLAIN, GROUPED, LATENT])
 def test_a_layout_comes_back_from_the_wire_as_it_was(layout: KvLayout) -> None:
     assert layout_from_proto(layout_to_proto(layout)) == layout
 
@@ -28,6 +38,23 @@ def test_pages_and_bytes_count_every_group() -> None:
     assert GROUPED.num_pages(16) == GROUPED.paging.num_pages(16) == 5
     assert GROUPED.num_tokens(5) == 16
     assert GROUPED.token_bytes == (4 + 16) * 2 * 2 * 64 * 2
+
+
+def test_latents_are_one_row_a_token_and_layer() -> None:
+    config = ModelConfig.from_hf({"architectures": ["DeepseekV3ForCausalLM"], **DEEPSEEK_V3})
+    layout = describe_layout(config, "w", 64, "bfloat16", "cpu")
+    assert (layout.num_kv_heads, layout.head_dim, layout.kv_parts) == (1, 512 + 64, 1)
+    assert layout.token_bytes == 61 * 576 * 2 == 70_272
+    assert (layout.difference(replace(layout, kv_parts=2)) or "").startswith("kv_parts:")
+
+
+@pytest.mark.parametrize("kv_parts", [0, 3])
+def test_rows_are_k_and_v_or_one_for_both(kv_parts: int) -> None:
+    first, second = layout_to_proto(GROUPED), layout_to_proto(GROUPED)
+    first.kv_parts = second.others[0].kv_parts = kv_parts
+    for message in (first, second):
+        with pytest.raises(ProtocolError, match=r"layout\.kv_parts: must be 1 or 2"):
+            layout_from_proto(message)
 
 
 def test_workers_whose_groups_differ_exchange_no_pages() -> None:

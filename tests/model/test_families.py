@@ -11,7 +11,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
-from model_zoo import MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
+from model_zoo import LATENT, MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 
@@ -32,7 +32,6 @@ from pdserve.model.weights import Rank, Weights
 pytestmark = pytest.mark.slow
 
 PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
-OF_TORCH = ("deepseek-v3",)  # whose steps are no programs: latent attention
 CPU = torch.device("cpu")
 
 
@@ -136,7 +135,7 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
     model = load_model(config_of(folder), in_form(weights_of(folder), form), dtype)
     if not is_compiled(model):
-        assert form == "none" or family in OF_TORCH
+        assert form == "none" or family in LATENT
         pytest.skip("this processor has no products of bfloat16, or torch computes a part of the attention")
     prompts = [tokens(length) for length in (1, 20, 33)]
     texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8)
@@ -152,7 +151,7 @@ def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders
     folder = folders(family)
     config, weights = config_of(folder), in_form(weights_of(folder), "int8")
     compiled = load_model(config, weights, torch.float32)
-    assert is_compiled(compiled) == (family not in OF_TORCH)
+    assert is_compiled(compiled) == (family not in LATENT)
     plain = Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps())
     found, expected = logits_of(compiled), logits_of(plain)
     torch.testing.assert_close(found, expected, atol=5e-2, rtol=0.0)  # inputs of products are coded

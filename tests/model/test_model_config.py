@@ -211,9 +211,11 @@ def test_a_family_has_defaults_of_its_own() -> None:
 
 OWN_KEYS = {  # keys of the list below that a family knows
     "Cohere2ForCausalLM": {"use_qk_norm"},
+    "DeepseekV2ForCausalLM": {"kv_lora_rank", "n_routed_experts"},
     "DeepseekV3ForCausalLM": {"kv_lora_rank", "n_routed_experts"},
     "Gemma2ForCausalLM": {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar"},
+    "Glm4MoeLiteForCausalLM": {"kv_lora_rank", "n_routed_experts"},
     "Glm4MoeForCausalLM": {"n_routed_experts", "use_qk_norm"},
     "GptOssForCausalLM": {"num_local_experts"},
     "GraniteMoeForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling", "num_local_experts"},

@@ -13,6 +13,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
@@ -21,6 +22,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -92,6 +94,22 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "apertus": causal(ApertusConfig, rope_parameters=LLAMA3_ROPE),
     "arcee": causal(ArceeConfig),
     "cohere2": causal(Cohere2Config, sliding_window=96, sliding_window_pattern=3, logit_scale=0.25),
+    "deepseek-v2": causal(
+        DeepseekV2Config,
+        q_lora_rank=None,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        n_routed_experts=6,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "deepseek-v3": causal(
         DeepseekV3Config,
         q_lora_rank=24,
@@ -132,6 +150,19 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
         tie_word_embeddings=False,
+    ),
+    "glm4-lite": causal(
+        Glm4MoeLiteConfig,
+        q_lora_rank=24,
+        kv_lora_rank=24,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=24,
+        num_key_value_heads=4,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "gpt-oss": causal(
         GptOssConfig,
@@ -222,7 +253,8 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
 }
 
-WITH_EXPERTS = ("deepseek-v3", "glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
+LATENT = ("deepseek-v2", "deepseek-v3", "glm4-lite")
+WITH_EXPERTS = (*LATENT, "glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
 
 
 def write_model(family: str, folder: Path, **shape: int) -> Path:

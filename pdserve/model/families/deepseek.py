@@ -1,26 +1,59 @@
-"""DeepSeek-V3 (2024), and models of its architecture, such as Kimi K2: latent attention, and experts by sigmoid."""
+"""Latent attention and experts: DeepSeek-V2 and V3 (2024), GLM-4.7-Flash (2026).
+
+DeepSeek-V2 weighs experts by softmax, the others by sigmoid. Kimi K2 has DeepSeek-V3's architecture.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
-from pdserve.model.design import Design, Head, LatentAttention, RmsNorm, Scores, Sequential
-from pdserve.model.families.experts import num_more, pass_over_training, scored_experts, with_experts
-from pdserve.model.families.reading import Family, swiglu
+from pdserve.model.design import Design, Experts, GatedMlp, Head, LatentAttention, RmsNorm, Routing, Scores, Sequential
+from pdserve.model.families.experts import (
+    num_chosen,
+    num_experts,
+    num_more,
+    pass_over_training,
+    scored_experts,
+    with_experts,
+)
+from pdserve.model.families.reading import Family, require, swiglu
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import RopeConfig, read_rope
 
 
-def _read(fields: Fields) -> Design:
-    eps = fields.number("rms_norm_eps", 1e-6)
-    layer = Sequential(_attention(fields), swiglu(fields), RmsNorm(eps))
+def _read_v3(fields: Fields) -> Design:
+    require(fields, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     first = fields.integer("first_k_dense_replace", 3)
-    fields.must_be("moe_layer_freq", 1)
-    fields.must_be("scoring_func", "sigmoid")
-    fields.must_be("topk_method", "noaux_tc")
-    fields.optional_int("ep_size")  # how others split it
+    return _with_experts(fields, scored_experts(fields), lambda index: index >= first)
+
+
+def _read_v2(fields: Fields) -> Design:
+    require(
+        fields, moe_layer_freq=1, scoring_func="softmax", topk_method="greedy", norm_topk_prob=False, mlp_bias=False
+    )
+    require(fields, n_group=1, topk_group=1)
+    count, first = num_experts(fields, "n_routed_experts", 64), fields.integer("first_k_dense_replace", 0)
+    inner, num_shared = fields.positive("moe_intermediate_size", 1407), fields.positive("n_shared_experts", 2)
+    scale = fields.number("routed_scaling_factor", 1.0)
+    routing = Routing(num_chosen(fields, count, 6), normalized=False, scale=scale)
+    experts = Experts(count, GatedMlp(inner), routing, GatedMlp(inner * num_shared))
+    return _with_experts(fields, experts, lambda index: index >= first)
+
+
+def _read_glm(fields: Fields) -> Design:
+    kinds = fields.texts("mlp_layer_types") or ("dense", *("sparse",) * (fields.num_layers - 1))
+    if len(kinds) != fields.num_layers or not {"dense", "sparse"}.issuperset(kinds):
+        raise fields.unsupported("mlp_layer_types", f"dense or sparse for each of {fields.num_layers} layers")
+    fields.optional_int("first_k_dense_replace")  # as older configs say it
+    return _with_experts(fields, scored_experts(fields), lambda index: kinds[index] == "sparse")
+
+
+def _with_experts(fields: Fields, experts: Experts, has_experts: Callable[[int], bool]) -> Design:
     pass_over_training(fields)
+    fields.optional_int("ep_size")  # how others split it
+    layer = Sequential(_attention(fields), swiglu(fields), RmsNorm(fields.number("rms_norm_eps", 1e-6)))
     design = Design((layer,) * fields.num_layers, Head(layer.norm), num_more_layers=num_more(fields))
-    return with_experts(design, scored_experts(fields), lambda index: index >= first)
+    return with_experts(design, experts, has_experts)
 
 
 def _attention(fields: Fields) -> LatentAttention:
@@ -54,8 +87,9 @@ def _sharpening(fields: Fields) -> float:
     return 0.1 * of_all * math.log(rope.number("factor")) + 1.0 if of_all and rope.number("factor") > 1.0 else 1.0
 
 
+DEEPSEEK_V2 = Family(_read_v2, {"head_dim": 64, "q_lora_rank": 1536})
 DEEPSEEK_V3 = Family(
-    _read,
+    _read_v3,
     {
         "head_dim": 64,
         "moe_intermediate_size": 2048,
@@ -64,5 +98,19 @@ DEEPSEEK_V3 = Family(
         "q_lora_rank": 1536,
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
+    },
+)
+GLM4_MOE_LITE = Family(
+    _read_glm,
+    {
+        "head_dim": 64,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8,
+        "v_head_dim": 256,
     },
 )
