@@ -17,6 +17,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.stacked import apart
 from pdserve.model.weights import Part, Stored, Weights
+from pdserve.model.wrappers import text_tensors
 from pdserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def open_directory(path: Path) -> Checkpoint:
         tool_template=templates.get(TOOL_USE, (path, None))[1],
         template_files={name: file for name, (file, _) in templates.items()},
         weight_files=_weight_files(path),
-        weights=lambda: apart(read_weights(path), config),
+        weights=lambda: apart(text_tensors(read_weights(path), raw_config), config),
         tokenizer=partial(_tokenizer, path, tokenizer_config, config.architecture),
         check_weights=partial(check_weights, path),
     )

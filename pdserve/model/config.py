@@ -28,10 +28,12 @@ from pdserve.model.families.smollm3 import SMOLLM3
 from pdserve.model.families.starcoder2 import STARCODER2
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import LongRope
+from pdserve.model.wrappers import WRAPPERS, text_config
 
 FAMILIES: Mapping[str, Family] = {  # by architecture
     "LlamaForCausalLM": llama.LLAMA,
     "MinistralForCausalLM": llama.MINISTRAL,
+    "Ministral3ForCausalLM": llama.MINISTRAL_3,
     "MistralForCausalLM": llama.MISTRAL,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "MixtralForCausalLM": MIXTRAL,
@@ -115,6 +117,7 @@ class ModelConfig:
 
         A key is at fault, too, if the model's family does not know it.
         """
+        config = text_config(config)
         architecture = _architecture(Fields(config))
         family = FAMILIES[architecture]
         fields = Fields({**family.defaults, **config})
@@ -173,7 +176,7 @@ class ModelConfig:
 def _architecture(fields: Fields) -> str:
     names = fields.texts("architectures")
     if len(names) != 1 or names[0] not in FAMILIES:
-        raise fields.unsupported("architectures", f"one of {', '.join(FAMILIES)}")
+        raise fields.unsupported("architectures", f"one of {', '.join([*FAMILIES, *WRAPPERS])}")
     return names[0]
 
 

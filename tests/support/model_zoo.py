@@ -1,5 +1,6 @@
 """Small random models of each family, as Hugging Face directories, and what transformers makes of a text."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ from transformers import (
     ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -29,7 +32,9 @@ from transformers import (
     HunYuanDenseV1Config,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -212,6 +217,11 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         sliding_window=96,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "ministral3": causal(
+        Ministral3Config,
+        head_dim=32,
+        rope_parameters={**YARN, "original_max_position_embeddings": 400, "llama_4_scaling_beta": 0.1},
+    ),
     "mixtral": causal(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "nemotron": causal(NemotronConfig),
     "olmo2": causal(Olmo2Config),
@@ -253,6 +263,29 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
 }
 
+SIGHT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGHT |= {"image_size": 28, "patch_size": 14}
+
+
+def seeing(
+    config: Callable[..., PreTrainedConfig], text: str, sight: str, **own: object
+) -> Callable[[dict[str, Any]], PreTrainedModel]:
+    """Return what makes a model of SHAPE that also sees images. text, sight: the types of its parts."""
+
+    def made(asked: dict[str, Any]) -> PreTrainedModel:
+        parts = {
+            "text_config": {**SHAPE, **own, **asked, "model_type": text},
+            "vision_config": {**SIGHT, "model_type": sight},
+        }
+        return AutoModelForImageTextToText.from_config(config(**parts, tie_word_embeddings=False))
+
+    return made
+
+
+WITH_IMAGES = {
+    "gemma3-images": seeing(Gemma3Config, "gemma3_text", "siglip_vision_model", head_dim=32, sliding_window=96),
+    "mistral3-images": seeing(Mistral3Config, "mistral", "pixtral", sliding_window=None),
+}
 LATENT = ("deepseek-v2", "deepseek-v3", "glm4-lite")
 WITH_EXPERTS = (*LATENT, "glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
 
@@ -260,7 +293,7 @@ WITH_EXPERTS = (*LATENT, "glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mi
 def write_model(family: str, folder: Path, **shape: int) -> Path:
     """Write a random float32 model with weights large enough that its greedy text does not settle on one token."""
     torch.manual_seed(7)
-    model = {**FAMILIES, **MORE_FAMILIES}[family](shape).float()
+    model = {**FAMILIES, **MORE_FAMILIES, **WITH_IMAGES}[family](shape).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             (_scale if family in FAMILIES else _spread)(name, parameter)
@@ -303,7 +336,9 @@ def load_oracle(path: Path) -> PreTrainedModel:
     """Load a model with transformers, in float32."""
     if path.suffix == ".gguf":
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    has_images = "vision_config" in json.loads((path / "config.json").read_text())
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    return kind.from_pretrained(path, dtype=torch.float32).eval()
 
 
 SAME_LOGIT = (

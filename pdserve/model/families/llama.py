@@ -1,10 +1,11 @@
 """Llama (Touvron et al. 2023) with Mistral, Qwen2 and Qwen3: RMS norms before attention and a gated MLP, and rope.
 
-Mistral adds a window, and Ministral one of some layers; Qwen2 biases of q, k and v, Qwen3 norms of q and k.
+Mistral adds a window, Ministral one of some layers, and Ministral 3 queries that grow in long contexts; Qwen2 adds
+biases of q, k and v, Qwen3 norms of q and k.
 """
 
 from pdserve.model.design import Activation, Design, GatedMlp, Head, HeadNorms, RmsNorm, SelfAttention, Sequential
-from pdserve.model.families.reading import Family, activation, layers_by_window, windows
+from pdserve.model.families.reading import Family, activation, layers_by_window, window, windows
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
 
@@ -18,15 +19,19 @@ def _read_llama(fields: Fields) -> Design:
 
 
 def _read_mistral(fields: Fields) -> Design:
-    window = fields.optional_int("sliding_window") if fields.given("sliding_window") else MISTRAL_SLIDING_WINDOW
-    window = None if window is None else fields.positive("sliding_window", window)
+    size = fields.optional_int("sliding_window") if fields.given("sliding_window") else MISTRAL_SLIDING_WINDOW
+    size = None if size is None else fields.positive("sliding_window", size)
     bias = _attention_bias(fields)
-    return _read(fields, (window,) * fields.num_layers, qkv_bias=bias, o_bias=bias)
+    return _read(fields, (size,) * fields.num_layers, qkv_bias=bias, o_bias=bias)
 
 
 def _read_ministral(fields: Fields) -> Design:
     slides = fields.has("sliding_window") or not fields.given("sliding_window")
     return _read(fields, windows(fields, lambda _: slides), qkv_bias=False, o_bias=False)
+
+
+def _read_ministral_3(fields: Fields) -> Design:
+    return _read(fields, (window(fields),) * fields.num_layers, qkv_bias=False, o_bias=False)
 
 
 def _read_qwen2(fields: Fields) -> Design:
@@ -41,6 +46,22 @@ def _read_qwen3(fields: Fields) -> Design:
 
 LLAMA, MISTRAL = Family(_read_llama), Family(_read_mistral)
 QWEN2, QWEN3 = (Family(read, {"sliding_window": 4096}) for read in (_read_qwen2, _read_qwen3))
+MINISTRAL_3 = Family(
+    _read_ministral_3,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+)
 MINISTRAL = Family(_read_ministral, {"num_key_value_heads": 8, "sliding_window": 4096})
 
 
