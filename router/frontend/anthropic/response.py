@@ -11,7 +11,7 @@ import msgspec
 
 from pdserve.protocol.refusal import Refused
 from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.openai.dialect import Choice, Json, Shown, encode
+from pdserve.router.frontend.openai.dialect import Choice, Json, Shown, encode, event, summed
 from pdserve.router.frontend.openai.errors import renaming
 from pdserve.router.frontend.openai.filters import Delta
 from pdserve.router.requests.timeline import Usage
@@ -137,12 +137,12 @@ def body_of(refused: Refused) -> bytes:
 
 def _usage(usages: Sequence[Usage]) -> Json:
     """Return the usage: input_tokens are those that no cache had."""
-    cached = sum(usage.cached_tokens for usage in usages)
+    usage = summed(usages)
     return {
-        "input_tokens": sum(usage.prompt_tokens for usage in usages) - cached,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": sum(usage.completion_tokens for usage in usages),
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
     }
 
 
@@ -182,4 +182,4 @@ def _begun(kind: str, call: Json | None = None) -> Json:
 
 
 def _event(name: str, told: Json) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode({"type": name, **told}))
+    return event({"type": name, **told})

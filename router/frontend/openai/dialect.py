@@ -295,8 +295,22 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
 
 def total(usages: Sequence[Usage], *, answer: bool) -> Json:
     """Return the usage of all requests of a call."""
-    prompts, cached = sum(each.prompt_tokens for each in usages), sum(each.cached_tokens for each in usages)
-    return usage_of(prompts, sum(each.completion_tokens for each in usages) if answer else 0, cached)
+    usage = summed(usages)
+    return usage_of(usage.prompt_tokens, usage.completion_tokens if answer else 0, usage.cached_tokens)
+
+
+def summed(usages: Sequence[Usage]) -> Usage:
+    """Return the usage of several requests together."""
+    return Usage(
+        sum(each.prompt_tokens for each in usages),
+        sum(each.completion_tokens for each in usages),
+        sum(each.cached_tokens for each in usages),
+    )
+
+
+def event(told: Json) -> bytes:
+    """Return a server-sent event with the name that its JSON has as `type`."""
+    return b"event: %s\ndata: %s\n\n" % (told["type"].encode(), encode(told))
 
 
 def ledger_of(request_id: str, ledger: Ledger) -> Json:

@@ -1,7 +1,8 @@
 """Responses that are computed while no client waits.
 
 Invariant: a response that was begun in the background ends once in the store: with its answer, cancelled, or failed. At
-most `max_num` are computed at once.
+most `max_num` are computed at once. The events of one that is streamed are kept until it has ended, and after that as
+long as MAX_LOG_BYTES hold them and later ones.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.dialect import Choice, ledger_of
 from pdserve.router.frontend.prompts import Loosen
+from pdserve.router.frontend.responses.event_log import EventLog
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.keeping import Keeping
 from pdserve.router.frontend.responses.response import ItemsResponse
@@ -23,6 +25,7 @@ from pdserve.router.requests.commands import Finished
 
 logger = logging.getLogger(__name__)
 
+MAX_LOG_BYTES = 32 << 20  # of events of responses that have ended
 GRACE_S = 60.0  # after a request's deadline, until its response counts as lost with its process
 _CANCELLED = Refused(Cause.CANCELLED, "the response was cancelled")
 _STOPPING = Refused(Cause.SHUTTING_DOWN, "this process shuts down")
@@ -31,7 +34,9 @@ _STOPPING = Refused(Cause.SHUTTING_DOWN, "this process shuts down")
 class Job:
     """One response: the `Sink` of its answer."""
 
-    def __init__(self, response: ItemsResponse, keeping: Keeping, choice: Choice) -> None:
+    def __init__(self, response: ItemsResponse, keeping: Keeping, choice: Choice, log: EventLog | None) -> None:
+        """`log` gets the events; None: nobody wants them."""
+        self.log = log
         self.response = response
         self.keeping = keeping
         self.answer: Answer | None = None
@@ -47,7 +52,7 @@ class Job:
     def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
         if self.outcome is None:
             for gain in gains:
-                self.response.chunks(self._choice, gain)
+                self.tell(self.response.gained(self._choice, gain))
             self.begun.set()
             if outcome is not None:
                 self.end(outcome)
@@ -63,15 +68,20 @@ class Job:
             self.begun.set()
             self.ended.set()
 
-    def finish(self) -> None:
-        """Make the response what it is to be."""
+    def tell(self, events: Sequence[Json], *, is_last: bool = False) -> None:
+        """Let readers have events."""
+        if self.log is not None:
+            self.log.add(events, is_last=is_last)
+
+    def finish(self) -> list[Json]:
+        """Make the response what it is to be; return its last events."""
         assert self.answer is not None
         if isinstance(self.outcome, Finished):
-            self.response.last_chunk(self._choice, None)
+            events = self.response.closed(self._choice)
             self.response.finish([self.outcome.usage], ledger_of(self.answer.hex_id, self.outcome.ledger))
-        elif self.outcome is not None:
-            self.response.output.close(is_cut=True)
-            self.response.fail(self.outcome)
+            return [*events, self.response.ended()]
+        assert self.outcome is not None
+        return self.response.broken(self.outcome)
 
 
 class Background:
@@ -83,6 +93,7 @@ class Background:
         self._running_s = max_deadline_s + GRACE_S
         self._jobs: dict[tuple[str, str], Job] = {}  # by tenant and response
         self._num_starting = 0
+        self._logs: dict[tuple[str, str], EventLog] = {}  # of responses that have ended, the oldest first
         self._tasks = asyncio.TaskGroup()
         intake.backend.aborts.append(self._abort)
 
@@ -109,10 +120,11 @@ class Background:
             text = f"background: {self._max_num} responses are computed in the background, the limit"
             raise RefusedError(Refused(Cause.BACKGROUND, text))
         self._num_starting += 1
+        told = dict(job.response.told)
+        job.tell(job.response.queued())
         try:
             job.answer = await self._intake.accept(request, job, key, received_s=received_s, loosen=loosen)
             try:
-                told = dict(job.response.told) | {"status": "queued", "output": []}
                 await job.keeping.begin(told, self._running_s)
             except BaseException:
                 self._intake.leave(job.answer)
@@ -123,12 +135,18 @@ class Background:
         self._tasks.create_task(self._run(job), name=f"response {job.response.id}")
         return job.answer, told
 
+    def log(self, tenant: str, name: str) -> EventLog | None:
+        """Return the events of a response; None if they are not kept, or no more."""
+        job = self._jobs.get((tenant, name))
+        return self._logs.get((tenant, name)) if job is None else job.log
+
     def cancel(self, tenant: str, name: str) -> None:
         """Let a response be computed no further, whichever process does so. The store says what became of it."""
         self._intake.backend.abort(tenant, (name,))
 
     def _abort(self, tenant: str, names: Sequence[str]) -> None:
         for name in names:
+            self._logs.pop((tenant, name), None)
             if (job := self._jobs.get((tenant, name))) is not None:
                 job.end(_CANCELLED)
 
@@ -138,11 +156,22 @@ class Background:
             if job.outcome is None:
                 await job.keeping.go_on()
             await job.ended.wait()
-            job.finish()
+            events = job.finish()
             await job.keeping.end()
+            job.tell(events, is_last=True)
+            self._keep(job)
         except RefusedError as error:
+            job.tell([], is_last=True)
             logger.error("response %s has no end in the store: %s", job.response.id, error.refused.message)
         finally:
             del self._jobs[job.name]
             if job.answer is not None:
                 self._intake.leave(job.answer)
+
+    def _keep(self, job: Job) -> None:
+        """Keep the events of a response that has ended, and forget the oldest beyond the limit."""
+        if job.log is None or isinstance(job.outcome, Refused):
+            return
+        self._logs[job.name] = job.log
+        while sum(log.num_bytes for log in self._logs.values()) > MAX_LOG_BYTES:
+            del self._logs[next(iter(self._logs))]

@@ -12,7 +12,8 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import RefusedError
 from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.errors import JSON
+from pdserve.router.frontend.openai.connection import Connection
+from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.filters import Plan, renamed
 from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
@@ -26,6 +27,7 @@ from pdserve.router.frontend.openai.generation import (
 from pdserve.router.frontend.openai.reply import ROUTERS_ID, respond
 from pdserve.router.frontend.openai.translate import chat_of, label_of
 from pdserve.router.frontend.responses.background import Background, Job
+from pdserve.router.frontend.responses.event_log import EVENTS, EventLog
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
 from pdserve.router.frontend.responses.items import Item
@@ -84,7 +86,7 @@ class Responses:
         request, plan = self._generator.planned(chat, given_headers)
         response = self._begun(asked, plan)
         keeping = Keeping(self.store, tenant_of(self._intake, scope), asked, given, response)
-        job = Job(response, keeping, choices_of(plan)[0])
+        job = Job(response, keeping, choices_of(plan)[0], EventLog() if asked.stream else None)
         loosen = None if plan.grammar is None else plan.grammar.loosen
         try:
             answer, told = await self.background.start(
@@ -93,8 +95,11 @@ class Responses:
         except RefusedError as error:
             raise RefusedError(renamed(error.refused, plan.constrained_by)) from None
         label = label_of(chat, given_headers) or new_request_id().hex()
-        headers = [*JSON, (REQUEST_ID, label.encode()), (ROUTERS_ID, answer.hex_id.encode())]
-        await respond(send, 200, msgspec.json.encode(told), [*headers, *ignored(asked, plan, [answer])])
+        headers = [(REQUEST_ID, label.encode()), (ROUTERS_ID, answer.hex_id.encode()), *ignored(asked, plan, [answer])]
+        if job.log is None:
+            await respond(send, 200, msgspec.json.encode(told), [*JSON, *headers])
+        else:
+            await _stream(job.log, scope["state"]["connection"], send, [*EVENTS, *headers])
 
     async def count(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/responses/input_tokens. It counts against a tenant's limits, as generation does."""
@@ -116,6 +121,16 @@ class Responses:
         if plan.begins_inside is not None:
             reasoning = ReasoningTokens[Json](tokenizer.piece, begins_inside=plan.begins_inside)
         return ItemsResponse(asked, self._generator.name_of(asked.model), tokenizer, reasoning)
+
+
+async def _stream(log: EventLog, connection: Connection, send: Send, headers: Sequence[Header]) -> None:
+    """Write events until the last one, or until the client has left. The answer goes on without it."""
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for data in log.read(0):
+        if connection.transport.is_closing():
+            return
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def tenant_of(intake: Intake, scope: Scope) -> str:

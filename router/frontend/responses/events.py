@@ -1,8 +1,8 @@
 """The order of a response's events, and the items that they make. Pure: deltas in, events out.
 
-Invariant: `response.created`, `response.in_progress`; for each item, one after the other, that it is added, its content
-and that it is done; then one of `response.completed`, `.incomplete` and `.failed`, and nothing after it. Sequence
-numbers count from 0 without a gap. An item that is done has the text of its deltas.
+Invariant: `response.created`, `response.queued` if it waits, `response.in_progress`; for each item, one after the
+other, that it is added, its content and that it is done; then one of `response.completed`, `.incomplete` and `.failed`,
+and nothing after it. Sequence numbers count from 0 without a gap. An item that is done has the text of its deltas.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ class State(Enum):
     """How far a response is."""
 
     NEW = auto()
+    QUEUED = auto()
     BETWEEN = auto()  # no item goes on
     MESSAGE = auto()
     REASONING = auto()
@@ -50,19 +51,32 @@ class Output:
         self._unsent: list[Json] = []  # log probabilities whose text has not come yet
 
     @property
-    def is_begun(self) -> bool:
+    def is_told(self) -> bool:
+        """Whether an event was returned."""
         return self._state is not State.NEW
 
-    def begin(self, response: Json) -> list[Json]:
-        """Return the first events. `response` is shown as it is now."""
+    @property
+    def is_begun(self) -> bool:
+        return self._state not in (State.NEW, State.QUEUED)
+
+    def queue(self, response: Json) -> list[Json]:
+        """Return the first events of a response that waits. `response` is shown as it is now."""
         if self._state is not State.NEW:
+            raise InvariantError(f"a response is queued while {self._state.name}")
+        self._state = State.QUEUED
+        return [self._event(f"response.{name}", response=response) for name in ("created", "queued")]
+
+    def begin(self, response: Json) -> list[Json]:
+        """Return the events of a response whose answer begins."""
+        names = ("created", "in_progress") if self._state is State.NEW else ("in_progress",)
+        if self.is_begun:
             raise InvariantError(f"a response begins while {self._state.name}")
         self._state = State.BETWEEN
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        return [self._event(f"response.{name}", response=response) for name in names]
 
     def add(self, delta: Delta, logprobs: Sequence[Json] = ()) -> list[Json]:
         """Take what a message gained, and log probabilities of its tokens."""
-        if self._state in (State.NEW, State.ENDED):
+        if self._state in (State.NEW, State.QUEUED, State.ENDED):
             raise InvariantError(f"a response gains while {self._state.name}")
         self._unsent += logprobs
         events: list[Json] = []
@@ -103,7 +117,7 @@ class Output:
 
     def end(self, kind: str, response: Json) -> Json:
         """Return the last event: `completed`, `incomplete` or `failed`."""
-        if self._state is not State.BETWEEN:
+        if self._state is not State.BETWEEN and not (self._state is State.QUEUED and kind == "failed"):
             raise InvariantError(f"a response ends while {self._state.name}")
         self._state = State.ENDED
         return self._event(f"response.{kind}", response=response)

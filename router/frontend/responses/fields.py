@@ -164,8 +164,6 @@ class ResponseRequest(CountInputRequest):
             raise invalid("stream_options", "they go with stream true")
         if self.background and not self.is_stored:
             raise invalid("background", "goes with store true: the response could not be retrieved")
-        if self.background and self.stream:
-            raise invalid("background", "goes with stream false: retrieve the response")
         if self.conversation_id and not self.is_stored:
             raise invalid("conversation", "goes with store true: the answer is added to the conversation")
         if self.shows_logprobs and self.tools and self.tool_choice != "none":

@@ -4,10 +4,10 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from pdserve.protocol.refusal import Refused
+from pdserve.protocol.refusal import Cause, Refused
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai import errors
-from pdserve.router.frontend.openai.dialect import Choice, Shown, encode
+from pdserve.router.frontend.openai.dialect import Choice, Shown, encode, event, summed
 from pdserve.router.frontend.openai.logprobs import TokenNames, chat_logprobs
 from pdserve.router.frontend.openai.reply import Settle
 from pdserve.router.frontend.responses.events import Json, Output
@@ -44,58 +44,71 @@ class ItemsResponse:
         self._finish_reason: str | None = None
 
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
-        events = [] if self.output.is_begun else self._begin()
-        return _written([*events, *self._gain(choice, gain)])
+        return written(self.gained(choice, gain))
 
     def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:
-        return _written(self._close(choice))
+        return written(self.closed(choice))
 
     def end(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
         self.finish(usages, ledger)
-        return _written([self.output.end(self.told["status"], self.told)])
+        return written([self.ended()])
 
     def refused(self, refused: Refused) -> bytes:
-        if not self.output.is_begun:
-            error = errors.error_of(named(refused))
-            return _written([self.output.error(**{name: error[name] for name in ("code", "message", "param")})])
-        events = self.output.close(is_cut=True)
-        self.fail(refused)
-        return _written([*events, self.output.end("failed", self.told)])
+        return written(self.broken(refused))
 
     def body(self, choices: Sequence[tuple[Choice, Gain]], usages: Sequence[Usage], ledger: Json | list[Json]) -> bytes:
         ((choice, gain),) = choices
-        self._begin()
-        self._gain(choice, gain)
-        self._close(choice)
+        self.gained(choice, gain)
+        self.closed(choice)
         self.finish(usages, ledger)
         return encode(self.told)
+
+    def queued(self) -> list[Json]:
+        """Return the events of a response that waits."""
+        return self.output.queue(dict(self.told))
+
+    def gained(self, choice: Choice, gain: Gain) -> list[Json]:
+        """Return the events for what the answer gained; the first ones begin the response."""
+        events: list[Json] = []
+        if not self.output.is_begun:
+            self.told["status"] = "in_progress"
+            events = self.output.begin(dict(self.told))
+        logprobs: list[Json] = []
+        if self._names is not None and gain.logprobs:
+            logprobs = chat_logprobs(self._names, gain.token_ids, gain.logprobs)["content"]
+        if self._reasoning is not None:
+            logprobs = self._reasoning.push(gain.token_ids, logprobs)
+        for delta in choice.deltas(gain):
+            events += self.output.add(delta, logprobs)
+            logprobs = []
+        return events + (self.output.add({}, logprobs) if logprobs else [])
+
+    def closed(self, choice: Choice) -> list[Json]:
+        """Return the events that end the last item."""
+        self._finish_reason = choice.finish_reason
+        empty = [] if self.output.items else self.output.add({"content": ""})
+        return empty + self.output.close(is_cut=choice.finish_reason == "length")
+
+    def ended(self) -> Json:
+        """Return the last event of a response that is complete."""
+        return self.output.end(self.told["status"], self.told)
+
+    def broken(self, refused: Refused) -> list[Json]:
+        """Return the last events of a response that ends without being complete."""
+        if not self.output.is_told:
+            error = errors.error_of(named(refused))
+            return [self.output.error(**{name: error[name] for name in ("code", "message", "param")})]
+        events = self.output.close(is_cut=True)
+        self.fail(refused)
+        return [*events, self.output.end("failed", self.told)]
 
     def fail(self, refused: Refused) -> None:
         """Note that the response has ended without its answer."""
         code = _RATE_LIMIT if refused.response.http == 429 else _SERVER_ERROR
         error = {"code": code, "message": named(refused).message, "refused_because": refused.cause.value}
         self.told |= {"status": "failed", "error": error, "output": self.output.items}
-
-    def _begin(self) -> list[Json]:
-        self.told["status"] = "in_progress"
-        return self.output.begin(dict(self.told))
-
-    def _gain(self, choice: Choice, gain: Gain) -> list[Json]:
-        logprobs: list[Json] = []
-        if self._names is not None and gain.logprobs:
-            logprobs = chat_logprobs(self._names, gain.token_ids, gain.logprobs)["content"]
-        if self._reasoning is not None:
-            logprobs = self._reasoning.push(gain.token_ids, logprobs)
-        events: list[Json] = []
-        for delta in choice.deltas(gain):
-            events += self.output.add(delta, logprobs)
-            logprobs = []
-        return events + (self.output.add({}, logprobs) if logprobs else [])
-
-    def _close(self, choice: Choice) -> list[Json]:
-        self._finish_reason = choice.finish_reason
-        empty = [] if self.output.items else self.output.add({"content": ""})
-        return empty + self.output.close(is_cut=choice.finish_reason == "length")
+        if refused.cause is Cause.CANCELLED:
+            self.told |= {"status": "cancelled", "error": None}
 
     def finish(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> None:
         """Note the end of the answer."""
@@ -155,17 +168,13 @@ def envelope(asked: ResponseRequest, model: str) -> Json:
 
 def usage_of(usages: Sequence[Usage], num_reasoning: int) -> Json:
     """Return the usage as this API has it."""
-    num_input, num_output = (
-        sum(each.prompt_tokens for each in usages),
-        sum(each.completion_tokens for each in usages),
-    )
-    cached = sum(each.cached_tokens for each in usages)
+    usage = summed(usages)
     return {
-        "input_tokens": num_input,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": num_output,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
-        "total_tokens": num_input + num_output,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 
@@ -179,5 +188,6 @@ def body_of(refused: Refused) -> bytes:
     return errors.body_of(named(refused))
 
 
-def _written(events: Sequence[Json]) -> bytes:
-    return b"".join([b"event: %s\ndata: %s\n\n" % (event["type"].encode(), encode(event)) for event in events])
+def written(events: Sequence[Json]) -> bytes:
+    """Return events as a stream has them."""
+    return b"".join([event(told) for told in events])

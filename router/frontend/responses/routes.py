@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.fields import Body
 from pdserve.router.frontend.responses.background import Background
 from pdserve.router.frontend.responses.door import tenant_of
+from pdserve.router.frontend.responses.event_log import EVENTS
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.fields import Metadata
 from pdserve.router.frontend.responses.items import Item, dumped
@@ -53,6 +55,13 @@ class Listing(Body):
     order: Literal["asc", "desc"] = "desc"
 
 
+class Retrieving(Body):
+    """How a response is shown."""
+
+    stream: bool = False
+    starting_after: int | None = Query(None, ge=0)
+
+
 def listed(items: Sequence[Json], asked: Listing) -> Json:
     """Return a page of items, which stand in the order in which they came."""
     ordered = list(items) if asked.order == "asc" else list(reversed(items))
@@ -82,11 +91,18 @@ class KeptResponses:
         router.add_api_route(f"{RESPONSE}/input_items", self.input_items, methods=["GET"])
         return router
 
-    async def retrieve(self, response_id: str, call: Request) -> Json:
-        """A response as it is now."""
-        if call.query_params.get("stream") == "true":
-            raise invalid("stream", "events are not kept: retrieve the response without them")
-        return (await self._store.get(tenant_of(self._intake, call.scope), response_id, Kind.RESPONSE)).body
+    async def retrieve(self, response_id: str, asked: Annotated[Retrieving, Query()], call: Request) -> Response:
+        """A response as it is now, or the events of one that was begun in the background with a stream."""
+        tenant = tenant_of(self._intake, call.scope)
+        found = await self._store.get(tenant, response_id, Kind.RESPONSE)
+        if not asked.stream:
+            return Response(msgspec.json.encode(found.body), media_type="application/json")
+        log = self._background.log(tenant, response_id)
+        if log is None:
+            raise invalid("stream", "the events of this response are not kept here, or no more")
+        first = 0 if asked.starting_after is None else asked.starting_after + 1
+        headers = {name.decode(): shown.decode() for name, shown in EVENTS}
+        return StreamingResponse(log.read(first), headers=headers)
 
     async def delete(self, response_id: str, call: Request) -> Json:
         """Forget a response. If it is still being computed, it is cancelled."""
@@ -104,7 +120,8 @@ class KeptResponses:
             raise not_kept(response_id)
         if not found.body["background"]:
             raise invalid("id", "the response was not begun in the background")
-        self._background.cancel(tenant, response_id)
+        if found.body["status"] == "cancelled":
+            self._background.cancel(tenant, response_id)
         return found.body
 
     async def input_items(self, response_id: str, asked: Annotated[Listing, Query()], call: Request) -> Json:

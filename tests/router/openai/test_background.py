@@ -37,6 +37,41 @@ async def test_a_response_in_the_background_is_retrieved_and_continued(start_htt
     await door.client.responses.create(model=MODEL, input="?", previous_response_id=begun.id, max_output_tokens=1)
 
 
+async def test_a_stream_from_the_background_is_read_again(start_http: StartHttp) -> None:
+    door = await start_http()
+    asked: Any = {**ASKED, "stream": True}
+    async with await door.client.responses.create(**asked) as stream:
+        first = [await anext(stream) for _ in range(3)]  # the client leaves, and the answer goes on
+    assert [event.type for event in first] == ["response.created", "response.queued", "response.in_progress"]
+    name = first[0].response.id  # type: ignore[union-attr]
+    again = [event async for event in await door.client.responses.retrieve(name, stream=True, starting_after=1)]
+    assert [event.sequence_number for event in again] == list(range(2, len(again) + 2))
+    assert again[-1].type == "response.incomplete"
+    whole = [event async for event in await door.client.responses.create(**asked)]
+    assert [event.type for event in whole] == [event.type for event in (*first[:2], *again)]
+    kept = await door.client.responses.retrieve(name)
+    assert kept.to_dict() == again[-1].response.to_dict()
+    async with await door.client.responses.retrieve(name, stream=True) as ended:
+        assert len([event async for event in ended]) == len(whole)
+    await door.client.responses.delete(name)
+    with pytest.raises(openai.NotFoundError):
+        await door.client.responses.retrieve(name, stream=True)
+    unstreamed = await door.client.responses.create(**ASKED)
+    with pytest.raises(openai.BadRequestError, match="the events of this response are not kept here"):
+        await door.client.responses.retrieve(unstreamed.id, stream=True)
+
+
+async def test_a_cancelled_stream_from_the_background_ends(start_http: StartHttp) -> None:
+    door = await start_http()
+    for worker in door.router.workers.values():
+        worker.is_paused = True
+    async with await door.client.responses.create(**ASKED, stream=True) as stream:
+        name = (await anext(stream)).response.id  # type: ignore[union-attr]
+        await door.client.responses.cancel(name)
+        last = [event async for event in stream][-1]
+    assert (last.type, last.response.status) == ("response.failed", "cancelled")  # type: ignore[union-attr]
+
+
 async def test_a_response_in_the_background_is_cancelled_or_deleted(start_http: StartHttp) -> None:
     door = await start_http()
     for worker in door.router.workers.values():

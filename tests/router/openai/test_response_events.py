@@ -24,6 +24,7 @@ from pdserve.router.frontend.openai.generation import choices_of
 from pdserve.router.frontend.responses.events import Output
 from pdserve.router.frontend.responses.fields import ResponseRequest
 from pdserve.router.frontend.responses.response import ItemsResponse
+from pdserve.router.frontend.responses.response import written as as_written
 from pdserve.router.frontend.served import ServedModel
 from pdserve.router.requests.timeline import Usage
 from pdserve.text.chat import ChatTemplate
@@ -32,6 +33,7 @@ from pdserve.text.reasoning import Reasoning, ReasoningTokens
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 LETTERS = {
     "response.created": "<",
+    "response.queued": "q",
     "response.in_progress": "~",
     "response.output_item.added": "(",
     "response.content_part.added": "[",
@@ -47,7 +49,7 @@ LETTERS = {
     "response.incomplete": ">",
     "response.failed": ">",
 }
-ORDER = re.compile(r"<~(?:\((?:\[t*T\]|\[r*R\]|a*A)\))*>")
+ORDER = re.compile(r"<q?~(?:\((?:\[t*T\]|\[r*R\]|a*A)\))*>")
 THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}<think></think>"
 
 
@@ -100,7 +102,8 @@ def check(events: list[Json]) -> Json:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items: list[Json] = []
     text = ""
-    for event in events[2:-1]:
+    told = [event for event in events[:3] if "response" in event]
+    for event in events[len(told) : -1]:
         if event["type"] == "response.output_item.added":
             items.append(event["item"])
             text = ""
@@ -122,7 +125,7 @@ def check(events: list[Json]) -> Json:
     response: Json = events[-1]["response"]
     assert response["output"] == items
     assert events[-1]["type"] == f"response.{response['status']}"
-    assert {event["response"]["id"] for event in (*events[:2], events[-1])} == {response["id"]}
+    assert {event["response"]["id"] for event in (*told, events[-1])} == {response["id"]}
     return response
 
 
@@ -134,10 +137,11 @@ def without_names(response: Json) -> Json:
     return {**response, "id": "", "created_at": 0, "completed_at": 0, "output": items}
 
 
-@given(written=thoughtful())
-def test_events_have_the_published_order_and_make_the_whole_response(written: Written) -> None:
+@given(written=thoughtful(), waits=st.booleans())
+def test_events_have_the_published_order_and_make_the_whole_response(written: Written, waits: bool) -> None:
     response, choice = begun()
-    data = b"".join([response.chunks(choice, gain) for gain in gains_of(written)])
+    data = as_written(response.queued()) if waits else b""
+    data += b"".join([response.chunks(choice, gain) for gain in gains_of(written)])
     data += response.last_chunk(choice, None) + response.end([Usage(3, 1, 0)], {})
     streamed = check(parsed(data))
     response, choice = begun()
