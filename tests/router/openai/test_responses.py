@@ -11,9 +11,10 @@ from openai.types.responses import Response
 from router_fakes import MODEL, TOKENIZER, tokens_of
 from written_answers import Json
 
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.clients import new_key
 from pdserve.router.frontend.responses.fields import ResponseRequest
-from pdserve.router.frontend.responses.items import stored
+from pdserve.router.frontend.responses.items import Item, messages_of, stored
 
 RESPONSES = "/v1/responses"
 PROMPT = "user: hello\nassistant:"
@@ -236,6 +237,13 @@ def test_items_become_a_chat() -> None:
     }
 
 
+def test_each_thought_goes_with_what_follows_it() -> None:
+    said = [{"role": "assistant", "content": text} for text in "ab"]
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy"]
+    messages = list(messages_of([], stored([Item(**each) for each in (thoughts[0], said[0], thoughts[1], said[1])])))  # type: ignore[arg-type]
+    assert [(each["content"], each["reasoning_content"]) for each in messages] == [("a", "x"), ("b", "y")]
+
+
 async def test_what_tools_say_is_the_next_request(start_http: StartHttp) -> None:
     door = await start_http(template=tool_templates.SMOLLM2)
     call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
@@ -336,6 +344,24 @@ async def stop(door: HttpRouter) -> None:
     await door.client.close()
     await door.http.aclose()
     door.router.stop.set()
+
+
+async def test_a_stream_goes_on_where_its_worker_was_lost(start_http: StartHttp) -> None:
+    door = await start_http()
+    first = door.router.workers["d0"]
+    first.max_step = 3
+    asked: Any = {"model": MODEL, "input": "hello", "max_output_tokens": 9, "stream": True}
+    events, deltas = list[Any](), list[str]()
+    async for event in await door.client.responses.create(**asked):
+        events.append(event)
+        deltas += [event.delta] if event.type == "response.output_text.delta" else []
+        if len("".join(deltas)) == 4 and "d1" not in door.router.workers:
+            await door.router.worker(link.ROLE_DECODE, "d1")
+            await door.router.until_status(lambda status: sum(not w.unroutable for w in status.workers) == 3)
+            await first.die()
+    assert "".join(deltas) == events[-1].response.output_text == said(PROMPT, 9)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.model_extra["pdserve"]["attempts"] == 2
 
 
 async def test_streams_and_refusals_have_this_apis_errors(start_http: StartHttp) -> None:
