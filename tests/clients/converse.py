@@ -144,6 +144,55 @@ def with_openai_agents(url: str, model: str, *, streams: bool) -> None:
     asyncio.run(converse())
 
 
+def with_agents_over_responses(url: str, model: str, *, streams: bool) -> None:
+    """The agents SDK as it is by default: two tools, and turns that continue what the server keeps."""
+    from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    asked_of: list[tuple[str, str]] = []
+
+    def weather(city: Literal["Bern", "Rome"]) -> str:
+        """Say how the weather is."""
+        asked_of.append(("weather", city))
+        return SUNNY
+
+    def sights(city: Literal["Bern", "Rome"]) -> str:
+        """Say what can be seen."""
+        asked_of.append(("sights", city))
+        return "There is an old bridge."
+
+    async def run(agent: Any, said: Any, **how: Any) -> Any:
+        if not streams:
+            return await Runner.run(agent, said, **how)
+        result = Runner.run_streamed(agent, said, **how)
+        async for _ in result.stream_events():
+            pass
+        return result
+
+    async def converse() -> None:
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            served, tools = OpenAIResponsesModel(model, client), [function_tool(weather), function_tool(sights)]
+            forced = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 40}
+            for name in ("required", "weather", "sights"):
+                settings = ModelSettings(**{**forced, "tool_choice": name})  # of the first call of each run alone
+                agent = Agent("guide", instructions="Be brief.", model=served, tools=tools, model_settings=settings)
+                first = await run(agent, QUESTION)
+                again = {"role": "user", "content": AGAIN}
+                kept = await run(agent, AGAIN, previous_response_id=first.last_response_id)
+                sent = await run(agent, [*first.to_input_list(), again])
+                held = (await client.conversations.create()).id
+                for said in (QUESTION, AGAIN):
+                    await run(agent, said, conversation_id=held)
+                assert len(asked_of) == 5, asked_of
+                assert name == "required" or {called for called, _ in asked_of} == {name}, asked_of
+                assert kept.final_output == sent.final_output, (kept, sent)
+                assert len((await client.conversations.items.list(held)).data) == 8
+                asked_of.clear()
+
+    asyncio.run(converse())
+
+
 def with_instructor(url: str, model: str, *, streams: bool) -> None:
     import instructor
     from openai import OpenAI
@@ -181,6 +230,7 @@ CLIENTS: dict[str, Callable[..., None]] = {
     "langchain-openai": with_langchain,
     "litellm": with_litellm,
     "openai-agents": with_openai_agents,
+    "openai-agents over responses": with_agents_over_responses,
     "instructor": with_instructor,
 }
 

@@ -81,7 +81,10 @@ def test_langchain(cluster: LiveCluster, run: Run) -> None:
     run("python", HERE / "langchain_client.py", cluster.state.http, MODEL)
 
 
-@pytest.mark.parametrize("client", ["openai", "langchain-openai", "litellm", "openai-agents", "instructor"])
+@pytest.mark.parametrize(
+    "client",
+    ["openai", "langchain-openai", "litellm", "openai-agents", "openai-agents over responses", "instructor"],
+)
 def test_conversations_with_tools_go_on_through(cluster: LiveCluster, run: Run, client: str) -> None:
     run("python", HERE / "converse.py", client, cluster.state.http, MODEL)
 
