@@ -16,7 +16,7 @@ from pdserve.observe.metrics_server import metrics_text
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.dispatcher import Answer
-from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, Readiness, State
+from pdserve.router.frontend.backend import PERIOD_S, Abort, EngineState, KeptCounts, Readiness, State
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import Live
@@ -45,6 +45,7 @@ class LocalBackend:
         self.num_spans: Counter[str] = Counter()  # of frontends in other processes, by what became of them
         self.span_counts: Callable[[], Mapping[str, int]] = lambda: self.num_spans
         self.aborts: list[Abort] = []
+        self.kept = KeptCounts()
         self.shell = shell
         self._model = model
         self._shows_metrics, self._serves_clients = config.metrics, config.serve_clients
@@ -101,6 +102,7 @@ class LocalBackend:
         """Yield all that the router shows."""
         yield Sample(FRONTENDS, len(self.admin.frontends) + self._serves_clients)
         yield Sample(FRONTENDS_LOST, self.num_frontends_lost)
+        yield from self.kept.samples()
         yield from connection_samples(self.ports)
         counts = self.span_counts()
         yield from router_samples(self.shell, self.outcomes, self.clients, self.tenants, counts, self._model)

@@ -146,6 +146,13 @@ REQUESTS_WITHOUT_ROUTER = _gauge("pdserve_requests_without_router", "Requests of
 REQUESTS_RESUMED = _counter(
     "pdserve_requests_resumed_total", "Requests of a frontend that went from a lost router to another one."
 )
+RESPONSES_IN_BACKGROUND = _gauge(
+    "pdserve_responses_in_background", "Responses that this process computes while no client waits."
+)
+RESPONSES_FORGOTTEN = _counter(
+    "pdserve_responses_forgotten_total",
+    "Responses and conversations that this process has forgotten for their tenants' limits; old ones do not count.",
+)
 ACTIVE = _gauge("pdserve_requests_active", "Requests that are placed.")
 HELD = _gauge("pdserve_requests_held", "Requests that wait in the router for a place.")
 GOODPUT = _counter("pdserve_goodput_requests_total", "Requests that met all their objectives.", _CLASS)

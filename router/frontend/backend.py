@@ -1,13 +1,14 @@
 """What a frontend needs from the router's core, which is in the same process or in another."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pdserve.base.clock import Clock
 from pdserve.base.ids import RequestId
 from pdserve.base.values import value
 from pdserve.net.credentials import Connections
+from pdserve.observe.metrics import RESPONSES_FORGOTTEN, RESPONSES_IN_BACKGROUND, Sample
 from pdserve.protocol.adapters import AdapterDigest
 from pdserve.protocol.refusal import Refused, Status
 from pdserve.router.dispatcher import Answer
@@ -58,6 +59,18 @@ class EngineState:
     num_failed: int = 0  # requests that ended without their answer, invalid ones among them
 
 
+@dataclass(slots=True)
+class KeptCounts:
+    """What became of the responses that this process keeps."""
+
+    num_in_background: int = 0  # now
+    num_forgotten: int = 0  # for the limits of tenants
+
+    def samples(self) -> Iterator[Sample]:
+        yield Sample(RESPONSES_IN_BACKGROUND, self.num_in_background)
+        yield Sample(RESPONSES_FORGOTTEN, self.num_forgotten)
+
+
 class Outcomes(Protocol):
     """Counts how requests ended."""
 
@@ -72,6 +85,7 @@ class Backend(Protocol):
     """The way to the core."""
 
     aborts: list[Abort]  # called when a client wants requests of its tenant ended
+    kept: KeptCounts
     span_counts: Callable[[], Mapping[str, int]]  # how many spans were sent, failed and dropped so far
 
     @property

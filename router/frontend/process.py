@@ -95,6 +95,7 @@ async def _raise_when_broken(routers: Routers) -> None:
 def _samples(routers: Routers) -> Iterator[Sample]:
     yield Sample(REQUESTS_WITHOUT_ROUTER, routers.num_waiting)
     yield Sample(REQUESTS_RESUMED, routers.num_resumed)
+    yield from routers.kept.samples()
 
 
 class Attaching:

@@ -21,7 +21,7 @@ from pdserve.protocol.refusal import CLIENT_GONE, Cause, Refused, RefusedError, 
 from pdserve.router.config import FrontendConfig
 from pdserve.router.dispatcher import Answer
 from pdserve.router.frontend import channel as messages
-from pdserve.router.frontend.backend import Abort, EngineState, Readiness, State
+from pdserve.router.frontend.backend import Abort, EngineState, KeptCounts, Readiness, State
 from pdserve.router.frontend.channel import Channel
 from pdserve.router.frontend.counting import HomeOutcomes, HomeTenants
 from pdserve.router.frontend.underway import Underway
@@ -73,6 +73,7 @@ class Routers:
         self.outcomes = HomeOutcomes(self)
         self.connections = Connections()
         self.aborts: list[Abort] = []
+        self.kept = KeptCounts()
         self.span_counts: Callable[[], Mapping[str, int]] = dict
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by an error of ours
         self.changed: Callable[[], None] = lambda: None  # called when `readiness` may have changed

@@ -132,6 +132,7 @@ class Background:
         finally:
             self._num_starting -= 1
         self._jobs[job.name] = job
+        self._count()
         self._tasks.create_task(self._run(job), name=f"response {job.response.id}")
         return job.answer, told
 
@@ -165,8 +166,12 @@ class Background:
             logger.error("response %s has no end in the store: %s", job.response.id, error.refused.message)
         finally:
             del self._jobs[job.name]
+            self._count()
             if job.answer is not None:
                 self._intake.leave(job.answer)
+
+    def _count(self) -> None:
+        self._intake.backend.kept.num_in_background = len(self._jobs)
 
     def _keep(self, job: Job) -> None:
         """Keep the events of a response that has ended, and forget the oldest beyond the limit."""

@@ -42,7 +42,7 @@ from pdserve.text.reasoning import ReasoningTokens
 async def open_responses(config: EndpointConfig, intake: Intake, owner: str) -> AsyncIterator["Responses"]:
     """Keep responses for the length of the block. `owner`: this process's name. ConfigError for an unusable file."""
     limits = Limits(config.max_num_stored, config.max_stored_bytes, config.responses_ttl_s)
-    store = Store(config.responses_file, limits, owner)
+    store = Store(config.responses_file, limits, owner, intake.backend.kept)
     try:
         async with Background(intake, config.max_num_background, config.max_deadline_ms / 1e3) as background:
             yield Responses(intake, store, background)

@@ -90,6 +90,7 @@ class Shelf:
         What an earlier process of this name was computing has failed.
         """
         self._limits, self._owner, self._now_s = limits, owner, now_s
+        self.num_forgotten = 0  # over the limits
         try:
             if file is not None:
                 os.close(os.open(file, os.O_CREAT | os.O_RDWR, PRIVATE))
@@ -315,6 +316,7 @@ class Shelf:
             count, size = count - 1, size - num_bytes
         for name in forgotten:
             self._forget(tenant, name)
+        self.num_forgotten += len(forgotten)
 
     def _forget(self, tenant: str, name: str) -> None:
         self._db.execute("DELETE FROM items WHERE tenant = ? AND holder = ?", (tenant, name))

@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from pdserve.base.errors import echo
 from pdserve.protocol.refusal import Cause, Refused, RefusedError
+from pdserve.router.frontend.backend import KeptCounts
 from pdserve.router.frontend.responses.shelf import Holder, Json, Kind, Limits, Missing, Shelf
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,10 @@ _T = TypeVar("_T")
 class Store:
     """What this process keeps of responses and conversations."""
 
-    def __init__(self, file: Path | None, limits: Limits, owner: str) -> None:
+    def __init__(self, file: Path | None, limits: Limits, owner: str, counts: KeptCounts) -> None:
         """`file`: None keeps it in memory. `owner`: this process's name. ConfigError for an unusable file."""
         self.limits = limits
+        self._counts = counts
         self._shelf = Shelf(file, limits, owner, time.time)
         self._thread = ThreadPoolExecutor(1, "responses")
 
@@ -38,7 +40,9 @@ class Store:
         """Call a method of the shelf, after those that were called before. RefusedError if the database fails."""
         call = partial(method, self._shelf, *args, **kwargs)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+            answer = await asyncio.get_running_loop().run_in_executor(self._thread, call)
+            self._counts.num_forgotten = self._shelf.num_forgotten
+            return answer
         except sqlite3.Error as error:
             logger.error("responses and conversations cannot be kept: %s", error)
             text = "the store of responses and conversations failed"

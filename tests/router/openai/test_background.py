@@ -104,8 +104,10 @@ async def test_their_number_is_bounded_and_what_is_not_valid_is_refused_at_once(
     with pytest.raises(openai.RateLimitError) as refused:
         await door.client.responses.create(**ASKED)
     assert refused.value.response.json()["error"]["refused_because"] == "background"
+    assert "pdserve_responses_in_background 1.0" in (await door.http.get("/metrics")).text
     await door.client.responses.cancel(begun.id)
     await door.router.until_idle()
+    assert "pdserve_responses_in_background 0.0" in (await door.http.get("/metrics")).text
     again = await door.client.responses.create(**ASKED)
     await door.client.responses.cancel(again.id)
 

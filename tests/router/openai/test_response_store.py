@@ -77,6 +77,7 @@ def test_bytes_are_bounded_but_what_was_put_last_stays() -> None:
     assert world.kept(*"abcdef") == "def"
     world.put("g", size=20_000)
     assert world.kept(*"abcdefg") == "g"
+    assert world.shelf.num_forgotten == 6
     assert world.shelf.counts()[0] == 1
 
 
