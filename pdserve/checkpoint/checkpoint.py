@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import xxhash
 
@@ -29,7 +29,8 @@ from pdserve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from pdserve.model.groups import Groups
 
-ChosenQuantization = Literal["none", "int8", "int4", "gguf"]  # floats, rounded while they are read, or the file's codes
+FileCodes = Literal["awq", "compressed-tensors", "gguf", "gptq"]
+ChosenQuantization = Literal["none", "int8", "int4"] | FileCodes  # floats, rounded as they are read, or the file's
 
 PART_BYTES = 2**25  # hashed by one thread at a time
 READ_BYTES = 2**20  # fits a core's cache
@@ -153,7 +154,8 @@ class Checkpoint:
     weights: Callable[[], Weights]  # by Hugging Face names; opens the files; imports torch or numpy
     tokenizer: Callable[[], Tokenizer]
     check_weights: Callable[[], None]  # reads their headers; ConfigError names a file that is missing or cut short
-    coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, if it quantizes some
+    coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, if products take its codes
+    coded_as: FileCodes | None = None  # what these are
     template_files: Mapping[str, Path] = field(default_factory=dict)  # by the templates' names; others are in `path`
     tool_template: str | None = None  # the source of the chat template for conversations with tools; None: the same
 
@@ -208,25 +210,25 @@ def tokenizer_archive(checkpoint: Checkpoint) -> bytes:
 def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str, device: Device) -> ChosenQuantization:
     """Return the form of a model's matrices; ConfigError if the one asked for is not possible.
 
-    auto keeps a GGUF file's codes if inputs are bfloat16: who asks for float32 wants exact products.
+    auto keeps the codes of a file if inputs are bfloat16: who asks for float32 wants exact products.
     """
     on_gpu = device in ("cuda", "interpreter")
     if asked == "auto":
-        keeps = checkpoint.coded_weights is not None and dtype == "bfloat16" and not on_gpu
-        return "gguf" if keeps else "none"
+        keeps = dtype == "bfloat16" and not on_gpu
+        return checkpoint.coded_as if keeps and checkpoint.coded_as is not None else "none"
     if asked == "none":
         return "none"
     if on_gpu:
         raise ConfigError(f"quantization: {asked} is for CPUs, device is {device}")
     if dtype not in QUANTIZED_DTYPES:
         raise ConfigError(f"quantization: {asked} goes with dtype {' or '.join(QUANTIZED_DTYPES)}, not {dtype}")
-    if asked == "gguf" and checkpoint.coded_weights is None:
-        raise ConfigError(f"quantization: gguf: {checkpoint.path} is no GGUF file with quantized tensors")
+    if asked in get_args(FileCodes) and asked != checkpoint.coded_as:
+        raise ConfigError(f"quantization: {asked}: {checkpoint.path} has no weights in such codes")
     return asked
 
 
 def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization) -> Weights:
-    if quantization == "gguf" and checkpoint.coded_weights is not None:
+    if quantization == checkpoint.coded_as and checkpoint.coded_weights is not None:
         return checkpoint.coded_weights()
     return in_form(checkpoint.weights(), quantization)
 

@@ -12,6 +12,7 @@ import tokenizers
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import DEFAULT, TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
 from pdserve.checkpoint.hub import repository_of
+from pdserve.checkpoint.published import decoding, read_format
 from pdserve.checkpoint.vocabulary_file import read_vocabulary
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
@@ -38,6 +39,13 @@ def open_directory(path: Path) -> Checkpoint:
         config = ModelConfig.from_hf(raw_config)
     with naming("generation_config.json"):
         defaults = GenerationDefaults.from_hf(generation)
+    with naming("config.json"):
+        form = read_format(raw_config)
+
+    def weights(*, keep_coded: bool = False) -> Weights:
+        read = decoding(text_tensors(read_weights(path), raw_config), form, keep_coded=keep_coded)
+        return apart(read, config)
+
     special_tokens, templates = _special_tokens(tokenizer_config), _chat_templates(path, tokenizer_config)
     return Checkpoint(
         path=path,
@@ -51,7 +59,9 @@ def open_directory(path: Path) -> Checkpoint:
         tool_template=templates.get(TOOL_USE, (path, None))[1],
         template_files={name: file for name, (file, _) in templates.items()},
         weight_files=_weight_files(path),
-        weights=lambda: apart(text_tensors(read_weights(path), raw_config), config),
+        weights=weights,
+        coded_weights=partial(weights, keep_coded=True) if form.coded_as else None,
+        coded_as=form.coded_as,
         tokenizer=partial(_tokenizer, path, tokenizer_config, config.architecture),
         check_weights=partial(check_weights, path),
     )

@@ -43,6 +43,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tokenizer=partial(_tokenizer, file, named["bos_token"]),
         check_weights=partial(_check_weights, file),
         coded_weights=partial(_weights, file, config, keep_coded=True) if is_quantized else None,
+        coded_as="gguf" if is_quantized else None,
     )
 
 

@@ -92,7 +92,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         dtype=dtype,
         because=because,
         quantization=quantization,
-        weight_bytes=file_bytes if quantization == "gguf" else _weight_bytes(weights, quantization, dtype),
+        weight_bytes=file_bytes if quantization == checkpoint.coded_as else _weight_bytes(weights, quantization, dtype),
         max_model_len=config.max_position_embeddings,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

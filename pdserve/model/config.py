@@ -122,7 +122,7 @@ class ModelConfig:
         family = FAMILIES[architecture]
         fields = Fields({**family.defaults, **config})
         fields.texts("architectures")
-        _check_quantization(fields, family)
+        fields.skip("quantization_config")  # `checkpoint.published` reads it
         num_heads = fields.positive("num_attention_heads")
         num_kv_heads = fields.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -178,19 +178,6 @@ def _architecture(fields: Fields) -> str:
     if len(names) != 1 or names[0] not in FAMILIES:
         raise fields.unsupported("architectures", f"one of {', '.join([*FAMILIES, *WRAPPERS])}")
     return names[0]
-
-
-def _check_quantization(fields: Fields, family: Family) -> None:
-    """Raise ConfigError for weights in a form that is not read. What is quantized, the names of tensors say."""
-    section = fields.section("quantization_config")
-    if fields.has("quantization_config") and section.text("quant_method", "") not in family.quantizations:
-        served = (
-            f"quant_method {' or '.join(family.quantizations)}" if family.quantizations else "only unquantized weights"
-        )
-        raise fields.unsupported("quantization_config", served)
-    section.texts("modules_to_not_convert")
-    for key in section.unread():
-        raise section.unsupported(key, "there is no such key")
 
 
 def _refuse_unread(fields: Fields, architecture: str) -> None:

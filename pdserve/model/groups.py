@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.model.weights import GROUP
+from pdserve.model.weights import GROUP, Part
 
 HALF = GROUP // 2
 SIGNED_ZERO = {4: 8, 8: 128}  # the code of zero where weights are symmetric around it
@@ -53,6 +53,11 @@ class Groups:
         """Return the matrix of some outputs, in their order."""
         parts = (self.codes[outputs], self.scales[outputs], self.minimums[outputs])
         return Groups(self.bits, *map(np.ascontiguousarray, parts))
+
+    def part(self, part: Part) -> "Groups":
+        """Return a part, as tensors are indexed: some outputs, or some inputs, or all."""
+        found = self.of_outputs(part[0]) if part and part[0] != slice(None) else self
+        return found.of_inputs(part[1]) if len(part) > 1 else found
 
     def _unpacked(self) -> Bytes:
         if self.bits == 8:

@@ -17,7 +17,7 @@ from pdserve.protocol.prefix_hash import BLOCK_TOKENS
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Quantization = Literal["auto", "none", "int8", "int4", "gguf"]
+Quantization = Literal["auto", "none", "int8", "int4", "awq", "compressed-tensors", "gguf", "gptq"]
 QuantizedInputs = Literal[8, 16]
 AttentionBackend = Literal["auto", "triton", "flashinfer"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
@@ -177,8 +177,9 @@ class WorkerConfig(ServingConfig):
     )
     quantization: Quantization = Field(
         "auto",
-        description="Form of the weights, the same for all workers. auto keeps the codes of a GGUF file where dtype is "
-        "bfloat16 on a CPU. none: floats. gguf: as the file has them. int8, int4: rounded to so many bits when read.",
+        description="Form of the weights, the same for all workers. auto keeps the codes of a file where dtype is "
+        "bfloat16 on a CPU. none: floats. awq, compressed-tensors, gguf, gptq: as the file has them. int8, int4: "
+        "rounded to so many bits when read.",
     )
     quantized_inputs: QuantizedInputs = Field(
         16,

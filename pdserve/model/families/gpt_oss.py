@@ -50,4 +50,4 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 DEFAULTS = {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rope_theta": 150000.0}
-GPT_OSS = Family(_read, {**DEFAULTS, "rope_scaling": YARN}, quantizations=("mxfp4",))
+GPT_OSS = Family(_read, {**DEFAULTS, "rope_scaling": YARN})

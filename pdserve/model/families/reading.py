@@ -15,7 +15,6 @@ class Family:
 
     read: Callable[[Fields], Design]
     defaults: Mapping[str, object] = field(default_factory=dict)  # of keys that all models have, where it has its own
-    quantizations: tuple[str, ...] = ()  # by `quant_method`, in which its tensors may be published
 
 
 def repeated(layer: Layer, fields: Fields) -> tuple[Layer, ...]:

@@ -1,0 +1,111 @@
+"""How published formats pack quantized matrices, and what they stand for.
+
+Each reader takes the tensors of one matrix, and returns its integers and what they are multiplied with.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.model.groups import Groups, packed_halves
+from pdserve.model.weights import GROUP
+
+Parts = Mapping[str, Tensor]  # of one matrix, by what comes after its name
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where output i of eight lies in a word, in units of 4 bits, from its low end
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A matrix of integers; a weight is (code - zero) * scale."""
+
+    bits: int
+    codes: Tensor  # uint8 [outputs, inputs]
+    zeros: Tensor  # int16 [outputs, groups]
+    scales: Tensor  # [outputs, groups]
+    of_groups: Tensor | None = None  # int64 [inputs]: the group of each; None: they have the same number, in order
+
+    def values(self) -> Tensor:
+        """Return the weights, float32 [outputs, inputs]."""
+        zeros, scales = (self._spread(each) for each in (self.zeros, self.scales))
+        return (self.codes.float() - zeros.float()) * scales.float()
+
+    def groups(self) -> Groups | None:
+        """Return the same matrix as products take it; None if its groups or its scales are not theirs."""
+        outputs, inputs = self.codes.shape
+        size = inputs // self.scales.shape[1]
+        halves = self.scales.half()
+        if self.of_groups is not None or size % GROUP or inputs % GROUP:
+            return None
+        minimums = (self.zeros.float() * -halves.float()).half()
+        if not torch.equal(halves.float(), self.scales.float()) or not bool(minimums.isfinite().all()):
+            return None
+        times = size // GROUP
+        codes = self.codes.view(outputs, -1, GROUP).numpy()
+        each = (part.repeat_interleave(times, 1).contiguous().numpy() for part in (halves, minimums))
+        return Groups(self.bits, packed_halves(codes) if self.bits == 4 else codes, *each)
+
+    def _spread(self, each: Tensor) -> Tensor:
+        """Return what each input has of its group: [outputs, inputs]."""
+        if self.of_groups is not None:
+            return each[:, self.of_groups]
+        return each.repeat_interleave(self.codes.shape[1] // each.shape[1], 1)
+
+
+def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Return the integers of int32 words, uint8: from the low end of each, along a dimension."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    each = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return each.movedim(-1, dim % words.dim() + 1).flatten(dim % words.dim(), dim % words.dim() + 1).to(torch.uint8)
+
+
+def read_awq(parts: Parts) -> Coded:
+    """Read AWQ's `gemm` packing: words are of eight outputs of one input (Lin et al. 2023, llm-awq)."""
+
+    def of_outputs(words: Tensor) -> Tensor:
+        eights = unpacked(words, 4, 1).view(len(words), -1, 8)
+        return eights[..., list(AWQ_ORDER)].flatten(1).t().contiguous()
+
+    zeros = of_outputs(parts["qzeros"]).to(torch.int16)
+    return Coded(4, of_outputs(parts["qweight"]), zeros, parts["scales"].t().contiguous())
+
+
+def read_gptq(parts: Parts, bits: int, *, older: bool) -> Coded:
+    """Read GPTQ's packing: words are of some inputs of one output. older: files hold zeros less one (AutoGPTQ's)."""
+    codes = unpacked(parts["qweight"], bits, 0).t().contiguous()
+    zeros = unpacked(parts["qzeros"], bits, 1).t().to(torch.int16) + int(older)
+    scales, inputs, of_groups = parts["scales"].t().contiguous(), codes.shape[1], None
+    if "g_idx" in parts:
+        in_order = torch.arange(inputs) // max(1, inputs // scales.shape[1])
+        given = parts["g_idx"].long()
+        of_groups = None if torch.equal(given, in_order) else given
+    return Coded(bits, codes, zeros.contiguous(), scales, of_groups)
+
+
+def read_compressed(parts: Parts, inputs: int) -> Coded:
+    """Read compressed-tensors' integers: int8, or packed, from the low end of words, as far above zero as they go."""
+    scales = parts["weight_scale"]
+    if "weight" in parts:
+        codes = (parts["weight"].short() + 128).to(torch.uint8)
+        return Coded(8, codes, torch.full(scales.shape, 128, dtype=torch.int16), scales)
+    words = parts["weight_packed"]
+    bits = words.shape[1] * 32 // inputs
+    codes = unpacked(words, bits, 1)[:, :inputs]
+    zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int16)
+    if "weight_zero_point" in parts:
+        zeros = unpacked(parts["weight_zero_point"], bits, 0)[: len(scales)].to(torch.int16)
+    of_groups = parts["weight_g_idx"].long() if "weight_g_idx" in parts else None
+    return Coded(bits, codes.contiguous(), zeros, scales, of_groups)
+
+
+def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Return values times scales, float32: of blocks, or of each output, or of all. values: [outputs, inputs]."""
+    wide = scales.float()
+    if block is not None:
+        rows, columns = block
+        wide = wide.repeat_interleave(rows, 0)[: len(values)].repeat_interleave(columns, 1)[:, : values.shape[1]]
+    elif wide.dim() < 2:
+        wide = wide.reshape(-1, 1)
+    return values.float() * wide

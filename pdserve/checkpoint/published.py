@@ -1,0 +1,261 @@
+"""Checkpoints that are published in fewer bits, by their `quantization_config`. Free of torch.
+
+Served are FP8 (of each tensor, each output or blocks), compressed-tensors (FP8, int8, and 4 or 8 bits in words), AWQ,
+GPTQ, and GPT-OSS's MXFP4 (`model/stacked.py`). Inputs of products are not rounded, whatever a config says of them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.checkpoint import FileCodes
+from pdserve.model.fields import Fields
+from pdserve.model.weights import GROUP, Part, Stored, Weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from pdserve.checkpoint.packing import Coded
+    from pdserve.model.weights import Read
+
+CONFIG = "quantization_config"
+SCALES = ("weight_scale_inv", "weight_scale")  # of FP8
+OF_INPUTS = ("activation_scale", "input_scale")  # which are not used
+OF_MODULES = ("ignored_layers", "ignore", "modules_to_not_convert")  # names of tensors say it, too
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How the matrices of a checkpoint are coded."""
+
+    method: str
+    marks: tuple[str, ...]  # parts of a matrix, after its name, by one of which it is known
+    needed: tuple[str, ...] = ()  # other parts
+    optional: tuple[str, ...] = ()
+    bits: int = 8
+    block: tuple[int, int] | None = None  # of FP8: outputs and inputs that share a scale
+    older: bool = False  # of GPTQ
+    coded_as: FileCodes | None = None  # integers that products take
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*self.marks, *self.needed, *self.optional)
+
+
+PLAIN = Format("none", ())
+
+
+def read_format(config: Mapping[str, object]) -> Format:
+    """Return how a checkpoint's matrices are coded; ConfigError names a key that is not served."""
+    fields = Fields(config)
+    section = fields.section(CONFIG)
+    if not fields.has(CONFIG):
+        return PLAIN
+    method = section.text("quant_method", "")
+    if method not in FORMATS:
+        raise ConfigError(f"{CONFIG}.quant_method: {method!r} is not supported (one of {', '.join(FORMATS)})")
+    found = FORMATS[method](section)
+    for key in OF_MODULES:
+        section.texts(key)
+    section.must_be("kv_cache_scheme", None)
+    if unread := [key for key in section.unread() if not key.startswith(("_", "meta"))]:
+        raise section.unsupported(unread[0], f"{method} has no such key")
+    return found
+
+
+def _fp8(section: Fields) -> Format:
+    if section.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise section.unsupported("fmt", "e4m3")
+    section.text("activation_scheme", "dynamic")
+    section.flag("dequantize", default=False)
+    block = None
+    if section.has("weight_block_size"):
+        sizes = section.numbers("weight_block_size")
+        if len(sizes) != 2 or not all(size >= 1 and size == int(size) for size in sizes):
+            raise section.unsupported("weight_block_size", "two numbers of outputs and inputs")
+        block = int(sizes[0]), int(sizes[1])
+    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=block)
+
+
+def _awq(section: Fields) -> Format:
+    section.must_be("bits", 4)
+    section.must_be("zero_point", True)
+    if section.text("version", "gemm").lower() != "gemm":
+        raise section.unsupported("version", "gemm")
+    section.optional_int("group_size")
+    return Format("awq", ("qweight",), ("qzeros", "scales"), bits=4, coded_as="awq")
+
+
+def _gptq(section: Fields) -> Format:
+    bits = section.integer("bits")
+    if bits not in (4, 8):
+        raise section.unsupported("bits", "4 or 8")
+    kind = section.text("checkpoint_format", "gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        raise section.unsupported("checkpoint_format", "gptq or gptq_v2")
+    for key in ("desc_act", "sym", "static_groups", "true_sequential", "lm_head", "is_marlin_format", "use_exllama"):
+        section.flag(key, default=False)
+    section.must_be("is_marlin_format", False)
+    section.optional_int("group_size")
+    section.optional_number("damp_percent")
+    for key in ("model_name_or_path", "model_file_base_name", "quantizer", "pack_dtype"):
+        section.text(key, "")
+    return Format(
+        "gptq", ("qweight",), ("qzeros", "scales"), ("g_idx",), bits=bits, older=kind == "gptq", coded_as="gptq"
+    )
+
+
+def _compressed(section: Fields) -> Format:
+    for key in ("format", "quantization_status", "version"):
+        section.text(key, "")
+    section.optional_number("global_compression_ratio")
+    for key in ("sparsity_config", "transform_config"):
+        if section.section(key).unread():
+            raise section.unsupported(key, "nothing")
+    groups = section.section("config_groups")
+    block, kinds = None, set[str]()
+    for name in groups.unread():
+        weights = groups.section(name).section("weights")
+        kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
+        kinds.add(kind)
+        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+            raise weights.unsupported("num_bits", "4 or 8 of int, 8 of float")
+        if weights.text("strategy", "channel") not in ("block", "channel", "group", "tensor"):
+            raise weights.unsupported("strategy", "block, channel, group or tensor")
+        if weights.has("block_structure"):
+            rows, columns = weights.numbers("block_structure")
+            block = int(rows), int(columns)
+    parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
+    coded_as: FileCodes | None = "compressed-tensors" if "int" in kinds else None
+    optional = (*parts, *OF_INPUTS, "input_zero_point")
+    return Format("compressed-tensors", ("weight_scale",), (), optional, block=block, coded_as=coded_as)
+
+
+def _mxfp4(section: Fields) -> Format:
+    del section
+    return PLAIN  # `model/stacked.py` knows these tensors by their names
+
+
+FORMATS: Mapping[str, Callable[[Fields], Format]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}
+
+
+def decoding(weights: Weights, of: Format, *, keep_coded: bool = False) -> Weights:
+    """Return a checkpoint's tensors with each coded matrix as one, decoded when it is read.
+
+    keep_coded: matrices of integers as products take them, where they do. ConfigError names a part that is missing or
+    misshapen.
+    """
+    if of == PLAIN:
+        return weights
+    left, found = dict(weights), dict[str, Stored]()
+    for name in weights:
+        base, _, last = name.rpartition(".")
+        if last in of.marks:
+            parts = {each: left.pop(f"{base}.{each}") for each in of.parts if f"{base}.{each}" in left}
+            found[f"{base}.weight"] = _matrix(base, parts, of, keep_coded=keep_coded)
+    return {**left, **found}
+
+
+def _matrix(base: str, parts: dict[str, Stored], of: Format, *, keep_coded: bool) -> Stored:
+    shape = _shape(base, parts, of)
+
+    def read(part: Part) -> "Read":
+        import torch  # noqa: PLC0415 - routers open checkpoints without it
+
+        tensors = {name: cast("torch.Tensor", stored.read(())) for name, stored in parts.items()}
+        for name, tensor in tensors.items():
+            if "scale" in name and not bool(torch.isfinite(tensor.float()).all()):
+                raise ConfigError(f"{base}.{name}: not finite")
+        coded = _decoded(base, tensors, of, shape)
+        if isinstance(coded, torch.Tensor):
+            return coded[part]
+        groups = coded.groups() if keep_coded else None
+        return coded.values()[part] if groups is None else groups.part(part)
+
+    return Stored(shape, read, GROUP if keep_coded else 1)
+
+
+def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: Shape) -> "torch.Tensor | Coded":
+    from pdserve.checkpoint import packing  # noqa: PLC0415 - imports torch
+
+    if of.method == "awq":
+        return packing.read_awq(parts)
+    if of.method == "gptq":
+        num_groups = len(parts["scales"])
+        if "g_idx" in parts and not 0 <= int(parts["g_idx"].min()) <= int(parts["g_idx"].max()) < num_groups:
+            raise ConfigError(f"{base}.g_idx: not from 0 to {num_groups - 1}")
+        return packing.read_gptq(parts, of.bits, older=of.older)
+    if "weight" in parts and parts["weight"].is_floating_point():
+        scales = next(parts[name] for name in SCALES if name in parts)
+        return packing.scaled(parts["weight"], scales, of.block)
+    return packing.read_compressed(parts, shape[1])
+
+
+def _shape(base: str, parts: dict[str, Stored], of: Format) -> Shape:
+    """Return outputs and inputs; ConfigError unless all parts fit them."""
+    if missing := [part for part in of.needed if part not in parts]:
+        raise ConfigError(f"{base}.{missing[0]}: missing from the weights")
+    match of.method:
+        case "awq":
+            inputs, words = _two(base, "qweight", parts)
+            outputs, groups = words * 8, parts["scales"].shape[0]
+            expected: dict[str, Shape] = {"scales": (groups, outputs), "qzeros": (groups, words)}
+        case "gptq":
+            rows, outputs = _two(base, "qweight", parts)
+            inputs, groups = rows * 32 // of.bits, parts["scales"].shape[0]
+            expected = {"scales": (groups, outputs), "qzeros": (groups, outputs * of.bits // 32), "g_idx": (inputs,)}
+        case _ if "weight" in parts:
+            outputs, inputs = _two(base, "weight", parts)
+            _check_scales(base, (outputs, inputs), parts, of)
+            return outputs, inputs
+        case _:
+            return _packed_shape(base, parts)
+    for name, shape in expected.items():
+        if name in parts and parts[name].shape != shape:
+            raise ConfigError(f"{base}.{name}: shape {parts[name].shape}, not {shape}")
+    if groups < 1 or inputs % groups:
+        raise ConfigError(f"{base}.scales: {groups} groups do not divide {inputs} inputs")
+    return outputs, inputs
+
+
+def _check_scales(base: str, shape: tuple[int, int], parts: dict[str, Stored], of: Format) -> None:
+    """Raise ConfigError unless scales are of the whole matrix, of its outputs, of groups of inputs, or of blocks."""
+    name = next(each for each in SCALES if each in parts)
+    (outputs, inputs), found = shape, parts[name].shape
+    fits = found in ((), (1,), (1, 1), (outputs,)) or (
+        len(found) == 2 and found[0] == outputs and inputs % found[1] == 0
+    )
+    if of.block is not None:
+        fits = found == (-(-outputs // of.block[0]), -(-inputs // of.block[1]))
+    if not fits:
+        raise ConfigError(f"{base}.{name}: shape {found} for {outputs} x {inputs}, in blocks of {of.block}")
+
+
+def _packed_shape(base: str, parts: dict[str, Stored]) -> Shape:
+    """Return the shape that a matrix in words says it has."""
+    for name in ("weight_packed", "weight_shape"):
+        if name not in parts:
+            raise ConfigError(f"{base}.{name}: missing from the weights")
+    outputs, inputs = (int(size) for size in cast("torch.Tensor", parts["weight_shape"].read(())).tolist())
+    rows, words = _two(base, "weight_packed", parts)
+    groups = parts["weight_scale"].shape[-1]
+    if rows != outputs or words not in (-(-inputs * bits // 32) for bits in (4, 8)):
+        raise ConfigError(f"{base}.weight_packed: shape {(rows, words)} holds no {outputs} x {inputs} of 4 or 8 bits")
+    if parts["weight_scale"].shape[0] != outputs or inputs % groups:
+        raise ConfigError(f"{base}.weight_scale: shape {parts['weight_scale'].shape} for {outputs} x {inputs}")
+    return outputs, inputs
+
+
+def _two(base: str, name: str, parts: dict[str, Stored]) -> tuple[int, int]:
+    shape = parts[name].shape
+    if len(shape) != 2:
+        raise ConfigError(f"{base}.{name}: shape {shape} is of no matrix")
+    return shape[0], shape[1]
