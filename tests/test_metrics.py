@@ -63,6 +63,7 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     steps = Steps()
     steps.note(Step(100, 10_000, 3, 30), 0.02, 4)
     steps.note(Step(0, 0, 4, 40), 0.01, 4)
+    steps.note_experts((1.0, 2.5, 2.75))
     samples = [
         *steps.samples("m"),
         *load_samples(node.core.load(), node.scheduler.cache, "m"),
@@ -77,6 +78,9 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]
     assert isinstance(gaps, Distribution)
     assert (gaps.buckets()[0], gaps.buckets()[1]) == (("0.01", 4.0), ("0.025", 7.0))
+    (ratios,) = [sample.amount for sample in samples if sample.metric is metrics.EXPERT_RATIO]
+    assert isinstance(ratios, Distribution)
+    assert (ratios.count, ratios.total) == (3, 6.25)
 
 
 def one() -> Iterator[Sample]:

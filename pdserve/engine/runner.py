@@ -23,6 +23,7 @@ from pdserve.base.ids import PageId
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, Ints
+from pdserve.engine.expert_balance import ExpertBalance
 from pdserve.engine.layer_kinds import ByLayer, by_layer, pool_shape, pool_size
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.sampler import Sampler, score
@@ -124,6 +125,7 @@ class Runner:
         self._model = model
         self._pool = pool_shape(config, num_pages, self.groups)
         self._attention, self._programs = _attention(model, self.kv, self.groups)
+        self._balance = ExpertBalance(model.expert_counts())
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
         self._mask_thread = ThreadPoolExecutor(1, "masks", _unbind)  # starts with the first mask
@@ -135,6 +137,7 @@ class Runner:
         tokens: tuple[tuple[Tokens, ...], ...] = ()
         prompts: dict[int, PromptLogprobs] = {}
         stuck: Mapping[int, str] = {}
+        ratios: tuple[float, ...] = ()
         if plan.chunks:
             batch = Batch.of(plan, self._pool)
             masks = self._begin_masks(batch.samples)
@@ -142,7 +145,9 @@ class Runner:
             found = masks.result() if masks is not None else NO_MASKS
             tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples, found))
             stuck = batch.of_chunks(found.stuck)
-        return StepResult(tokens, time.perf_counter() - started_s, prompts=prompts, stuck=stuck)
+            ratios = self._balance.after(batch.num_tokens)
+        elapsed_s = time.perf_counter() - started_s
+        return StepResult(tokens, elapsed_s, prompts=prompts, stuck=stuck, expert_ratios=ratios)
 
     def _begin_masks(self, samples: Seq[SampleSpec]) -> Future[TokenMasks] | None:
         """Begin to compute masks in another thread, if a sample has a grammar."""

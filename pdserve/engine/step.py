@@ -135,7 +135,7 @@ class StepResult:
 
     Each of the others goes by the place in `StepPlan.chunks`. `failed`: why the chunk could not be computed; its tokens
     are empty. `prompts`: the scores of a chunk with targets. `stuck`: why the grammar lets no token follow; the tokens
-    mean nothing. `drafts`: guesses of what follows the tokens of a chunk.
+    mean nothing. `drafts`: guesses of what follows the tokens of a chunk. `expert_ratios`: see `engine.expert_balance`.
     """
 
     tokens: tuple[tuple[Tokens, ...], ...]
@@ -144,3 +144,4 @@ class StepResult:
     prompts: Mapping[int, PromptLogprobs] = field(default_factory=dict)
     stuck: Mapping[int, str] = field(default_factory=dict)
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    expert_ratios: tuple[float, ...] = ()

@@ -34,6 +34,7 @@ class _Found:
     prompts: dict[int, PromptLogprobs] = field(default_factory=dict)
     stuck: dict[int, str] = field(default_factory=dict)
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    expert_ratios: tuple[float, ...] = ()
 
 
 class Isolating:
@@ -54,7 +55,9 @@ class Isolating:
         if wanted:
             self._try(wanted, found)
         self.drawn = tuple(found.tokens)
-        return StepResult(self.drawn, found.elapsed_s, found.failed, found.prompts, found.stuck, found.drafts)
+        return StepResult(
+            self.drawn, found.elapsed_s, found.failed, found.prompts, found.stuck, found.drafts, found.expert_ratios
+        )
 
     def _known(self, chunks: tuple[Chunk, ...], found: _Found) -> list[tuple[int, Chunk]]:
         """Return the chunks to compute, with their places, and with tokens of the step before where they need them."""
@@ -96,6 +99,7 @@ class Isolating:
             found.elapsed_s += result.elapsed_s
             found.prompts |= {wanted[index][0]: scores for index, scores in result.prompts.items()}
             found.stuck |= {wanted[index][0]: reason for index, reason in result.stuck.items()}
+            found.expert_ratios += result.expert_ratios
             found.drafts |= {wanted[index][0]: guesses for index, guesses in result.drafts.items()}
             return
         half = len(wanted) // 2

@@ -13,6 +13,7 @@ from pdserve.model import design
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import TensorSource
 from pdserve.model.layers import Layer, build_layer
+from pdserve.model.mlp import CompiledExperts, Experts
 from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
 from pdserve.model.parts import Parts
 from pdserve.model.rope import Rope
@@ -67,6 +68,9 @@ class Decoder:
         yield from (self.embedding, self.lm_head)
         for layer in self.layers:
             yield from layer.matrices()
+
+    def expert_counts(self) -> list[Tensor]:
+        return [layer.mlp.counts for layer in self.layers if isinstance(layer.mlp, Experts | CompiledExperts)]
 
     def activation_bytes(self) -> int:
         config = self.config

@@ -163,6 +163,10 @@ class Model(Protocol):
         """Yield all that is multiplied."""
         ...
 
+    def expert_counts(self) -> Sequence[Tensor]:
+        """Return of each layer with experts how many tokens each of them has computed: int64, steps add to it."""
+        ...
+
     def with_ops(self, ops: Ops) -> Self:
         """Return the same model over other operations."""
         ...

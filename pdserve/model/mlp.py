@@ -128,15 +128,17 @@ class Experts:
     routing: design.Routing
     experts: tuple[GatedMlp, ...]
     shared: Shared | None
+    counts: Tensor  # int64 [num_experts]: tokens that have chosen each so far; each step adds its own
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
         weights, chosen = ops.route(x, self.router, self.bias, self.routing)
         out = torch.zeros_like(x, dtype=torch.float32)
         order = torch.argsort(chosen.flatten(), stable=True)
         tokens, shares = order // chosen.shape[1], weights.flatten()[order, None]
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts))
+        self.counts.add_(counts)
         first = 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        for expert, count in zip(self.experts, counts.tolist(), strict=True):
             if count:
                 rows = tokens[first : first + count]
                 made = expert.forward(ops, x.index_select(0, rows), None)
@@ -181,7 +183,8 @@ class Experts:
             added = None if router.bias is None else router.bias.float()
             tiled = _tiled(Router(router.data, *rule, bias, added), of.expert.activation, chain((first,), made))
             return CompiledExperts(tiled, shared)
-        return cls(router, bias, routing, (first, *made), shared)
+        counts = torch.zeros(of.num_experts, dtype=torch.int64, device=tensors.device)
+        return cls(router, bias, routing, (first, *made), shared, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,10 @@ class CompiledExperts:
 
     tiled: TiledExperts
     shared: Shared | None
+
+    @property
+    def counts(self) -> Tensor:
+        return self.tiled.counts
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
         shared = None

@@ -78,6 +78,8 @@ _STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
 _HANDOFF_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 
+_EXPERT_RATIO = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0)
+
 _MODEL = "model_name"
 _CLASS = "priority_class"
 
@@ -189,6 +191,13 @@ ITL = _histogram(
 STEP_TOKENS = _histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", _STEP_TOKENS, _MODEL)
 COMPUTED_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens computed; cached ones are not.", _MODEL)
 SAMPLED_TOKENS = _counter("vllm:generation_tokens_total", "Tokens of answers, first ones included.", _MODEL)
+EXPERT_RATIO = _histogram(
+    "pdserve_expert_load_ratio",
+    "Tokens of a layer's busiest expert divided by the mean of its experts, over each 1024 tokens or more that a "
+    "worker computes; a value for each layer with experts.",
+    _EXPERT_RATIO,
+    _MODEL,
+)
 PREEMPTIONS = _counter("vllm:num_preemptions_total", "Sequences that gave up their pages to others.", _MODEL)
 CACHE_CONFIG = _gauge(
     "vllm:cache_config_info", "Size of a page and number of pages; 1.", "block_size", "num_gpu_blocks"

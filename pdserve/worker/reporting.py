@@ -53,6 +53,7 @@ _ENDED = ("CLOSED", "COMMITTED", "FREE")  # states of hand-offs that are over
 class Steps:
     def __init__(self) -> None:
         self._gaps, self._sizes = Distribution(metrics.ITL), Distribution(metrics.STEP_TOKENS)
+        self._expert_ratios = Distribution(metrics.EXPERT_RATIO)
         self._num_computed = self._num_sampled = 0
 
     def note(self, computed: Step, elapsed_s: float, num_tokens: int) -> None:
@@ -63,12 +64,17 @@ class Steps:
         self._num_computed += computed.prefill_tokens
         self._num_sampled += num_tokens
 
+    def note_experts(self, ratios: Iterable[float]) -> None:
+        for ratio in ratios:
+            self._expert_ratios.observe(ratio)
+
     def samples(self, model: str) -> Iterator[Sample]:
         label = (model,)
         yield Sample(metrics.ITL, self._gaps, label)
         yield Sample(metrics.STEP_TOKENS, self._sizes, label)
         yield Sample(metrics.COMPUTED_TOKENS, self._num_computed, label)
         yield Sample(metrics.SAMPLED_TOKENS, self._num_sampled, label)
+        yield Sample(metrics.EXPERT_RATIO, self._expert_ratios, label)
 
 
 def load_samples(load: Load, cache: KvCache, model: str) -> Iterator[Sample]:
@@ -212,6 +218,7 @@ class Reporter:
             plan, result = step
             cost = StepCost(wire.computed(plan, result), result.elapsed_s, now_s)
             self.steps.note(cost.step, cost.elapsed_s, num_tokens)
+            self.steps.note_experts(result.expert_ratios)
         messages: list[_Outgoing] = [
             (router, self._held_for(router).report(brought.get(router, ()), cost, now_s))
             for router in (self._links.attached if cost is not None else brought)

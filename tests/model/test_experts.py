@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
 
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
 from pdserve.model import mlp
 from pdserve.model.design import Activation, Experts, GatedMlp, Routing
 from pdserve.model.family import Tensors
-from pdserve.model.ops import TorchOps
+from pdserve.model.ops import TorchOps, weight_bytes
+from pdserve.model.ops_cpu import CpuOps
 from pdserve.model.routing import routed
 from pdserve.model.weights import WHOLE, Stored
 
@@ -88,9 +91,14 @@ def weights_of(of: Experts) -> dict[str, Tensor]:
 
 def built(of: Experts) -> tuple[mlp.Experts, dict[str, Tensor]]:
     values = weights_of(of)
+    found = mlp.Experts.build("", of, HIDDEN, tensors_of(values, torch.float32), TorchOps(), WHOLE)
+    assert isinstance(found, mlp.Experts)
+    return found, values
+
+
+def tensors_of(values: dict[str, Tensor], dtype: torch.dtype) -> Tensors:
     stored = {name: Stored(tuple(value.shape), lambda part, value=value: value[part]) for name, value in values.items()}
-    tensors = Tensors(stored, torch.float32, torch.device("cpu"))
-    return mlp.Experts.build("", of, HIDDEN, tensors, TorchOps(), WHOLE), values
+    return Tensors(stored, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 40])
@@ -127,6 +135,24 @@ def test_only_the_experts_that_are_chosen_are_read(monkeypatch: pytest.MonkeyPat
     _, chosen = TorchOps().route(x, mixture.router, None, of.routing)
     mixture.forward(TorchOps(), x, None)
     assert read == sorted(chosen[0].tolist())
+
+
+def test_in_tiles_a_mixture_reads_and_multiplies_the_matrices_of_the_same_experts() -> None:
+    loaded = library()
+    assert not isinstance(loaded, Missing)
+    of = Experts(8, GatedMlp(INNER), Routing(2))
+    ops = CpuOps(loaded, with_experts=True)
+    mixture = mlp.Experts.build("", of, HIDDEN, tensors_of(weights_of(of), torch.bfloat16), ops, WHOLE)
+    if not isinstance(mixture, mlp.CompiledExperts):
+        pytest.skip("this processor has no products of bfloat16")
+    router, every = 8 * HIDDEN * 2, sum(map(weight_bytes, mixture.matrices()))
+    assert mixture.bytes_read(1) == every // 4 + router
+    assert mixture.bytes_read(10_000) == every + router
+    x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(6)).bfloat16()
+    plain = mlp.Experts.build("", of, HIDDEN, tensors_of(weights_of(of), torch.float32), TorchOps(), WHOLE)
+    found, expected = mixture.forward(ops, x, None), plain.forward(TorchOps(), x.float(), None)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    assert torch.equal(mixture.counts, plain.counts)
 
 
 def test_bytes_read_are_those_of_the_experts_that_so_many_tokens_are_expected_to_choose() -> None:

@@ -105,6 +105,7 @@ def _loop(of: Mlp) -> Mlp:
         Routing(router.num_chosen, normalized=router.normalized),
         tuple(mlps),
         of.shared,
+        torch.zeros_like(of.counts),
     )
 
 
