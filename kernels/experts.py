@@ -22,7 +22,7 @@ INTERPRETED = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """A step's choices: shares and slots of rows, in the order of the experts; the row of each slot; blocks of slots."""
+    """A step's choices: shares and slots of rows, in the order of the experts; rows of slots; blocks of slots."""
 
     num_experts: int
     shares: Tensor  # float32 [num_rows, num_chosen]
@@ -61,8 +61,8 @@ def grouped_product(
 ) -> Tensor:
     """Multiply each slot with its expert's matrix: [num_slots, width], of `dtype`.
 
-    x: [num_rows, inputs]; weights: [num_experts, width, inputs]; bias: [num_experts, width]; rows: int64 [num_slots], the
-    row of x that a slot takes.
+    x: [num_rows, inputs]; weights: [num_experts, width, inputs]; bias: [num_experts, width]; rows: int64 [num_slots]:
+    of x, one for each slot.
     """
     require_tensor("x", x, (None, None), DTYPES)
     require_tensor("weights", weights, (of.num_experts, None, x.shape[1]), (x.dtype,))
@@ -71,10 +71,11 @@ def grouped_product(
     if bias is not None:
         require_tensor("bias", bias, (of.num_experts, width), (x.dtype,))
     out = torch.empty((len(rows), width), dtype=dtype, device=x.device)
+    biases = x if bias is None else bias
     if len(rows) > 0:
         is_exact = x.dtype == torch.float32 or x.device == INTERPRETED
         device_experts.grouped_product[len(of.experts), -(-width // BLOCK_WIDTH)](
-            x, weights, bias, out, rows, of.experts, of.begins, of.ends, of.num_experts, x.stride(0), out.stride(0),
+            x, weights, biases, out, rows, of.experts, of.begins, of.ends, of.num_experts, x.stride(0), out.stride(0),
             WIDTH=width, INPUTS=inputs, HAS_BIAS=bias is not None, PRECISION="ieee" if is_exact else "native",
             BLOCK_SLOTS=of.block_slots, BLOCK_WIDTH=BLOCK_WIDTH, BLOCK_INPUTS=BLOCK_INPUTS, num_warps=4,
             num_stages=2 if is_exact else 4,
@@ -104,9 +105,10 @@ def summed(made: Tensor, of: Grouped, added: Added, dtype: torch.dtype, scale: f
             require(each.is_contiguous(), f"{name}: must be contiguous")
     residual = added.residual
     out = torch.empty((num_rows, width), dtype=dtype, device=made.device) if residual is None else residual
+    shared, gates, onto = (made if each is None else each for each in (added.shared, added.gates, residual))
     if num_rows > 0:
         device_experts.sum_slots[num_rows, -(-width // SUM_BLOCK)](
-            made, of.shares, of.places, added.shared, added.gates, residual, out, scale,
+            made, of.shares, of.places, shared, gates, onto, out, scale,
             NUM_CHOSEN=num_chosen, WIDTH=width, HAS_SHARED=added.shared is not None, HAS_GATES=added.gates is not None,
             HAS_RESIDUAL=residual is not None, BLOCK=SUM_BLOCK, num_warps=4,
         )  # fmt: skip

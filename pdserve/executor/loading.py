@@ -200,8 +200,6 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
-    if model.design.has_experts:
-        raise ConfigError(f"device: {config.device} does not serve this model: its kernels have no experts yet")
     if model.is_latent:
         raise ConfigError(
             f"device: {config.device} does not serve this model: its kernels have no latent attention yet"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.cpu.experts import TiledExperts
 from pdserve.model import design
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import TensorSource
@@ -70,13 +71,20 @@ class Decoder:
             yield from layer.matrices()
 
     def expert_counts(self) -> list[Tensor]:
-        return [layer.mlp.counts for layer in self.layers if isinstance(layer.mlp, Experts | CompiledExperts)]
+        mlps = [layer.mlp.experts if isinstance(layer.mlp, CompiledExperts) else layer.mlp for layer in self.layers]
+        return [mlp.counts for mlp in mlps if isinstance(mlp, Experts | TiledExperts)]
 
     def activation_bytes(self) -> int:
         config = self.config
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         inner = 3 * max(layer.mlp.inner_size for layer in config.design.layers)
-        return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize
+        mlps = (layer.mlp for layer in config.design.layers)
+        made = (
+            4
+            * config.hidden_size
+            * max((of.routing.num_chosen for of in mlps if isinstance(of, design.Experts)), default=0)
+        )
+        return (4 * config.hidden_size + heads + inner) * self.dtype.itemsize + made  # experts', in float32
 
     def bytes_read(self, num_rows: int) -> int:
         attentions = sum(weight_bytes(each) for layer in self.layers for each in layer.attention.matrices())

@@ -16,7 +16,7 @@ from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu
 from pdserve.model.design import Activation
 from pdserve.model.family import TensorSource
-from pdserve.model.ops import Dense, DeviceOps, GateUp, Linear, Matrix, Ops, rows_of, weight_bytes
+from pdserve.model.ops import Dense, DeviceOps, ExpertStack, GateUp, Linear, Matrix, Mixture, Ops, rows_of, weight_bytes
 from pdserve.model.weights import Rank
 
 
@@ -177,6 +177,8 @@ class Experts:
         )
         bias = tensors.take(f"{prefix}{routing.bias}", shape[:1], exact=True) if routing.bias else None
         made = (GatedMlp.build(f"{prefix}experts.{i}.", of.expert, *parts) for i in range(of.num_experts))
+        if ops.stacks_experts:
+            return CompiledExperts(_stacked(router, bias, of, made), shared)
         first = next(made)
         if isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
             rule = (routing.num_chosen, routing.by_sigmoid, routing.groups, routing.normalized, routing.scale)
@@ -189,34 +191,31 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class CompiledExperts:
-    """A mixture whose matrices are in tiles: the same compiled calls compute it, whichever experts are chosen."""
+    """A mixture whose matrices lie together: the same compiled calls compute it, whichever experts are chosen."""
 
-    tiled: TiledExperts
+    experts: Mixture
     shared: Shared | None
-
-    @property
-    def counts(self) -> Tensor:
-        return self.tiled.counts
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
         shared = None
         if self.shared is not None:
             shared = SharedRows(self.shared.mlp.forward(ops, x, None), self.shared.gate)
-        return ops.mix(x, self.tiled, shared, residual, scale)
+        return ops.mix(x, self.experts, shared, residual, scale)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
-        for place in range(len(self.tiled.router.weight)):
-            yield from (self.tiled.gate_up.of_expert(place), self.tiled.down.of_expert(place))
+        yield from _matrices(self.experts)
         if self.shared is not None:
             yield from self.shared.mlp.matrices()
 
     def bytes_read(self, num_rows: int) -> int:
         """Return what so many tokens read, where each expert is as likely as any other."""
-        router = self.tiled.router
-        touched = expected_experts(len(router.weight), router.num_chosen, num_rows)
-        each = (self.tiled.gate_up.data.nbytes + self.tiled.down.data.nbytes) // len(router.weight)
+        of = self.experts
+        weight = of.router.weight if isinstance(of, TiledExperts) else of.router.data
+        num_chosen = of.router.num_chosen if isinstance(of, TiledExperts) else of.routing.num_chosen
+        touched = expected_experts(len(weight), num_chosen, num_rows)
+        every = sum(map(weight_bytes, _matrices(of)))
         always = 0 if self.shared is None else self.shared.mlp.bytes_read(num_rows)
-        return int(touched * each) + always + router.weight.nbytes
+        return int(touched * every / len(weight)) + always + weight.nbytes
 
 
 def expected_experts(count: int, num_chosen: int, num_rows: int) -> float:
@@ -248,6 +247,39 @@ def _tiled(router: Router, activation: Activation, mlps: Iterable[GatedMlp]) -> 
             yield mlp.gate_up, mlp.down
 
     return TiledExperts.of(router, CompiledActivation[activation.name], pairs())
+
+
+def _stacked(router: Dense, bias: Tensor | None, of: design.Experts, mlps: Iterable[GatedMlp]) -> ExpertStack:
+    """Put experts together; each is given up once it is copied."""
+    gate_up = down = None
+    for place, mlp in enumerate(mlps):
+        assert isinstance(mlp.gate_up, Dense)
+        assert isinstance(mlp.down, Dense)
+        if gate_up is None or down is None:
+            gate_up, down = (_room(of.num_experts, each) for each in (mlp.gate_up, mlp.down))
+        for stack, each in ((gate_up, mlp.gate_up), (down, mlp.down)):
+            stack.data[place] = each.data
+            if stack.bias is not None and each.bias is not None:
+                stack.bias[place] = each.bias
+    assert gate_up is not None
+    assert down is not None
+    return ExpertStack(router, of.routing, bias, gate_up, of.expert.activation, down)
+
+
+def _room(count: int, like: Dense) -> Dense:
+    bias = None if like.bias is None else like.bias.new_empty((count, *like.bias.shape))
+    return Dense(like.data.new_empty((count, *like.data.shape)), bias)
+
+
+def _matrices(of: Mixture) -> Iterator[Linear]:
+    """Yield the two matrices of each expert."""
+    match of:
+        case TiledExperts():
+            for place in range(len(of.router.weight)):
+                yield from (of.gate_up.of_expert(place), of.down.of_expert(place))
+        case ExpertStack():
+            for each in (*of.gate_up.data, *of.down.data):
+                yield Dense(each)
 
 
 def _down(ops: Ops, inner: Tensor, weight: Linear, residual: Tensor | None, scale: float) -> Tensor:

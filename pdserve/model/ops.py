@@ -77,6 +77,18 @@ class LayerNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """Experts in two matrices each, stacked, for a device that multiplies all of them in one launch."""
+
+    router: Dense  # [num_experts, hidden_size]
+    routing: Routing
+    ranks_bias: Tensor | None  # see `Routing`
+    gate_up: Dense  # [num_experts, 2 * inner_size, hidden_size]; its bias: [num_experts, 2 * inner_size]
+    activation: Activation
+    down: Dense  # [num_experts, hidden_size, inner_size]
+
+
 Norm = RmsNorm | LayerNorm
 
 
@@ -88,6 +100,9 @@ class QkNorm:
     k: Tensor
     eps: float
     after_rope: bool = False
+
+
+Mixture = TiledExperts | ExpertStack
 
 
 class Ops(Protocol):
@@ -127,7 +142,7 @@ class Ops(Protocol):
         ...
 
     def mix(
-        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+        self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
         """Return residual + scale * what the chosen experts and the shared one make; see `kernels.cpu.experts.mix`."""
         ...
@@ -143,6 +158,11 @@ class Ops(Protocol):
 
 class DeviceOps(Ops, Protocol):
     """A device's operations, and the types in which it holds weights."""
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Say whether experts are held as an `ExpertStack`."""
+        ...
 
     def held(self, weight: Matrix) -> Linear:
         """Return a loaded weight as the type that this device multiplies."""
@@ -179,6 +199,8 @@ def dense(weight: Linear) -> Dense:
 
 class TorchOps:
     """The operations in plain torch, and in oneDNN's fused products where the CPU has matrix units for bfloat16."""
+
+    stacks_experts = False
 
     def held(self, weight: Matrix) -> Linear:
         matrix = decoded(weight)
@@ -233,9 +255,9 @@ class TorchOps:
         return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
 
     def mix(
-        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+        self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
-        raise TypeError("torch multiplies no tiles")
+        raise TypeError("torch multiplies experts one by one")
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):

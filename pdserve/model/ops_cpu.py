@@ -30,7 +30,20 @@ from pdserve.kernels.cpu.library import DTYPES
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu, xielu_scalars
 from pdserve.model.groups import Groups
-from pdserve.model.ops import Dense, GateUp, LayerNorm, Linear, Matrix, Norm, Ops, Quantized, RmsNorm, TorchOps, packs
+from pdserve.model.ops import (
+    Dense,
+    GateUp,
+    LayerNorm,
+    Linear,
+    Matrix,
+    Mixture,
+    Norm,
+    Ops,
+    Quantized,
+    RmsNorm,
+    TorchOps,
+    packs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +88,9 @@ class CompiledOps:
         raise TypeError("experts in tiles choose in `mix`")
 
     def mix(
-        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+        self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
+        assert isinstance(experts, TiledExperts)
         return mix(self._calls, x, experts, shared, residual, scale)
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: design.Activation) -> Tensor:
@@ -98,6 +112,8 @@ def _activating(activation: MlpActivation) -> Finish:
 
 class CpuOps:
     """The operations of a CPU: compiled for weights in tiles, in plain torch for others."""
+
+    stacks_experts = False
 
     def __init__(self, loaded: ctypes.CDLL, input_bits: int = INPUT_BITS, *, with_experts: bool = False) -> None:
         """Set up for one model. input_bits: of the inputs of its quantized products, 8 or 16."""
@@ -155,7 +171,7 @@ class CpuOps:
         return self._torch.route(x, router, bias, routing)
 
     def mix(
-        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+        self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
         return self._compiled.mix(x, experts, shared, residual, scale)
 

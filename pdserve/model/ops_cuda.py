@@ -1,18 +1,22 @@
 """The operations on a GPU: Triton kernels for the common ones, torch for others; a residual is added in the product."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.cpu.experts import SharedRows, TiledExperts
+from pdserve.kernels.cpu.experts import SharedRows
+from pdserve.kernels.experts import Added, Grouped, grouped_product, summed
 from pdserve.kernels.pageio import rms_norm, silu_mul
 from pdserve.model.activations import MlpActivation, activate, bent_times
 from pdserve.model.design import Activation, Routing
 from pdserve.model.ops import (
     Dense,
+    ExpertStack,
     GateUp,
     LayerNorm,
     Linear,
     Matrix,
+    Mixture,
     Norm,
     RmsNorm,
     capped,
@@ -21,10 +25,13 @@ from pdserve.model.ops import (
     joined,
     times,
 )
+from pdserve.model.routing import routed
 
 
 class CudaOps:
     """The operations of a GPU, or of a CPU where Triton interprets."""
+
+    stacks_experts = True
 
     def held(self, weight: Matrix) -> Linear:
         return decoded(weight)
@@ -66,21 +73,37 @@ class CudaOps:
         return total if matrix.bias is None else total.add_(matrix.bias, alpha=scale)
 
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        raise TypeError("kernels do not serve experts yet: `executor.loading` refuses them")
+        added = None if router.bias is None else router.bias.float()
+        return routed(functional.linear(x.float(), router.data.float(), added), bias, routing)
 
     def mix(
-        self, x: Tensor, experts: TiledExperts, shared: SharedRows | None, residual: Tensor | None, scale: float
+        self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
-        raise TypeError("tiles are multiplied on CPUs alone")
+        if not isinstance(experts, ExpertStack):
+            raise TypeError("tiles are multiplied on CPUs alone")
+        shares, chosen = self.route(x, experts.router, experts.ranks_bias, experts.routing)
+        of = Grouped.of(shares, chosen, len(experts.router.data))
+        both = grouped_product(x, experts.gate_up.data, experts.gate_up.bias, of.rows, of, x.dtype)
+        inner = _bent(both, experts.activation)
+        slots = torch.arange(len(inner), device=x.device)
+        made = grouped_product(inner, experts.down.data, experts.down.bias, slots, of, torch.float32)
+        if shared is None:
+            return summed(made, of, Added(residual=residual), x.dtype, scale)
+        gates = None if shared.gate is None else functional.linear(x.float(), shared.gate.float()).flatten()
+        return summed(made, of, Added(shared.made, gates, residual), x.dtype, scale)
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         if isinstance(weight, GateUp):
             raise TypeError("gate and up are joined on a GPU")
-        both = self.linear(x, weight)
-        if activation is Activation.SILU:
-            return silu_mul(both)
-        gate, up = both.chunk(2, -1)
-        return bent_times(gate, up, activation)
+        return _bent(self.linear(x, weight), activation)
 
     def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
         return activate(self.linear(x, weight), activation)
+
+
+def _bent(both: Tensor, activation: Activation) -> Tensor:
+    """Return gates, bent, times their ups, which are side by side."""
+    if activation is Activation.SILU:
+        return silu_mul(both)
+    gate, up = both.chunk(2, -1)
+    return bent_times(gate, up, activation)

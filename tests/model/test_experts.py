@@ -152,7 +152,7 @@ def test_in_tiles_a_mixture_reads_and_multiplies_the_matrices_of_the_same_expert
     plain = mlp.Experts.build("", of, HIDDEN, tensors_of(weights_of(of), torch.float32), TorchOps(), WHOLE)
     found, expected = mixture.forward(ops, x, None), plain.forward(TorchOps(), x.float(), None)
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
-    assert torch.equal(mixture.counts, plain.counts)
+    assert torch.equal(mixture.experts.counts, plain.counts)
 
 
 def test_bytes_read_are_those_of_the_experts_that_so_many_tokens_are_expected_to_choose() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels import pageio, sample
+from pdserve.kernels import experts, pageio, sample
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.tuning import Device
 
@@ -34,7 +34,7 @@ class Case:
 
 def cases() -> list[Case]:
     """List every kernel in its shipping forms."""
-    return [*attention_cases(), *page_cases(), *row_cases()]
+    return [*attention_cases(), *page_cases(), *row_cases(), *expert_cases()]
 
 
 def attention_cases() -> list[Case]:
@@ -76,6 +76,15 @@ def row_cases() -> list[Case]:
         Case("silu mul", lambda chip: pageio.silu_mul(_empty(ROWS, 28672)), hot=True),
         Case("sample", lambda chip: _sample(), hot=True),
         Case("count a prompt for penalties", lambda chip: _count(), hot=True),
+    ]
+
+
+def expert_cases() -> list[Case]:
+    """List products of experts, of few rows and of many, and their sums: of Qwen3 30B-A3B."""
+    return [
+        Case("experts of 16 rows", lambda chip: _experts(16, torch.bfloat16), hot=True),
+        Case("experts of 4096 rows", lambda chip: _experts(4096, torch.bfloat16), hot=True),
+        Case("experts of 16 rows float32", lambda chip: _experts(16, torch.float32)),
     ]
 
 
@@ -132,6 +141,16 @@ def _rope_write(*, normed: bool) -> Tensor:
     rotation = pageio.Rotation(_empty(4096, 128, dtype=torch.float32), q_norm=weight, k_norm=weight)
     target = pageio.Target(*_pool(LLAMA), _ids(ROWS))
     return pageio.rope_write((qkv[0], qkv[1], qkv[2]), _ids(ROWS), rotation, target)
+
+
+def _experts(num_rows: int, dtype: torch.dtype) -> Tensor:
+    count, num_chosen, hidden, inner = 128, 8, 2048, 768
+    chosen = _empty(num_rows, num_chosen, dtype=torch.int64)
+    of = experts.Grouped.of(_empty(num_rows, num_chosen, dtype=torch.float32), chosen, count)
+    x, weights = _empty(num_rows, hidden, dtype=dtype), _empty(count, 2 * inner, hidden, dtype=dtype)
+    experts.grouped_product(x, weights, _empty(count, 2 * inner, dtype=dtype), of.rows, of, dtype)
+    added = experts.Added(_empty(num_rows, hidden, dtype=dtype), _empty(num_rows, dtype=torch.float32))
+    return experts.summed(_empty(num_rows * num_chosen, hidden, dtype=torch.float32), of, added, dtype)
 
 
 def _norm(width: int) -> Tensor:

@@ -16,6 +16,7 @@ from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
+from pdserve.kernels.cpu.experts import TiledExperts
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.design import Activation, Routing
@@ -92,9 +93,9 @@ class _Loop(Experts):
 
 def _loop(of: Mlp) -> Mlp:
     """Return the same mixture as a loop over experts, over the same memory."""
-    if not isinstance(of, CompiledExperts):
+    if not isinstance(of, CompiledExperts) or not isinstance(of.experts, TiledExperts):
         return of
-    tiled, router = of.tiled, of.tiled.router
+    tiled, router = of.experts, of.experts.router
     mlps = [
         GatedMlp(tiled.gate_up.of_expert(i), Activation.SILU, tiled.down.of_expert(i))
         for i in range(len(router.weight))
@@ -105,14 +106,14 @@ def _loop(of: Mlp) -> Mlp:
         Routing(router.num_chosen, normalized=router.normalized),
         tuple(mlps),
         of.shared,
-        torch.zeros_like(of.counts),
+        torch.zeros_like(tiled.counts),
     )
 
 
 def _measured(models: tuple[Decoder, ...], runners: list[Runner], step: tuple[int, int], rounds: int) -> StepTimes:
     count, length = step
     plan, taken = _plan(count, length), list[list[float]]()
-    counts = [each.mlp.tiled.counts for each in models[0].layers if isinstance(each.mlp, CompiledExperts)]
+    counts = models[0].expert_counts()
     for turn in range(_WARM_UP + rounds):
         for each in counts:
             each.zero_()
