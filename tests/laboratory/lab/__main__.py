@@ -109,7 +109,7 @@ def experts(
     quantization: Annotated[ChosenQuantization, typer.Option(help="Of weights.")] = "none",
     layers: Annotated[int, typer.Option(min=1, help="Of each model.")] = 12,
     rounds: Annotated[int, typer.Option(min=1, help="In which all models compute a step, in turn.")] = 20,
-    threads: Annotated[int, typer.Option(min=1, help="That compute.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="That compute.")] = 1,
     vectors: Annotated[bool, typer.Option("--vectors", help="As on a processor without AMX.")] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -120,10 +120,12 @@ def experts(
     torch.set_num_threads(threads)
     if vectors:
         torch.cpu._is_amx_tile_supported = lambda: False
-    found = measure_mixtures(quantization, layers, ((1, 1), (16, 1), (1, 512)), rounds)
-    show(
-        json_file, found, f"steps of sequences x tokens, weights {quantization}, {layers} layers, {threads} threads", ""
-    )
+    found = []
+    for each in measure_mixtures(quantization, layers, ((1, 1), (16, 1), (1, 512)), rounds):
+        report(f"{each.step}: {each.mixture_to_dense:.2f} of the dense model, {each.mixture_to_loop:.2f} of a loop")
+        found.append(each)
+    title = f"steps of sequences x tokens, weights {quantization}, {layers} layers, {threads} threads"
+    show(json_file, found, title, "CPU time of a step")
 
 
 @grouped_flags

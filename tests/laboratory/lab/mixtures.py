@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
+from time import process_time
 
 import torch
 
@@ -33,7 +33,7 @@ _WARM_UP = 2  # rounds
 
 @value
 class StepTimes:
-    """Milliseconds of a step of each model, and the medians of the rounds' ratios."""
+    """Milliseconds of processor time of a step of each model, and the medians of the rounds' ratios."""
 
     step: str
     mixture_ms: float
@@ -47,7 +47,7 @@ class StepTimes:
 
 def measure_mixtures(
     form: ChosenQuantization, num_layers: int, steps: tuple[tuple[int, int], ...], rounds: int
-) -> list[StepTimes]:
+) -> Iterator[StepTimes]:
     """Measure steps of so many sequences and so many tokens of each."""
     mixture, dense = (_model(num_layers, form, is_mixture=each) for each in (True, False))
     models = (
@@ -57,7 +57,8 @@ def measure_mixtures(
     )
     pages = max(count * _CONTEXT + count * length for count, length in steps) // _PAGE_SIZE + 1
     runners = [Runner(each, pages, _PAGE_SIZE, ()) for each in models]
-    return [_measured(models, runners, step, rounds) for step in steps]
+    for step in steps:
+        yield _measured(models, runners, step, rounds)
 
 
 def _model(num_layers: int, form: ChosenQuantization, *, is_mixture: bool) -> Decoder:
@@ -120,9 +121,9 @@ def _measured(models: tuple[Decoder, ...], runners: list[Runner], step: tuple[in
         ms = [0.0] * len(runners)
         for place in range(len(runners)):
             at = (place + turn) % len(runners)
-            begun_s = perf_counter()
+            begun_s = process_time()
             runners[at].run(plan)
-            ms[at] = 1e3 * (perf_counter() - begun_s)
+            ms[at] = 1e3 * (process_time() - begun_s)
         taken.append(ms)
     del taken[:_WARM_UP]
     touched = [float((each > 0).sum()) for each in counts]
