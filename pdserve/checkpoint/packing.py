@@ -100,12 +100,28 @@ def read_compressed(parts: Parts, inputs: int) -> Coded:
     return Coded(bits, codes.contiguous(), zeros, scales, of_groups)
 
 
-def scaled(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """Return values times scales, float32: of blocks, or of each output, or of all. values: [outputs, inputs]."""
-    wide = scales.float()
-    if block is not None:
-        rows, columns = block
-        wide = wide.repeat_interleave(rows, 0)[: len(values)].repeat_interleave(columns, 1)[:, : values.shape[1]]
-    elif wide.dim() < 2:
-        wide = wide.reshape(-1, 1)
-    return values.float() * wide
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A matrix of narrow floats, times scales: of blocks, or of each output, or of all."""
+
+    narrow: Tensor  # [outputs, inputs]
+    scales: Tensor
+    block: tuple[int, int] | None = None  # outputs and inputs
+
+    def values(self) -> Tensor:
+        """Return the weights, float32 [outputs, inputs]."""
+        wide, (outputs, inputs) = self.scales.float(), self.narrow.shape
+        if self.block is not None:
+            rows, columns = self.block
+            wide = wide.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+        elif wide.dim() < 2:
+            wide = wide.reshape(-1, 1)
+        return self.narrow.float() * wide
+
+    def groups(self) -> None:
+        """Return that products take none of this."""
+
+
+def scales_that_are_not_finite(parts: Parts) -> str | None:
+    """Return the name of such a part."""
+    return next((name for name, part in parts.items() if "scale" in name and not part.float().isfinite().all()), None)

@@ -16,7 +16,7 @@ from pdserve.model.weights import GROUP, Part, Stored, Weights
 if TYPE_CHECKING:
     import torch
 
-    from pdserve.checkpoint.packing import Coded
+    from pdserve.checkpoint.packing import Coded, Scaled
     from pdserve.model.weights import Read
 
 CONFIG = "quantization_config"
@@ -168,24 +168,19 @@ def _matrix(base: str, parts: dict[str, Stored], of: Format, *, keep_coded: bool
     shape = _shape(base, parts, of)
 
     def read(part: Part) -> "Read":
-        import torch  # noqa: PLC0415 - routers open checkpoints without it
-
         tensors = {name: cast("torch.Tensor", stored.read(())) for name, stored in parts.items()}
-        for name, tensor in tensors.items():
-            if "scale" in name and not bool(torch.isfinite(tensor.float()).all()):
-                raise ConfigError(f"{base}.{name}: not finite")
         coded = _decoded(base, tensors, of, shape)
-        if isinstance(coded, torch.Tensor):
-            return coded[part]
         groups = coded.groups() if keep_coded else None
         return coded.values()[part] if groups is None else groups.part(part)
 
     return Stored(shape, read, GROUP if keep_coded else 1)
 
 
-def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: Shape) -> "torch.Tensor | Coded":
-    from pdserve.checkpoint import packing  # noqa: PLC0415 - imports torch
+def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: Shape) -> "Scaled | Coded":
+    from pdserve.checkpoint import packing  # noqa: PLC0415 - imports torch: routers open checkpoints without it
 
+    if (name := packing.scales_that_are_not_finite(parts)) is not None:
+        raise ConfigError(f"{base}.{name}: not finite")
     if of.method == "awq":
         return packing.read_awq(parts)
     if of.method == "gptq":
@@ -195,7 +190,7 @@ def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: 
         return packing.read_gptq(parts, of.bits, older=of.older)
     if "weight" in parts and parts["weight"].is_floating_point():
         scales = next(parts[name] for name in SCALES if name in parts)
-        return packing.scaled(parts["weight"], scales, of.block)
+        return packing.Scaled(parts["weight"], scales, of.block)
     return packing.read_compressed(parts, shape[1])
 
 
