@@ -77,9 +77,10 @@ def _attention() -> Iterator[Check]:
     chunks, singles = (Lens(query, (4000, 70, 33)) for query in ((300, 5, 1), (1, 1, 1)))
     yield Check("prefill window", partial(_prefill_error, (8, 2), 128, 64, chunks, window=50), HALF)
     yield Check("decode window", partial(_decode_error, (8, 2), 128, 64, singles, window=50), HALF)
-    scoring = {"window": 128, "has_sinks": True, "soft_cap": 30.0}
-    yield Check("prefill window, cap, sinks", partial(_prefill_error, (8, 2), 64, 64, chunks, **scoring), HALF)
-    yield Check("decode window, cap, sinks", partial(_decode_error, (8, 2), 64, 64, singles, **scoring), HALF)
+    prefill = partial(_prefill_error, (8, 2), 64, 64, chunks, window=128, soft_cap=30.0, has_sinks=True)
+    yield Check("prefill window, cap, sinks", prefill, HALF)
+    decode = partial(_decode_error, (8, 2), 64, 64, singles, window=128, soft_cap=30.0, has_sinks=True)
+    yield Check("decode window, cap, sinks", decode, HALF)
     yield Check("decode sinks", partial(_decode_error, (8, 2), 64, 64, singles, has_sinks=True), HALF)
     float32 = Lens((40, 5), (500, 70))
     yield Check("prefill float32", partial(_prefill_error, (8, 2), 128, 64, float32, dtype=torch.float32), 1e-5)
