@@ -16,7 +16,7 @@ from pdserve.engine.sequence import Job
 from pdserve.kvtransfer.doors import Claim
 from pdserve.kvtransfer.session import Grant, mint_capability
 from pdserve.protocol.page_tables import PageTables
-from pdserve.protocol.paging import PageOrder
+from pdserve.protocol.paging import PageOrder, Paging
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +36,10 @@ class Expected:
     def num_known(self) -> int:
         """Return how many tokens the sender knows to be wanted."""
         return self.num_tokens if self.is_prefix else len(self.job.token_ids)
+
+    def num_pages(self, paging: Paging) -> int:
+        """Return how many pages it has, those that are cached here among them."""
+        return PageOrder(paging, self.num_known).count(self.num_tokens)
 
     @property
     def num_sequences(self) -> int:
@@ -89,7 +93,7 @@ class Granting:
         busy = scheduler.num_running + num_coming + sum([len(s.indices) for s in before if not s.stop_after_prompt])
         if busy and busy + width > scheduler.limits.max_num_seqs:
             return None
-        num_kept = sum([cache.num_pages(len(s.tokens)) for s in before]) + (busy + width if busy else 0)
+        num_kept = sum([scheduler.most_pages(len(s.tokens)) for s in before]) + (busy + width if busy else 0)
         if cache.pool.num_free <= num_kept:
             return None
         num_reusable = expected.num_tokens if expected.is_prefix else len(expected.job.token_ids) - 1

@@ -55,7 +55,7 @@ class Incoming:
 
     @property
     def pages_wanted(self) -> int:
-        return sum(self._cache.num_pages(expected.num_tokens) for expected in self._ungranted.values())
+        return sum(expected.num_pages(self._cache.paging) for expected in self._ungranted.values())
 
     @property
     def states(self) -> list[receiver.State]:

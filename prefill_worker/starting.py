@@ -57,13 +57,13 @@ class Starting:
 
     def start(self, num_kept: int) -> None:
         """Give prompts to the scheduler: granted ones, and others as far as they leave room and `num_kept` pages."""
-        cache, room = self._scheduler.cache, self._room.left - num_kept
+        room = self._room.left - num_kept
         if not self._may_start and room <= self._tried:
             return
         waiting: list[Sequence] = []
         for sequence in self._waiting:
             if sequence.job.key in self._ungranted:
-                num_pages = cache.num_pages(len(sequence.tokens))
+                num_pages = self._scheduler.most_pages(len(sequence.tokens))
                 if num_pages > room:
                     waiting.append(sequence)
                     room = 0  # the next ones do not overtake it

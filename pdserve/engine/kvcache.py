@@ -17,7 +17,7 @@ from pdserve.base.values import value
 from pdserve.engine.pages import PagePool
 from pdserve.protocol.kvlayout import Tier
 from pdserve.protocol.page_tables import Pages, PageTables
-from pdserve.protocol.paging import PageOrder, Paging
+from pdserve.protocol.paging import Paging
 from pdserve.protocol.prefix_hash import CacheScope, PrefixHash, PrefixHasher
 
 _HASHED_AT_ONCE = 32  # spans
@@ -118,16 +118,29 @@ class KvCache:
         self.pool.share(hit.pages.held)
         return hit
 
-    def hold(self, prefix: Prefix, max_spans: int) -> Hit | None:
-        """Hold pages for all tokens of a prefix, cached ones as far as they go; or None (and change nothing)."""
+    def hold(self, prefix: Prefix, max_spans: int, step_tokens: int) -> Hit | None:
+        """Hold pages to compute a prefix in steps of so many tokens, cached ones as far as they go.
+
+        Or None, and change nothing. With windows these are the first pages; `extend` adds others in their place.
+        """
         num_tokens, hit = len(prefix.token_ids), self.reuse(prefix, max_spans)
-        num_cached = hit.num_spans * self.page_size
-        fresh = self.take(self.num_pages(num_tokens) - self.num_pages(num_cached))
-        if fresh is None:
+        ends = self.paging.ends(hit.num_spans * self.page_size, num_tokens, step_tokens)
+        if not self.extend(hit.pages, ends):
             self.pool.release(hit.pages.held)
             return None
-        hit.pages.add(PageOrder(self.paging, 0), fresh, num_cached, num_tokens)
         return hit
+
+    def extend(self, tables: PageTables, ends: Sequence[int]) -> bool:
+        """Add pages up to these numbers in each group; or return False, and change nothing."""
+        missing = [end - first - len(run) for end, first, run in zip(ends, tables.firsts, tables.runs, strict=True)]
+        fresh, start = self.take(sum([max(0, count) for count in missing])), 0
+        if fresh is None:
+            return False
+        for run, count in zip(tables.runs, missing, strict=True):
+            if count > 0:
+                run.extend(fresh[start : start + count])
+                start += count
+        return True
 
     def take(self, count: int) -> Pages | None:
         """Hold `count` pages with nothing in them, or None (and change nothing)."""
@@ -256,9 +269,10 @@ class Room:
     the longest one. Otherwise two mixed workers whose prompts wait for each other's grants would wait for ever.
     """
 
-    def __init__(self, cache: KvCache, max_model_len: int) -> None:
+    def __init__(self, cache: KvCache, longest: int) -> None:
+        """`longest`: how many pages the longest prompt needs at most."""
         self._pool = cache.pool
-        self.longest = cache.num_pages(max_model_len)
+        self.longest = longest
         self.is_kept_by_role = True
         self.ahead: dict[tuple[RequestId, Attempt], int] = {}  # of prompts to hand off; 0: not started, or granted
         self.num_pinned = 0  # cached ones, held for arriving hand-offs

@@ -9,9 +9,9 @@ chunk that it is sampled for. For a sequence that turns out to have ended, one t
 with guesses waits for its result: until then nobody knows how many tokens it gains.
 
 Each step serves sequences that decode first (one token each, and guesses as far as the budget goes), then prompts in
-chunks, under one token budget (Sarathi-Serve, Agrawal et al. 2024). A prompt gets all its pages before its first chunk;
-when a running sequence finds no page, the least urgent one gives up its pages and is computed anew later, with the same
-tokens.
+chunks, under one token budget (Sarathi-Serve, Agrawal et al. 2024). Before its first chunk a prompt gets as many pages
+as it needs at once (`prompt_room.py`). When a running sequence finds no page, the least urgent one gives up its pages
+and is computed anew later, with the same tokens.
 """
 
 from collections import deque
@@ -23,6 +23,7 @@ from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.decode_room import DecodeRoom
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.prompt_room import PromptRoom
 from pdserve.engine.running_step import RunningStep
 from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started, split
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Tokens
@@ -64,6 +65,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
+        self._prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 
     @property
     def num_running(self) -> int:
@@ -78,7 +80,7 @@ class Scheduler:
     @property
     def pages_wanted(self) -> int:
         """Return how many pages sequences wait for."""
-        return sum(self.cache.num_pages(len(s.tokens)) for s in self.waiting)
+        return sum(self.most_pages(len(s.tokens)) for s in self.waiting)
 
     @property
     def kv_tokens(self) -> int:
@@ -89,6 +91,10 @@ class Scheduler:
     def leaving(self) -> tuple[PageId, ...]:
         """Return the pages to release after the running steps, each as often as it is held."""
         return tuple(page for step in self.steps for pages in step.leaving for page in pages)
+
+    def most_pages(self, num_tokens: int) -> int:
+        """Return how many pages a sequence of so many tokens needs at most."""
+        return self.cache.paging.most_pages(num_tokens, self.limits.max_num_batched_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose tokens are to be computed."""
@@ -154,23 +160,28 @@ class Scheduler:
             return None
         step = RunningStep(self.steps[0].progress() if self.steps else {})
         decoding, prompts = self._plannable(step)
+        self._prompt_room.refill()
         if self.steps and self._decode_room.lacks(step, decoding):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
         budget -= self._schedule_decoding(step, decoding, budget)
         budget = min(budget, self.cache.page_size) if is_brief else budget
         for sequence, missing in prompts:
-            count = min(budget, missing)
-            if count > 0 and sequence.pages:
+            count = min(budget, missing, self._prompt_room.of(step, sequence))
+            if count > 0:
                 budget -= count
                 self.schedule(step, sequence, count)
         while budget > 0 and (first := self._next_waiting()) is not None:
             is_full = self.running and self.num_running + len(first.indices) > self.limits.max_num_seqs
             if is_full or not self._admit(first):
                 break
-            count = min(budget, first.num_missing)
+            count = min(budget, first.num_missing, self._prompt_room.of(step, first))
             budget -= count
             self.schedule(step, first, count)
+        if prompts and not step.chunks and not self.steps:
+            first, missing = prompts[0]
+            if count := min(budget, missing, self._prompt_room.clear(step, first)):
+                self.schedule(step, first, count)
         return self._begin(step)
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
@@ -203,6 +214,7 @@ class Scheduler:
                 outcomes += self._end_prompt(sequence, tokens)
             else:
                 outcomes.append(self._append(sequence, tokens[0], result.drafts.get(place, ())))
+        self._prompt_room.refill()
         return tuple(outcomes)
 
     def _begin(self, step: RunningStep) -> StepPlan | None:
@@ -282,18 +294,9 @@ class Scheduler:
         return next((sequence for sequence in self.waiting if sequence.is_ready), None)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to the running ones, with pages for all it has to compute."""
-        cache = self.cache
-        # At least one token is computed, to sample from; and all of them if the prompt is to be scored.
-        usable = 0 if sequence.is_to_score else (len(sequence.tokens) - 1) // cache.page_size
-        hit = cache.hold(sequence.prefix, usable)
-        if hit is None:
+        """Move a waiting sequence to the running ones, with the pages that it needs at once."""
+        if not self._prompt_room.begin(sequence):
             return False
-        sequence.pages = hit.pages
-        sequence.computed = hit.num_spans * cache.page_size
-        sequence.num_published = hit.num_spans
-        if not sequence.has_run:
-            sequence.num_cached_tokens = sequence.computed
         self.waiting.remove(sequence)
         self.running.append(sequence)
         return True

@@ -4,6 +4,10 @@ All pages of a pool have the same number of bytes, so that a page can serve any 
 more layers its group has. In a group with a window, later queries do not see old tokens: a page is not needed any more
 once all of its tokens are out of the window of the next query.
 
+How many pages a sequence needs at most is said here alone (`Paging.most_pages`): admission, limits of lengths, routers
+and `pdserve models check` all ask it. A prompt has pages for the window, and for the chunks that may be under way at
+once.
+
 A span is as many tokens as the largest page holds. It fills whole pages in every group, so prefixes are found, shared
 and sent span by span.
 """
@@ -14,6 +18,8 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.values import value
+
+CHUNKS_AT_ONCE = 2  # of one prompt: one is computed while the next is planned
 
 
 @value
@@ -54,6 +60,35 @@ class Paging:
         """Return the number of the first page of a group that queries at position `num_tokens` and later see."""
         size, window = self.shapes[group].page_size, self.shapes[group].window
         return 0 if window is None else max(0, num_tokens - window + 1) // size
+
+    def most_pages(self, num_tokens: int, step_tokens: int) -> int:
+        """Return how many pages a sequence needs at most, from its first chunk until it has so many tokens.
+
+        step_tokens: that a step computes at most.
+        """
+        if not self.has_windows:
+            return self.num_pages(num_tokens)
+        return sum(self.ends(0, num_tokens, step_tokens))
+
+    def ends(self, num_computed: int, num_tokens: int, step_tokens: int) -> list[int]:
+        """Return in each group the number of pages, from the first on, up to which a sequence needs pages.
+
+        It has so many tokens, of which the first `num_computed` have KV. Pages stay until their whole span has left the
+        window of the next query, since then they can be found by its hash.
+        """
+        whole = num_computed // self.span * self.span
+        found = []
+        for group, (size, shape) in enumerate(zip(self.sizes, self.shapes, strict=True)):
+            end = -(-num_tokens // size)
+            if shape.window is not None:
+                num_live = shape.window - 1 + self.span - 1 + CHUNKS_AT_ONCE * step_tokens
+                end = min(end, self.first_needed(group, whole) + (num_live + size - 2) // size + 1)
+            found.append(end)
+        return found
+
+    def most_tokens(self, num_pages: int, step_tokens: int, limit: int) -> int:
+        """Return the greatest length up to `limit` of a sequence that needs no more pages than these."""
+        return bisect_right(range(1, limit + 1), num_pages, key=lambda length: self.most_pages(length, step_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pdserve.engine.kvcache import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.protocol.adapters import AdapterDigest
+from pdserve.protocol.paging import PageOrder
 from pdserve.protocol.sampling import MAX_SEQUENCES
 from pdserve.protocol.token_ids import ALL_IDS, largest
 from pdserve.worker.messages import DrainAsked, DrainCancelled, Placed, RoleGiven, RoleTaken
@@ -45,7 +46,7 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int, adapters: Collectio
     """Return why this worker can never compute a job, or None. Routers have checked what clients may ask."""
     limits, num_tokens = scheduler.limits, len(job.token_ids)
     last = longest(scheduler, job)
-    needed = scheduler.cache.num_pages(last)
+    needed = scheduler.most_pages(last)
     if not 0 < job.num_prompt_tokens <= num_tokens:
         return f"num_prompt_tokens: {job.num_prompt_tokens} of {num_tokens} tokens"
     if num_tokens >= last:
@@ -166,7 +167,8 @@ class Roles:
         """Return why there is no room for a job of another role, or "". `num_awaited`: pages hand-offs wait for."""
         if placed.target is not None and self.role is Role.DECODE and self._room.left < 0:
             return "it decodes, and has no room for prompts to hand off"
-        num_pages = self._scheduler.cache.num_pages(len(placed.job.token_ids) + placed.extra_tokens)
+        num_known = len(placed.job.token_ids)
+        num_pages = PageOrder(self._scheduler.cache.paging, num_known).count(num_known + placed.extra_tokens)
         room = self._room.left + self._room.num_granted - num_awaited  # granted pages turn into sequences' pages
         if placed.source is not None and self.role is Role.PREFILL and num_pages > room:
             return "it computes prompts, and has no room for those of others"

@@ -39,7 +39,7 @@ class WorkerCore:
         self._scheduler = scheduler
         self._vocab_size, self._adapters = vocab_size, rules.adapters
         self._max_tasks, self._fills_steps_ahead = rules.max_tasks, rules.fills_steps_ahead
-        self._room = Room(scheduler.cache, scheduler.limits.max_model_len)
+        self._room = Room(scheduler.cache, scheduler.most_pages(scheduler.limits.max_model_len))
         self._roles = Roles(rules.role, scheduler, self._room, rules.step_tokens)
         self._starting = Starting(scheduler, self._room)
         self._tasks = Tasks(scheduler, self._starting)

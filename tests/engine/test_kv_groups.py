@@ -1,23 +1,18 @@
 """Layers whose KV lies in several groups of pages: which pages hold what, which are given up, and which are found."""
 
 import pytest
+from group_engine import SHAPES, VOCAB, WINDOW, Engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faultsim.engine import FakeRunner, expected
 from pdserve.base.errors import ConfigError, InvariantError
-from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.base.ids import PageId
 from pdserve.engine import scheduler
 from pdserve.engine.kvcache import KvCache, Prefix
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.protocol.page_tables import PageTables
 from pdserve.protocol.paging import PageOrder, PageShape, Paging
 from pdserve.protocol.prefix_hash import EVERYONE, PrefixHasher
-from pdserve.protocol.sampling import SamplingParams
 
-VOCAB, WINDOW = 101, 6
-SHAPES = (PageShape(4), PageShape(2, window=WINDOW))
 sizes = st.sampled_from((1, 2, 4))
 pagings = st.builds(
     lambda first, others: Paging((PageShape(first), *others)),
@@ -61,42 +56,6 @@ def test_a_page_is_needed_as_long_as_the_next_query_sees_one_of_its_tokens(pagin
     for group, (size, window) in enumerate((shape.page_size, shape.window) for shape in paging.shapes):
         seen = range(0 if window is None else max(0, position - window + 1), position + 1)
         assert paging.first_needed(group, position) == seen.start // size
-
-
-class Engine:
-    """A scheduler and a runner of two groups."""
-
-    def __init__(self, num_pages: int = 40, other: PageShape = SHAPES[1]) -> None:
-        self.other = other
-        self.runner = FakeRunner(num_pages, 4, VOCAB, others=(other,))
-        hasher = PrefixHasher(b"secret", "model", 4)
-        self.cache = KvCache(num_pages, self.runner.paging, hasher)
-        self.scheduler = Scheduler(self.cache, Limits(4, 8, 64, frozenset()))
-        self.num_added = 0
-
-    def add(self, prompt: list[int], max_tokens: int) -> Sequence:
-        self.num_added += 1
-        params = SamplingParams(seed=self.num_added, max_tokens=max_tokens)
-        job = Job(RequestId(self.num_added.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, (0,))
-        sequence = Sequence(job, (0,), list(prompt), self.num_added)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self) -> list[int]:
-        """Compute a step; return the tokens sampled."""
-        plan = self.scheduler.plan()
-        outcomes = () if plan is None else self.scheduler.commit(plan, self.runner.run(plan))
-        self.cache.check()
-        return [token.token_id for one in outcomes if isinstance(one, Sampled) for token in one.tokens]
-
-    def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
-        self.add(prompt, max_tokens)
-        sampled: list[int] = []
-        while len(sampled) < max_tokens:
-            sampled += self.step()
-        assert self.cache.pool.num_free == self.cache.pool.num_pages
-        assert sampled == expected(prompt, self.num_added, max_tokens, VOCAB, (self.other,))
-        return sampled
 
 
 def test_pages_behind_a_window_are_given_up_while_the_sequence_goes_on() -> None:

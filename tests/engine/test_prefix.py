@@ -42,7 +42,7 @@ class Served:
 def serve(kv: KvCache, token_ids: list[int], salt: str = "") -> Served:
     """Compute a prompt and end, reusing what is there."""
     prefix, num_full = Prefix(token_ids, CacheScope(salt)), len(token_ids) // kv.page_size
-    hit = kv.hold(prefix, num_full)
+    hit = kv.hold(prefix, num_full, 1)
     if hit is None:
         return Served(prefix, 0)
     kv.publish(prefix, hit.pages, range(hit.num_spans, num_full))

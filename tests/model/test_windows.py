@@ -22,6 +22,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import layer_groups
 from pdserve.model.loading import load_model
+from pdserve.protocol.paging import CHUNKS_AT_ONCE
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.settings.config import Device
@@ -114,6 +115,23 @@ def test_tokens_are_those_of_transformers_however_few_pages_there_are(folder: Pa
         assert first_disagreement(oracle, token_ids, engine.tokens[number]) is None
 
 
+@pytest.mark.parametrize("family", [pytest.param("gemma2", marks=pytest.mark.long), "gemma3"])
+def test_a_prompt_fits_that_would_not_with_all_pages_of_its_windows(folder: Path) -> None:
+    """Its pages leave the window between chunks; it is preempted in its middle, and found in the cache afterwards."""
+    model, oracle = loaded(folder)
+    text = prompt(900)
+    paging = paging_of(layer_groups(model.config, 16))
+    engine = Engine(model, paging.most_pages(912, CHUNK), 16)
+    assert engine.num_pages < paging.num_pages(900)
+    engine.generate([text], 12)
+    assert engine.scheduler.num_preemptions == 0
+    first = [prompt(40, 1), text]  # the first one is more urgent, and grows
+    (_, again) = engine.generate(first, 12)
+    assert again.num_cached_tokens > 0
+    for number, token_ids in enumerate([text, *first]):
+        assert first_disagreement(oracle, token_ids, engine.tokens[number]) is None
+
+
 @pytest.mark.parametrize("family", ["gemma3"])
 def test_a_long_sequence_holds_what_its_windows_and_its_full_layers_need(folder: Path) -> None:
     model, _ = loaded(folder)
@@ -121,7 +139,8 @@ def test_a_long_sequence_holds_what_its_windows_and_its_full_layers_need(folder:
     engine.generate([prompt(600)], 100)
     full, window = engine.runner.groups
     assert (len(full.layers), len(window.layers), full.page_size, window.page_size) == (1, 5, 80, 16)
-    assert max(engine.held) == engine.held[0] == -(-600 // 80) + -(-600 // 16), "a prompt has all its pages at first"
+    chunks = WINDOW + full.page_size + CHUNKS_AT_ONCE * CHUNK
+    assert max(engine.held) == engine.held[0] == -(-600 // 80) + -(-chunks // 16) + 1
     assert engine.held[-1] <= -(-700 // 80) + -(-WINDOW // 16) + AHEAD
 
 
