@@ -75,17 +75,17 @@ def test_a_prefix_is_found_after_its_pages_have_left_the_window() -> None:
         engine.finish()
 
 
-def test_pages_that_leave_are_replaced_before_others_get_any() -> None:
-    """A second prompt that would fit in what the first has left behind does not get what the first will need."""
-    step_tokens = 8
-    most = Paging(SHAPES).most_pages(100, step_tokens)
-    engine = Engine(most + 3, step_tokens=step_tokens)
-    first = engine.add(range(100), 1)
-    engine.step()
-    second = engine.add(range(200, 220), 1)
-    while first.phase is first.phase.PROMPT and first.tokens and not engine.tokens[first]:
-        assert not second.pages
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pages_that_leave_are_replaced_before_others_get_any(ahead: bool) -> None:
+    """Hand-offs that are to arrive are granted all that is free after each step."""
+    engine = Engine(Paging(SHAPES).most_pages(101, 8) + 3, ahead=ahead)
+    engine.add(range(100), 1)
+    granted = list[Pages]()
+    for _ in range(40):
         engine.step()
+        granted.append(engine.cache.grant(engine.cache.pool.num_free) or ())
+    for pages in granted:
+        engine.cache.pool.ungrant(pages)
     engine.finish()
     assert engine.scheduler.num_preemptions == 0
 
