@@ -12,7 +12,8 @@ from pdserve.perfmodel.wire import decode_pieces, most_seen, prefill_curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.admin import demand_from_proto
-from pdserve.protocol.link import ROLES, num_tokens
+from pdserve.protocol.link import ROLES, paging_from_proto
+from pdserve.protocol.paging import PageShape, Paging
 from pdserve.protocol.reports import Demand
 
 
@@ -59,10 +60,24 @@ def sequences_of(role: Role, num_running: int, num_waiting: int) -> int:
 class Capacity:
     """What the smallest replica of a role can hold."""
 
-    kv_tokens: int
+    kv_tokens: int  # as if there were no windows
     max_num_seqs: int
     step_tokens: int  # that a step computes
     page_tokens: int = 1
+    groups: tuple[PageShape, ...] = ()  # of layers, where there are several
+
+    def num_sequences(self, num_tokens: float) -> float:
+        """Return how many sequences of so many tokens have room for their KV while they decode."""
+        if not self.groups:
+            return self.kv_tokens / num_tokens
+        paging = Paging(self.groups)
+        return self.kv_tokens * paging.pages_a_token / paging.mean_pages(num_tokens, 1)
+
+    def kv_usage(self, num_tokens: float, num_sequences: float) -> float:
+        """Return which share of the room sequences take that have so many tokens together."""
+        if not self.groups or not num_tokens:
+            return num_tokens / self.kv_tokens
+        return max(1, num_sequences) / self.num_sequences(num_tokens / max(1, num_sequences))
 
 
 @value
@@ -198,10 +213,14 @@ def _capacities(workers: Sequence[link.Register]) -> dict[Role, Capacity]:
     for role in POOLS:
         here = [w for w in workers if w.ready and w.role in ROLES and ROLES[w.role].is_in(role)]
         if here:
+            pagings = [paging_from_proto(worker.layout) for worker in here]
+            held = [paging.whole_tokens(worker.num_pages) for paging, worker in zip(pagings, here, strict=True)]
+            least = pagings[held.index(min(held))]
             found[role] = Capacity(
-                kv_tokens=min(num_tokens(worker.layout, worker.num_pages) for worker in here),
+                kv_tokens=min(held),
                 max_num_seqs=min(worker.max_num_seqs for worker in here),
                 step_tokens=min(worker.max_num_batched_tokens for worker in here),
-                page_tokens=max(worker.layout.page_size for worker in here),
+                page_tokens=max(paging.span for paging in pagings),
+                groups=() if least.is_single else least.shapes,
             )
     return found

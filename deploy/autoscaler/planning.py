@@ -219,7 +219,7 @@ def _total(signal: Signal, replicas: Sequence[Replica], seen: Observation, pool:
             return sum(replica.waiting_tokens for replica in replicas)
         case "kv_usage":
             capacity = seen.capacities.get(pool)
-            return sum(replica.kv_tokens for replica in replicas) / capacity.kv_tokens if capacity else 0.0
+            return sum(capacity.kv_usage(r.kv_tokens, r.num_sequences) for r in replicas) if capacity else 0.0
         case "running_sequences":
             return sum(replica.num_sequences for replica in replicas)
         case "held_requests":

@@ -61,7 +61,7 @@ class DecodePool:
         steps_s = self._in_company(alone_s)
         reserved = kv_each + mean(traffic.answers) / 2  # the router keeps room for the rest of each answer
         reserved += PAGES_BESIDE * capacity.page_tokens
-        in_pages = max(1, int(capacity.kv_tokens / max(1.0, reserved)))
+        in_pages = max(1, int(capacity.num_sequences(max(1.0, reserved))))
         in_time = int(np.searchsorted(steps_s, tpot_s, side="right"))
         limits = {Binds.BATCH: capacity.max_num_seqs, Binds.PAGES: in_pages, Binds.STEP_TIME: in_time}
         self.binds = min(limits, key=lambda bound: limits[bound])

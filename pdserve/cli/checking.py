@@ -57,6 +57,7 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     yield "KV", f"{fit.num_layers} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"
     sizes = " or ".join(map(str, fit.page_sizes))
     yield "KV bytes", f"{fit.token_bytes:,} a token, {fit.page_bytes:,} a page of {sizes} tokens"
+    yield "", f"{_size(fit.sequence_bytes)} a sequence of full length{_spared(fit)}"
     room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"
     yield f"this {fit.device}", f"{_size(fit.free_bytes)} free: beside the weights {room}"
     yield "chat", "by its template" if fit.has_chat_template else "not served: the model has no chat template"
@@ -67,6 +68,12 @@ def _seen(fit: "Footprint") -> str:
     kinds = Counter(fit.windows)
     seen = {window: "all tokens" if window is None else f"the last {window:,} tokens" for window in kinds}
     return ", ".join(text if len(kinds) == 1 else f"{text} in {kinds[window]}" for window, text in seen.items())
+
+
+def _spared(fit: "Footprint") -> str:
+    """Return what windows spare of that, if pages leave any."""
+    whole = sum(-(-fit.max_model_len // size) for size in fit.page_sizes) * fit.page_bytes
+    return f", {_size(whole)} without windows" if fit.sequence_bytes < whole else ""
 
 
 def _size(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ from pdserve.launch.service import WORKERS_END_S
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.protocol.link import ROLES, num_tokens
+from pdserve.protocol.link import ROLES, paging_from_proto
 
 DEMO_TOKENS = 64
 STOP_LIMIT_S = WORKERS_END_S + 0.5  # after drain_timeout_s: when this process ends, and its children with it
@@ -166,10 +166,15 @@ def _pool(name: str, workers: list[link.Register]) -> str:
     num_pages, page_size = sum(worker.num_pages for worker in workers), workers[0].layout.page_size
     shown = f"{len(workers)} {name}, {num_pages} pages of {page_size} tokens"
     longest = min(worker.max_model_len for worker in workers)
-    held = [num_tokens(worker.layout, worker.num_pages) for worker in workers]
-    if any(worker.max_model_len == most for worker, most in zip(workers, held, strict=True)):
+    if any(_is_limited_by_pages(worker) for worker in workers):
         shown += f", which limit sequences to {longest} tokens"
     return shown
+
+
+def _is_limited_by_pages(worker: link.Register) -> bool:
+    """Whether a longer sequence would not fit in a worker's pages."""
+    paging, longer = paging_from_proto(worker.layout), worker.max_model_len + 1
+    return paging.most_pages(longer, worker.max_num_batched_tokens) > worker.num_pages
 
 
 async def run_demo(spec: ClusterSpec, terminal: Terminal, question: str, expect: str) -> None:

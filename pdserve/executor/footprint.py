@@ -14,7 +14,7 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import needed_weights
 from pdserve.model.weights import GROUP, Stored, Weights
-from pdserve.settings.config import PAGE_SIZE, Device, Dtype, Quantization
+from pdserve.settings.config import PAGE_SIZE, STEP_TOKENS, Device, Dtype, Quantization
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
 SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
@@ -28,6 +28,7 @@ class Choices:
     dtype: Dtype = "auto"
     quantization: Quantization = "auto"
     page_size: int = PAGE_SIZE
+    step_tokens: int = max(STEP_TOKENS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Footprint:
     token_bytes: int  # of KV, as if there were no windows
     page_sizes: tuple[int, ...]  # tokens, of each group of layers
     page_bytes: int
+    sequence_pages: int  # that a sequence of the greatest length needs at most, in steps of the workers' default
     device: str
     free_bytes: int
     has_chat_template: bool
@@ -62,12 +64,18 @@ class Footprint:
 
     @property
     def num_tokens(self) -> int:
+        """Return how many tokens have KV at once, as if there were no windows."""
         return int(self.num_pages / sum(1 / size for size in self.page_sizes))
 
     @property
     def num_sequences(self) -> int:
         """Return how many sequences of the greatest length have KV at once."""
-        return self.num_pages // sum(-(-self.max_model_len // size) for size in self.page_sizes)
+        return self.num_pages // self.sequence_pages
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Return the KV of a sequence of the greatest length, at most."""
+        return self.sequence_pages * self.page_bytes
 
 
 def footprint_of(path: Path, choices: Choices) -> Footprint:
@@ -101,6 +109,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         token_bytes=layout.token_bytes,
         page_sizes=layout.paging.sizes,
         page_bytes=layout.page_bytes,
+        sequence_pages=layout.most_pages(config.max_position_embeddings, choices.step_tokens),
         device="cpu" if device == "auto" else device,
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,

@@ -139,12 +139,13 @@ def engine_device(config: WorkerConfig) -> torch.device:
 
 
 def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_pages: int) -> Limits:
-    max_model_len = _max_model_len(config, checkpoint.config.max_position_embeddings, layout.num_tokens(num_pages))
-    if lacks := lacks_pages(config.role, num_pages, layout.num_pages(max_model_len)):
+    model_limit, step_tokens = checkpoint.config.max_position_embeddings, max(config.step_tokens.values())
+    max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
+    if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
     return Limits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.step_tokens.values()),
+        max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
     )
@@ -239,6 +240,8 @@ def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) 
 def _max_model_len(config: WorkerConfig, model_limit: int, pool_tokens: int) -> int:
     """Return the longest sequence: what was asked for if model and pages allow it, else what they allow."""
     asked = config.max_model_len
+    if pool_tokens == 0:
+        raise ConfigError("num_pages: the KV pages have no room for a token in each group of layers")
     if asked is None:
         return min(model_limit, pool_tokens)
     if asked > model_limit:

@@ -82,15 +82,28 @@ class KvLayout:
         page_bytes = self.page_bytes
         return sum([page_bytes // size for size in self._sizes])
 
-    def num_pages(self, num_tokens: float) -> int:
-        """Return how many pages hold so many tokens, as if there were no windows."""
-        if not self.others:
-            return int(-(-num_tokens // self.page_size))
-        return int(sum([-(-num_tokens // size) for size in self._sizes]))
+    def most_pages(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """Return how many pages a sequence needs at most until it has so many tokens; by default one that decodes.
+
+        step_tokens: that a step computes of it at most.
+        """
+        return self.paging.most_pages(num_tokens, step_tokens) if self.others else -(-num_tokens // self.page_size)
+
+    def most_tokens(self, num_pages: int, step_tokens: int, limit: int) -> int:
+        """Return the greatest length up to `limit` of a sequence that needs no more pages than these."""
+        return self.paging.most_tokens(num_pages, step_tokens, limit)
+
+    def mean_pages(self, num_tokens: float, num_sequences: float) -> float:
+        """Return how many pages decoding sequences have that have so many tokens together."""
+        return self.paging.mean_pages(num_tokens, num_sequences) if self.others else num_tokens / self.page_size
+
+    def sent_bytes(self, num_tokens: float) -> float:
+        """Return the bytes that a hand-off sends of the last tokens of a prompt, but for begun pages."""
+        return self.paging.sent_pages(num_tokens) * self.page_bytes if self.others else num_tokens * self.token_bytes
 
     def num_tokens(self, num_pages: int) -> int:
         """Return how many tokens so many pages hold, as if there were no windows."""
-        return int(num_pages / sum([1 / size for size in self._sizes])) if self.others else num_pages * self.page_size
+        return self.paging.whole_tokens(num_pages) if self.others else num_pages * self.page_size
 
     def check(self) -> None:
         """Raise ConfigError unless the pages of every group fill almost as many bytes as the largest."""

@@ -7,6 +7,7 @@ from pdserve.base.errors import ConfigError, ProtocolError
 from pdserve.base.roles import Role
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, KvGroup, KvLayout, Tier
+from pdserve.protocol.paging import PageShape, Paging
 from pdserve.protocol.reports import Failure, Stage
 
 ROLES = {link.Role.Value(f"ROLE_{role.name}"): role for role in Role}
@@ -53,11 +54,10 @@ def layout_from_proto(message: link.KvLayout) -> KvLayout:
     return layout
 
 
-def num_tokens(layout: link.KvLayout, num_pages: int) -> int:
-    """Return how many tokens so many pages of a worker hold, as if there were no windows."""
-    if not layout.others:
-        return num_pages * layout.page_size
-    return int(num_pages / sum(1 / size for size in (layout.page_size, *[group.page_size for group in layout.others])))
+def paging_from_proto(layout: link.KvLayout) -> Paging:
+    """Return the page sizes and windows of a layout that a router has checked."""
+    others = [PageShape(group.page_size, group.window or None) for group in layout.others]
+    return Paging([PageShape(layout.page_size), *others])
 
 
 def _group(message: link.KvGroup) -> KvGroup:

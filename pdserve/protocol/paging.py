@@ -50,6 +50,15 @@ class Paging:
         """Return the paging of a model whose layers are all alike."""
         return cls((PageShape(page_size),))
 
+    @property
+    def pages_a_token(self) -> float:
+        """Return which part of pages a token fills, as if there were no windows."""
+        return sum([1 / size for size in self.sizes])
+
+    def whole_tokens(self, num_pages: int) -> int:
+        """Return how many tokens so many pages hold, as if there were no windows."""
+        return num_pages * self.span if self.is_single else int(num_pages / self.pages_a_token)
+
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold the first `num_tokens` tokens in all groups."""
         if self.is_single:
@@ -64,7 +73,7 @@ class Paging:
     def most_pages(self, num_tokens: int, step_tokens: int) -> int:
         """Return how many pages a sequence needs at most, from its first chunk until it has so many tokens.
 
-        step_tokens: that a step computes at most.
+        step_tokens: that a step computes of it at most; 1 of one that decodes.
         """
         if not self.has_windows:
             return self.num_pages(num_tokens)
@@ -73,22 +82,45 @@ class Paging:
     def ends(self, num_computed: int, num_tokens: int, step_tokens: int) -> list[int]:
         """Return in each group the number of pages, from the first on, up to which a sequence needs pages.
 
-        It has so many tokens, of which the first `num_computed` have KV. Pages stay until their whole span has left the
-        window of the next query, since then they can be found by its hash.
+        It has so many tokens, of which the first `num_computed` have KV.
         """
-        whole = num_computed // self.span * self.span
-        found = []
-        for group, (size, shape) in enumerate(zip(self.sizes, self.shapes, strict=True)):
-            end = -(-num_tokens // size)
-            if shape.window is not None:
-                num_live = shape.window - 1 + self.span - 1 + CHUNKS_AT_ONCE * step_tokens
-                end = min(end, self.first_needed(group, whole) + (num_live + size - 2) // size + 1)
-            found.append(end)
+        whole, found = num_computed // self.span * self.span, []
+        for group, size in enumerate(self.sizes):
+            end, most = -(-num_tokens // size), self._most_live(group, step_tokens)
+            found.append(end if most is None else min(end, self.first_needed(group, whole) + most))
         return found
+
+    def mean_pages(self, num_tokens: float, num_sequences: float) -> float:
+        """Return how many pages decoding sequences have that have so many tokens together, but for begun pages.
+
+        They are taken to be of one length. Of several lengths they have no more.
+        """
+        each, pages = num_tokens / num_sequences, 0.0
+        for group, size in enumerate(self.sizes):
+            most = self._most_live(group, 1)
+            pages += each / size if most is None else min(each / size, most)
+        return pages * num_sequences
 
     def most_tokens(self, num_pages: int, step_tokens: int, limit: int) -> int:
         """Return the greatest length up to `limit` of a sequence that needs no more pages than these."""
+        if self.most_pages(limit, step_tokens) <= num_pages:
+            return limit
         return bisect_right(range(1, limit + 1), num_pages, key=lambda length: self.most_pages(length, step_tokens))
+
+    def sent_pages(self, num_tokens: float) -> float:
+        """Return how many pages the last tokens of a prompt fill that a hand-off sends, but for begun pages."""
+        return sum([min(num_tokens, shape.window or num_tokens) / shape.page_size for shape in self.shapes])
+
+    def _most_live(self, group: int, step_tokens: int) -> int | None:
+        """Return how many pages of a group with a window a sequence needs at once; None: those of all its tokens.
+
+        Pages stay until their whole span has left the window of the next query, since then they can be found by its
+        hash. Others are there for the chunks that may be under way.
+        """
+        size, window = self.shapes[group].page_size, self.shapes[group].window
+        if window is None:
+            return None
+        return (window - 1 + self.span - 1 + CHUNKS_AT_ONCE * step_tokens + size - 2) // size + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,14 +252,14 @@ class Moving:
     def _copy_s(self, source: WorkerView, target: WorkerView, candidate: _Candidate) -> float:
         """Return how long a continuation's pages probably take, beside those that are on their way from there."""
         layout, links = source.registration.layout, self._predictor.links
-        num_bytes = candidate.num_tokens * layout.token_bytes
+        num_bytes = layout.sent_bytes(candidate.num_tokens)
         beside = self._shadows.num_leaving(source) + 1
         return links.latency_s + beside * num_bytes / links.bytes_per_s((source.name, target.name))
 
 
 def _pages(source: WorkerView, candidate: _Candidate) -> int:
     """Return how many pages a continuation has."""
-    return source.registration.layout.num_pages(candidate.num_tokens)
+    return source.registration.layout.most_pages(candidate.num_tokens)
 
 
 def _pages_left(worker: WorkerView) -> float:

@@ -124,8 +124,8 @@ class Predictor:
 
     def observe_fetch(self, worker: WorkerView, fetch: Fetch, num_came: int, elapsed_s: float, now_s: float) -> None:
         """Learn from a fetch that came or was given up so long after it was asked for."""
-        pair, token_bytes = (fetch.holder.worker_id, worker.name), worker.registration.layout.token_bytes
-        link_s = self.links.transfer_s(pair, fetch.num_sent * token_bytes)
+        pair = fetch.holder.worker_id, worker.name
+        link_s = self.links.transfer_s(pair, worker.registration.layout.sent_bytes(fetch.num_sent))
         self.fetches.observe(pair, min(1.0, num_came / fetch.num_sent), elapsed_s - link_s, now_s)
 
     def observe_answer(self, predicted_s: float, decoding_s: float, num_tokens: int) -> None:
@@ -180,14 +180,14 @@ class Predictor:
 
     def _best_offer(self, worker: WorkerView, prompt: Prompt, now_s: float) -> _Offer | None:
         """Return what to fetch for the greatest gain, if somebody holds more of a prompt than this worker."""
-        cached, token_bytes = prompt.cached.get(worker.link, 0), worker.registration.layout.token_bytes
+        cached, layout = prompt.cached.get(worker.link, 0), worker.registration.layout
         curve, best, best_s = self.costs.of(worker).prefill, None, -inf
         for holder, num_held in prompt.holders:
             if num_held <= cached or holder.kind != worker.kind:
                 continue
             pair = holder.name, worker.name
             share, delay_s = self.fetches.expected(pair, now_s)
-            transfer_s = self.links.transfer_s(pair, (num_held - cached) * token_bytes) + delay_s
+            transfer_s = self.links.transfer_s(pair, layout.sent_bytes(num_held - cached)) + delay_s
             num_sent = num_held - cached
             saved_s = share * curve.marginal_s(num_sent, attention_work(num_sent, cached)) - transfer_s
             if saved_s > best_s:
@@ -237,15 +237,16 @@ class Predictor:
         the prefill worker itself.
         """
         fresh = prompt.num_tokens - cached_tokens
-        budget, token_bytes = prefill.step_tokens, prefill.registration.layout.token_bytes
+        budget, layout = prefill.step_tokens, prefill.registration.layout
         meanwhile_s = self.costs.of(prefill).prefill.each_s * (fresh - min(fresh, budget))
-        last_bytes, all_bytes = (fresh % budget or budget) * token_bytes, prompt.num_tokens * token_bytes
+        last_bytes, all_bytes = layout.sent_bytes(fresh % budget or budget), layout.sent_bytes(prompt.num_tokens)
         links, cached, name, left_s = self.links, prompt.cached, prefill.name, []
         for worker in decodes:
             if worker is prefill:
                 left_s.append(inf)
                 continue
-            num_bytes = all_bytes - cached.get(worker.link, 0) * token_bytes if cached else all_bytes
+            held = cached.get(worker.link, 0) if cached else 0
+            num_bytes = layout.sent_bytes(prompt.num_tokens - held) if held else all_bytes
             rate = links.bytes_per_s((name, worker.name))
             left_s.append(links.latency_s + max(num_bytes / rate - meanwhile_s, min(num_bytes, last_bytes) / rate))
         return left_s
@@ -293,12 +294,13 @@ class Predictor:
         """Return what a request does not fit for beside all that is there and on its way, with their answers."""
         present, width, layout = worker.num_sequences, prompt.num_sequences, worker.registration.layout
         if not present:
-            return None if prompt.num_tokens + width <= worker.kv_capacity else Cause.PAGES
+            return None if layout.most_pages(prompt.num_tokens + width) <= worker.num_pages else Cause.PAGES
         if present + width > worker.registration.max_num_seqs:
             return Cause.ROWS
         answer_tokens = self.lengths.mean_tokens * (present / 2 + width) + PAGES_BESIDE * layout.page_size * (
             present + width
         )
         missing = prompt.num_tokens - prompt.cached.get(worker.link, 0)
-        is_full = worker.kv_tokens + prompt.num_tokens + answer_tokens > worker.kv_capacity
-        return Cause.PAGES if is_full or layout.num_pages(missing) + width > worker.num_free_pages else None
+        num_tokens = worker.kv_tokens + prompt.num_tokens + answer_tokens
+        is_full = layout.mean_pages(num_tokens, present + width) > worker.num_pages
+        return Cause.PAGES if is_full or layout.most_pages(missing) + width > worker.num_free_pages else None

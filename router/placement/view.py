@@ -86,7 +86,7 @@ class WorkerView:
     @property
     def max_num_tokens(self) -> int:
         known = self.registration
-        return min(known.max_model_len, known.layout.num_tokens(known.num_pages))
+        return known.layout.most_tokens(known.num_pages, known.max_num_batched_tokens, known.max_model_len)
 
     def report(self, load: ReportedLoad) -> LoadPart:
         """Take a load report; return what other routers have sent between the last one and this."""
@@ -119,7 +119,7 @@ class WorkerView:
         self._sequences += share.num_sequences
         self._tokens += share.prefill_tokens
         self._work += share.prefill_work
-        self._new_pages += self._num_pages(share.kv_tokens)
+        self._new_pages += self._num_pages(share)
         if share.prefill_tokens:
             place = bisect_right(self._prompts, -share.priority, self._num_begun, key=lambda each: -each.priority)
             for overtaken in self._prompts[place:]:
@@ -136,7 +136,7 @@ class WorkerView:
         self._sequences -= share.num_sequences
         self._tokens -= share.prefill_tokens
         self._work -= share.prefill_work
-        self._new_pages -= self._num_pages(share.kv_tokens)
+        self._new_pages -= self._num_pages(share)
         if share is self._first_begun:
             self._computed_tokens = self._computed_work = 0  # of this one
         self._forget_prompt(share)
@@ -262,13 +262,13 @@ class WorkerView:
         return self._kv_tokens + self.others.placed_tokens
 
     @property
-    def kv_capacity(self) -> int:
-        """Tokens whose KV it can hold: pages in quarantine are no room."""
-        num_pages = self.registration.num_pages - (self.load.pages_lost if self.load else 0)
-        return self.registration.layout.num_tokens(num_pages)
+    def num_pages(self) -> int:
+        """Pages that it can hold KV in: those in quarantine are no room."""
+        return self.registration.num_pages - (self.load.pages_lost if self.load else 0)
 
-    def _num_pages(self, num_tokens: int) -> int:
-        return self.registration.layout.num_pages(num_tokens)
+    def _num_pages(self, share: Share) -> int:
+        step_tokens = self.step_tokens if share.prefill_tokens else 1
+        return self.registration.layout.most_pages(share.kv_tokens, step_tokens)
 
     @property
     def num_free_pages(self) -> float:

@@ -16,6 +16,7 @@ from pdserve.autoscaler.sizing import DecodePool, Sizer
 from pdserve.autoscaler.traffic import Lengths, Traffic
 from pdserve.base.roles import Role
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
+from pdserve.protocol.paging import PageShape
 
 FLAT = Curve(0.02, 0.0, 0.0)  # steps take as long whatever they hold
 COSTS = StepCosts(Curve(0.0, 1e-4, 0.0), (DecodePiece(None, FLAT),))
@@ -225,3 +226,16 @@ def test_the_least_of_a_budget_is_held_where_the_most_is_lost() -> None:
 def test_a_pool_that_could_be_smaller_is_bound_by_its_least_size() -> None:
     found = sizer(1.0).fewest(bounds(least=3), Budget(max_devices=10))
     assert found.binds == {Role.PREFILL: Binds.MIN, Role.DECODE: Binds.MIN}
+
+
+def test_windows_make_room_for_more_sequences_and_less_of_it_is_used() -> None:
+    alike = Capacity(100_000, 256, 2048, 16, groups=(PageShape(16), PageShape(16)))
+    sliding = Capacity(100_000, 256, 2048, 16, groups=(PageShape(16), PageShape(16, window=128)))
+    assert alike.num_sequences(10_000) == pytest.approx(Capacity(100_000, 256, 2048, 16).num_sequences(10_000))
+    assert sliding.num_sequences(10_000) == pytest.approx(2 * alike.num_sequences(10_000), rel=0.02)
+    assert sliding.num_sequences(50) == pytest.approx(alike.num_sequences(50)), "their windows hold all tokens"
+    assert alike.kv_usage(40_000, 4) == pytest.approx(0.4)
+    assert sliding.kv_usage(40_000, 4) == pytest.approx(0.2, rel=0.02)
+    assert sliding.kv_usage(0, 0) == 0.0
+    most = [DecodePool(traffic(1.0, prompt=10_000.0), COSTS, capacity, 0.05).most for capacity in (alike, sliding)]
+    assert most[1] > 1.8 * most[0]

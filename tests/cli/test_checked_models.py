@@ -47,6 +47,22 @@ def test_figures_are_those_of_the_files(folder: Path, monkeypatch: pytest.Monkey
     assert (fits.num_pages, fits.num_tokens, fits.num_sequences) == (255, 255 * 32, 1)
 
 
+def test_a_long_context_is_said_to_need_what_its_windows_promise(tmp_path: Path, pdserve: Command) -> None:
+    """Half the layers see 128 tokens, as in GPT-OSS: about half of what all layers would need without windows."""
+    kinds = ["sliding_attention", "full_attention"]
+    shape = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 128, "max_position_embeddings": 131_072}
+    folder = write_model("gemma2", tmp_path / "model", **shape)
+    fit = footprint_of(folder, Choices(dtype="float32", page_size=16))
+    whole = fit.max_model_len * fit.token_bytes
+    assert 0.5 * whole < fit.sequence_bytes < 0.52 * whole
+    assert fit.num_sequences == fit.num_pages // fit.sequence_pages
+    said = pdserve("models", "check", str(folder), "--dtype", "float32").stdout
+    assert (
+        f"{fit.sequence_bytes / 2**20:.0f} MiB a sequence of full length, {whole / 2**20:.0f} MiB without windows"
+        in said
+    )
+
+
 @pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("int4", "bfloat16"), ("none", "bfloat16")])
 def test_weights_take_the_bytes_that_they_are_said_to_take(folder: Path, quantization: str, dtype: str) -> None:
     fit = footprint_of(folder, Choices(dtype=dtype, quantization=quantization))  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ class Size:
 
     @property
     def max_num_pages(self) -> int:
-        return self.layout.num_pages(self.max_model_len)
+        return self.layout.most_pages(self.max_model_len, self.max_num_batched_tokens)
 
 
 def registration(me: Introduction, role: Role, size: Size) -> link.Register:
