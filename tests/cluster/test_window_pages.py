@@ -10,7 +10,7 @@ from pdserve.executor.loading import describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.protocol.paging import PageOrder
 
-LENGTH, CHUNK, PAGE_SIZE, NUM_TOKENS = 2400, 64, 16, 24
+LENGTH, CHUNK, PAGE_SIZE, NUM_TOKENS = 1200, 64, 16, 8
 FLAGS = ("--dtype", "float32", "--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
 
 
