@@ -6,15 +6,17 @@ from faultsim.engine import FakeRunner
 from faultsim.memory import Memory
 from faultsim.mover import Host, Mover
 from faultsim.network import KEEPALIVE_S, End, Network
+from faultsim.simulation import simulate
 from faultsim.witness import WorkerWitness
 from faultsim.world import Process, ViolationError, World
 from pdserve.base.ids import Attempt, AttemptKey, Incarnation, PageId, Peer, RequestId, WorkerId
 from pdserve.engine.kvcache import KvCache, Prefix
+from pdserve.engine.prompt_room import PromptRoom
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.kvtransfer.doors import CopyStopped, ReceiverMessage, StartCopy
 from pdserve.kvtransfer.session import Grant, Withdrawn
-from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.page_tables import Pages, PageTables
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.prefix_hash import EVERYONE, PrefixHasher
 from pdserve.protocol.sampling import SampledToken, SamplingParams
@@ -239,3 +241,22 @@ def test_a_token_that_does_not_follow_the_last_is_noticed() -> None:
     witness.reports(Tokens(RouterRef(1), KEY, 0, 0, (SampledToken(7),), None))
     with pytest.raises(ViolationError, match="due was 1"):
         witness.reports(Tokens(RouterRef(1), KEY, 0, 2, (SampledToken(7),), None))
+
+
+def test_prompts_leave_windows_while_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced, original = [0], KvCache.take
+
+    def take(cache: KvCache, count: int) -> Pages | None:
+        pages = original(cache, count)
+        replaced[0] += len(pages or ())
+        return pages
+
+    def refill(room: PromptRoom, sequence: Sequence) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(KvCache, "take", take)
+            fill(room, sequence)
+
+    fill = PromptRoom._refill
+    monkeypatch.setattr(PromptRoom, "_refill", refill)
+    assert simulate(0, num_requests=40).violation == ""
+    assert replaced[0] > 50

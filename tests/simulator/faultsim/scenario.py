@@ -19,6 +19,10 @@ NO_ROUTE_SEEDS = 0.4  # share of the seeds with faults
 
 # Groups of layers after the first, in half of the seeds.
 GROUPS = ((), (), (PageShape(2, window=6),), (PageShape(4, window=3), PageShape(2)))
+# Tokens of a prefill worker's step. In short steps, most pages of a prompt leave its windows while it is computed.
+STEP_TOKENS = (32, 12, 8)
+MORE_TOKENS = (0, 0, 20, 40)  # in these seeds, of some prompts
+MAX_MODEL_LEN = 96
 
 # In half of the seeds a third of the requests is for the model alone, the others for these.
 ADAPTERS = tuple(Adapter(name, name.encode() * (DIGEST_BYTES // 4)) for name in ("blue", "gold"))
@@ -75,10 +79,11 @@ def draw(seed: int, num_requests: int) -> Scenario:
     has_zombies = seed % PERIOD == PERIOD - 1
     span_s = num_requests * max(rng.choice((0.005, 0.01, 0.03)), 0.04 if has_zombies else 0.0)
     step_s = rng.choice((0.002, 0.004, 0.008))
-    max_model_len, most_drafts = 96, random.Random(f"guesses {seed}").choice((0, 0, 1, 3))
+    max_model_len, most_drafts = MAX_MODEL_LEN, random.Random(f"guesses {seed}").choice((0, 0, 1, 3))
     others = random.Random(f"groups {seed}").choice(GROUPS)
     adapters = ADAPTERS if random.Random(f"adapters {seed}").random() < 0.5 else ()
-    per_page = Size(0, others=others).max_num_pages / Size(0).max_num_pages  # pages that hold what one did
+    step_tokens = random.Random(f"chunks {seed}").choice(STEP_TOKENS) if others else STEP_TOKENS[0]
+    prefill_pages, decode_pages = (_pages_for_one(others, count) for count in (step_tokens, STEP_TOKENS[0]))
     page_s = max(rng.choice((0.0001, 0.0005, 0.002)), 0.015 if has_zombies else 0.0)  # most of the time a copy goes on
     copy_faults = CopyFaults(
         failed=1 / 16 if "failed_copies" in faults else 0.0,
@@ -93,7 +98,8 @@ def draw(seed: int, num_requests: int) -> Scenario:
         num_prefill=(num_prefill := rng.choice((1, 2, 2, 3))),
         num_decode=(num_decode := rng.choice((1, 2, 2, 3))),
         prefill_size=Size(
-            int(rng.choice((32, 64, 128)) * per_page),
+            int(rng.choice((32, 64, 128)) * prefill_pages),
+            max_num_batched_tokens=step_tokens,
             max_model_len=max_model_len,
             step_s=step_s,
             most_drafts=most_drafts,
@@ -101,7 +107,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
             adapters=adapters,
         ),
         decode_size=Size(
-            int(rng.choice((32, 64, 128)) * per_page),
+            int(rng.choice((32, 64, 128)) * decode_pages),
             max_num_seqs=rng.choice((8, 16)),
             max_model_len=max_model_len,
             step_s=step_s,
@@ -111,7 +117,11 @@ def draw(seed: int, num_requests: int) -> Scenario:
         ),
         mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
         span_s=span_s,
-        wishes=converse(seed, _with_adapters(seed, _wishes(rng, num_requests, span_s, calm), adapters), others),
+        wishes=converse(
+            seed,
+            _with_adapters(seed, _longer(seed, _wishes(rng, num_requests, span_s, calm), step_tokens), adapters),
+            others,
+        ),
         faults=faults,
         num_faults=rng.randrange(3, 14),
         num_zombies=NUM_ZOMBIES if has_zombies else 0,
@@ -122,6 +132,11 @@ def draw(seed: int, num_requests: int) -> Scenario:
         site_chance=rng.choice((0.0, 0.002, 0.01)),
         lacking=frozenset() if faultless else _lacking(seed, num_prefill, num_decode),
     )
+
+
+def _pages_for_one(others: tuple[PageShape, ...], step_tokens: int) -> float:
+    """Return how many pages the longest sequence needs for each that it would need without other groups."""
+    return Size(0, max_num_batched_tokens=step_tokens, others=others).max_num_pages / Size(0).max_num_pages
 
 
 def _no_route(seed: int, num_prefill: int, num_decode: int) -> tuple[str, str] | None:
@@ -138,6 +153,18 @@ def _lacking(seed: int, num_prefill: int, num_decode: int) -> frozenset[str]:
     rng = random.Random(f"lacking {seed}")
     names = [f"p{number}" for number in range(1, num_prefill)] + [f"d{number}" for number in range(1, num_decode)]
     return frozenset([name for name in names if rng.random() < LACKING])
+
+
+def _longer(seed: int, wishes: list[Wish], step_tokens: int) -> list[Wish]:
+    """Let some prompts be longer where steps are short, so that their pages leave windows for many steps."""
+    rng = random.Random(f"longer {seed}")
+    if step_tokens == max(STEP_TOKENS):
+        return wishes
+    longer = (replace(wish, prompt=(*wish.prompt, *_tokens(rng, rng.choice(MORE_TOKENS)))) for wish in wishes)
+    return [
+        each if len(each.prompt) + each.params.max_tokens <= MAX_MODEL_LEN else wish
+        for each, wish in zip(longer, wishes, strict=True)
+    ]
 
 
 def _with_adapters(seed: int, wishes: Sequence[Wish], adapters: Sequence[Adapter]) -> list[Wish]:
