@@ -211,7 +211,8 @@ def _capacities(workers: Sequence[link.Register]) -> dict[Role, Capacity]:
     """Return what the smallest worker of each pool holds; mixed ones are in both."""
     found = {}
     for role in POOLS:
-        here = [w for w in workers if w.ready and w.role in ROLES and ROLES[w.role].is_in(role)]
+        ready = [worker for worker in workers if worker.ready and worker.layout.page_size]
+        here = [w for w in ready if w.role in ROLES and ROLES[w.role].is_in(role)]
         if here:
             pagings = [paging_from_proto(worker.layout) for worker in here]
             held = [paging.whole_tokens(worker.num_pages) for paging, worker in zip(pagings, here, strict=True)]
