@@ -48,6 +48,7 @@ class LeapingScheduler(Scheduler):
             if is_decoding and tokens[0][0].token_id == OTHER:
                 sequence.computed += 1
                 sequence.tokens.append(OTHER)
+                self._leave_windows(sequence)
             else:
                 kept.append(sequence)
                 chunks.append(chunk)
@@ -79,10 +80,22 @@ class LeapingScheduler(Scheduler):
 
     def _has_pages(self, num_steps: int) -> bool:
         """Return whether there are pages for that many steps of all that runs."""
-        running, size, num_free = self.running, self.cache.page_size, self.cache.pool.num_free
-        if len(running) * -(-num_steps // size) <= num_free:  # as many as they can need
+        running, num_free = self.running, self.cache.pool.num_free
+        each = sum([-(-num_steps // size) for size in self.cache.paging.sizes])
+        if len(running) * each <= num_free:  # as many as they can need
             return True
-        return sum([-(-(s.computed + num_steps) // size) - len(s.pages.runs[0]) for s in running]) <= num_free
+        return sum([sum(self._missing(s, s.computed + num_steps)) for s in running]) <= num_free
+
+    def _missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Return how many pages of each group a sequence lacks for so many tokens."""
+        tables = sequence.pages
+        parts = zip(self.cache.paging.sizes, tables.firsts, tables.runs, strict=True)
+        return [max(0, -(-num_tokens // size) - first - len(run)) for size, first, run in parts]
+
+    def _leave_windows(self, sequence: Sequence) -> None:
+        """Give up the pages of a decoding sequence that have left their windows."""
+        if self.cache.paging.has_windows:
+            self._release(sequence.pages.take_unneeded(self.cache.paging, sequence.computed))
 
     def batch(self) -> tuple[int, int]:
         """Return how many sequences the next decode step has, and how many KV tokens they read."""
@@ -94,10 +107,8 @@ class LeapingScheduler(Scheduler):
 
     def take_pages(self, num_steps: int) -> None:
         """Take the pages that the first steps of the leap under way have written to, before others are given any."""
-        size = self.cache.page_size
         for sequence in self._leaping():
-            if sequence.computed + num_steps > len(sequence.pages.runs[0]) * size:
-                self._add_pages(sequence, num_steps)
+            self._add_pages(sequence, num_steps)
 
     def can_go_on(self, num_steps: int) -> bool:
         """Return whether the leap under way may do that many steps: nothing has come, and there are pages for it."""
@@ -111,16 +122,16 @@ class LeapingScheduler(Scheduler):
         These are sequences that end with it, and those that have not run before: their last step is not done yet.
         """
         last_step = RunningStep({})
-        step, ahead, size = self.steps[0], [OTHER] * num_steps, self.cache.page_size
+        step, ahead = self.steps[0], [OTHER] * num_steps
         for sequence, left in zip(step.sequences, self._left, strict=True):
             if sequence in step.dropped:
                 continue
             last = sequence.computed + num_steps
-            if last > len(sequence.pages.runs[0]) * size:
-                self._add_pages(sequence, num_steps)
+            self._add_pages(sequence, num_steps)
             if left > num_steps and sequence.has_run:
                 sequence.tokens += ahead
                 sequence.computed = last
+                self._leave_windows(sequence)
             else:
                 sequence.tokens += ahead[1:]
                 sequence.computed = last - 1
@@ -134,8 +145,8 @@ class LeapingScheduler(Scheduler):
 
     def _add_pages(self, sequence: Sequence, num_steps: int) -> None:
         """Take the pages that a sequence does not have yet for that many steps."""
-        last = sequence.computed + num_steps
-        pages = self.cache.take(self.cache.num_pages(last) - len(sequence.pages.runs[0]))
-        if pages is None:
+        last, size = sequence.computed + num_steps, self.cache.page_size
+        if self.cache.paging.is_single and last <= len(sequence.pages.runs[0]) * size:  # by far the most frequent
+            return
+        if not self.cache.extend(sequence.pages, [-(-last // size) for size in self.cache.paging.sizes]):
             raise InvariantError("a leap ran out of pages")
-        sequence.pages.runs[0].extend(pages)

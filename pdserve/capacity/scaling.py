@@ -173,10 +173,11 @@ class Scaling:
         costs = {view.role: router.predictor.costs.of(view).step_costs(shape.max_num_seqs) for view in router.workers}
         capacities = {
             role: Capacity(
-                builder.num_pages(role) * builder.page_size,
+                builder.layout.num_tokens(builder.num_pages(role)),
                 shape.max_num_seqs,
                 builder.step_tokens[role],
                 builder.page_size,
+                builder.layout.paging.shapes if builder.layout.others else (),
             )
             for role in POOLS
         }

@@ -19,8 +19,7 @@ from pdserve.engine.step import StepPlan
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.profile import Profile
-from pdserve.protocol.kvlayout import KvLayout
-from pdserve.protocol.paging import Paging
+from pdserve.protocol.kvlayout import KvGroup, KvLayout
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.token_ids import ALL_IDS
 from pdserve.router.requests.events import LinkId, Registration
@@ -249,8 +248,15 @@ class Builder:
         self._profile = profile
         self._shape = shape
         self._longest = max(each.prompt_tokens + workload.max_tokens(each) for each in workload.arrivals) + 1
-        self.page_size = min(workload.block_tokens, _MOST_PAGE_TOKENS) if workload.block_tokens else _MOST_PAGE_TOKENS
-        self.page_bytes = self.page_size * profile.kv_bytes_per_token
+        size = min(workload.block_tokens, _MOST_PAGE_TOKENS) if workload.block_tokens else _MOST_PAGE_TOKENS
+        window = profile.window
+        ratio, tokens = (0, None) if window is None else (window.ratio, window.tokens)
+        # One head in each layer, whose width makes pages as large as the profile says.
+        width = profile.kv_bytes_per_token // (4 * (1 + ratio))
+        others = (KvGroup("window", ratio, 1, width, size, tokens),) if ratio else ()
+        self.layout = KvLayout("simulated", 1, 1, width, size * max(1, ratio), "bfloat16", others=others)
+        self.page_size = self.layout.page_size  # of the largest pages
+        self.page_bytes = self.page_size * profile.kv_bytes_per_token // (1 + ratio)
         self.hasher = PrefixHasher(b"simulated", MODEL, self.page_size)
         self.costs = {role: profile.configuration(shape.tp_of(role)).costs() for role in POOLS}
         self._cache_hasher = self.hasher if workload.block_tokens else None
@@ -258,7 +264,7 @@ class Builder:
     def num_pages(self, role: Role) -> int:
         """Return how many KV pages a worker of a role has."""
         configuration = self._profile.configuration(self._shape.tp_of(role))
-        return int(configuration.kv_tokens * self._shape.kv_share) // self.page_size
+        return self.layout.paging.whole_pages(int(configuration.kv_tokens * self._shape.kv_share))
 
     @property
     def step_tokens(self) -> Mapping[Role, int]:
@@ -274,10 +280,10 @@ class Builder:
         limits = EngineLimits(
             max_num_seqs=self._shape.max_num_seqs,
             max_num_batched_tokens=max(step_tokens.values()),
-            max_model_len=min(self._longest, num_pages * self.page_size),
+            max_model_len=self.layout.most_tokens(num_pages, max(step_tokens.values()), self._longest),
             eos_token_ids=frozenset(),
         )
-        cache = KvCache(num_pages, Paging.of(self.page_size), self._cache_hasher)
+        cache = KvCache(num_pages, self.layout.paging, self._cache_hasher)
         scheduler = LeapingScheduler(cache, limits, output_length)
         # Nobody is lost, or falls silent.
         rules = Rules(MAX_TASKS, False, 1.0, lease_s=3600.0, role=role, step_tokens=step_tokens)
@@ -288,8 +294,6 @@ class Builder:
         return worker, self._registration(peer, link, role, limits)
 
     def _registration(self, peer: Peer, link: LinkId, role: Role, limits: EngineLimits) -> Registration:
-        # One head whose width makes a page as large as the profile says.
-        layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self.page_size, "bfloat16")
         return Registration(
             link=link,
             worker_id=peer.worker_id,
@@ -298,7 +302,7 @@ class Builder:
             protocol_version=PROTOCOL_VERSION,
             ready=True,
             model=MODEL,
-            layout=layout,
+            layout=self.layout,
             num_pages=self.num_pages(role),
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,

@@ -10,10 +10,11 @@ from pdserve.launch.folder import ClusterState
 from pdserve.measure.live import LiveCluster, Report, connected
 from pdserve.measure.workload import Arrival
 from pdserve.perfmodel.curve import ENOUGH_STEPS
-from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile
+from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile, WindowFields
 from pdserve.perfmodel.wire import decode_pieces, most_seen, prefill_curve
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.protocol.kvlayout import KvLayout
 from pdserve.protocol.link import layout_from_proto
 
 _LEAST_S = 1e-9  # a profile's token_s has to be over 0
@@ -66,17 +67,18 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
             f"steps; {ENOUGH_STEPS} of each are needed"
         )
     workers = [worker.registration for worker in status.workers if worker.registration.ready]
-    curve = prefill_curve(prefill)
+    curve, layout = prefill_curve(prefill), layout_from_proto(workers[0].layout)
     return Profile(
         model=status.model,
         device=" + ".join(dict.fromkeys(filter(None, (prefill.device, decode.device)))),
         source=source,
-        kv_bytes_per_token=layout_from_proto(workers[0].layout).token_bytes,
+        kv_bytes_per_token=layout.token_bytes,
+        window=_window(layout),
         link=_LINK,
         configurations=[
             Configuration(
                 tp=1,
-                kv_tokens=min(worker.num_pages * worker.layout.page_size for worker in workers),
+                kv_tokens=min(layout.num_tokens(worker.num_pages) for worker in workers),
                 prefill=PrefillFields(
                     step_s=curve.step_s,
                     token_s=max(_LEAST_S, curve.each_s),
@@ -94,3 +96,11 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
             )
         ],
     )
+
+
+def _window(layout: KvLayout) -> WindowFields | None:
+    """Return the window of the layers that have pages of their own, if there are any."""
+    for group in layout.others:
+        if group.window is not None:
+            return WindowFields(tokens=group.window, ratio=layout.page_size // group.page_size)
+    return None

@@ -58,6 +58,13 @@ class LinkFields(_Section):
     latency_s: Seconds = 0.001
 
 
+class WindowFields(_Section):
+    """Layers that see a part of the tokens, and keep their KV in pages of their own."""
+
+    tokens: int = Field(ge=1, description="That a query of these layers sees, its own included.")
+    ratio: int = Field(ge=1, description="Such layers for each layer that sees all tokens.")
+
+
 class Profile(_Section):
     """What is known of a model on a kind of device."""
 
@@ -65,6 +72,7 @@ class Profile(_Section):
     device: str = ""
     source: str = ""
     kv_bytes_per_token: int = Field(ge=1)
+    window: WindowFields | None = Field(None, description="KV is counted as if there were none.")
     link: LinkFields
     configurations: list[Configuration] = Field(min_length=1)
 

@@ -59,6 +59,10 @@ class Paging:
         """Return how many tokens so many pages hold, as if there were no windows."""
         return num_pages * self.span if self.is_single else int(num_pages / self.pages_a_token)
 
+    def whole_pages(self, num_tokens: int) -> int:
+        """Return how many pages so many tokens fill, as if there were no windows."""
+        return num_tokens // self.span if self.is_single else int(num_tokens * self.pages_a_token)
+
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold the first `num_tokens` tokens in all groups."""
         if self.is_single:

@@ -15,10 +15,11 @@ from pdserve.measure.outcomes import Objective
 from pdserve.measure.read_workload import parse_workload
 from pdserve.measure.tables import as_json
 from pdserve.measure.workload import Arrival, Workload, random_lengths
-from pdserve.perfmodel.profile import read_profile, shipped_profile
+from pdserve.perfmodel.profile import Profile, WindowFields, read_profile, shipped_profile
 from pdserve.router.placement.policies import POLICIES
 
 PROFILE = read_profile(shipped_profile())
+SLIDING = PROFILE.model_copy(update={"window": WindowFields(tokens=128, ratio=3)})
 OBJECTIVE = Objective(0.25, 0.1)
 SEARCHED_TO = 1.06  # a rate is bisected to within 4 %, and another cluster has to be 2 % better
 SHAPES = [Shape(0, 2), Shape(1, 1), Shape(2, 2, local_prefill=False)]
@@ -28,16 +29,28 @@ def times(run: Run) -> list[tuple[float, float, int, str]]:
     return [(outcome.first_s, outcome.last_s, outcome.num_tokens, outcome.status) for outcome in run.outcomes]
 
 
+@pytest.mark.parametrize("profile", [PROFILE, SLIDING], ids=["full", "windows"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_leaps_give_the_times_of_single_steps(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaps_give_the_times_of_single_steps(shape: Shape, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = random_lengths(60, 300, 30, 1).at_rate(12)
-    leapt = simulate(PROFILE, shape, "round_robin", workload, OBJECTIVE)
+    leapt = simulate(profile, shape, "round_robin", workload, OBJECTIVE)
     monkeypatch.setattr(LeapingScheduler, "leap_length", lambda _: 0)
-    stepped = simulate(PROFILE, shape, "round_robin", workload, OBJECTIVE)
+    stepped = simulate(profile, shape, "round_robin", workload, OBJECTIVE)
     assert leapt.num_steps == stepped.num_steps
     for one, other in zip(times(leapt), times(stepped), strict=True):
         assert one[:2] == pytest.approx(other[:2], rel=1e-9)
         assert one[2:] == other[2:]
+
+
+def test_windows_make_room_for_prompts_that_else_would_wait() -> None:
+    """As many tokens have pages, but three of four layers need those of their windows alone."""
+    workload = Workload("long", tuple(Arrival(i * 0.01, 3000, 600) for i in range(24)))
+    shape = Shape(1, 1, kv_share=0.5, prefill_chunk=512, decode_chunk=256)
+    ends = [
+        max(outcome.last_s for outcome in simulate(profile, shape, "round_robin", workload, OBJECTIVE).outcomes)
+        for profile in (PROFILE, SLIDING)
+    ]
+    assert ends[1] < 0.8 * ends[0]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

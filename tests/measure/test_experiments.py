@@ -15,10 +15,10 @@ from pdserve.measure.overload import Findings, Trial, served
 from pdserve.measure.profile import bursts, learnt_profile
 from pdserve.measure.workload import fixed_lengths
 from pdserve.perfmodel.curve import Curve
-from pdserve.perfmodel.profile import read_profile, write_profile
+from pdserve.perfmodel.profile import WindowFields, read_profile, write_profile
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.protocol.kvlayout import KvLayout
+from pdserve.protocol.kvlayout import KvGroup, KvLayout
 from pdserve.protocol.link import layout_to_proto
 
 OBJECTIVE = Objective(ttft_s=0.5, tpot_s=0.1)
@@ -84,6 +84,18 @@ def test_a_learnt_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None
     assert costs.decode_curve(5) == Curve(0.025, 0.002, 1e-6)
     assert read.kv_bytes_per_token == 23_040
     assert read.configuration(1).kv_tokens == 800 * 16
+
+
+def test_a_learnt_profile_knows_the_window_of_layers_with_pages_of_their_own(tmp_path: Path) -> None:
+    told = status(100)
+    sliding = KvGroup("window", 90, 3, 64, 16, window=128)
+    for each in told.workers:
+        each.registration.layout.CopyFrom(layout_to_proto(KvLayout("w", 30, 3, 64, 48, "bfloat16", others=(sliding,))))
+    write_profile(tmp_path / "learnt.yaml", learnt_profile(told, "a test"))
+    read = read_profile(tmp_path / "learnt.yaml")
+    assert read.window == WindowFields(tokens=128, ratio=3)
+    assert read.kv_bytes_per_token == 4 * 23_040
+    assert read.configuration(1).kv_tokens == 800 * 16 * 3 // 4
 
 
 def test_a_learnt_profile_keeps_what_each_size_of_batch_costs() -> None:
