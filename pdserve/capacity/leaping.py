@@ -80,10 +80,12 @@ class LeapingScheduler(Scheduler):
 
     def _has_pages(self, num_steps: int) -> bool:
         """Return whether there are pages for that many steps of all that runs."""
-        running, num_free = self.running, self.cache.pool.num_free
-        each = sum([-(-num_steps // size) for size in self.cache.paging.sizes])
-        if len(running) * each <= num_free:  # as many as they can need
+        running, paging, num_free = self.running, self.cache.paging, self.cache.pool.num_free
+        if len(running) * sum([-(-num_steps // size) for size in paging.sizes]) <= num_free:  # the most they can need
             return True
+        if paging.is_single:
+            span = paging.span
+            return sum([-(-(s.computed + num_steps) // span) - len(s.pages.runs[0]) for s in running]) <= num_free
         return sum([sum(self._missing(s, s.computed + num_steps)) for s in running]) <= num_free
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
