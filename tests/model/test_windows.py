@@ -121,14 +121,16 @@ def test_a_prompt_fits_that_would_not_with_all_pages_of_its_windows(folder: Path
     model, oracle = loaded(folder)
     text = prompt(900)
     paging = paging_of(layer_groups(model.config, 16))
-    engine = Engine(model, paging.most_pages(912, CHUNK), 16)
+    engine = Engine(model, paging.most_pages(960, CHUNK) + paging.num_pages(60), 16)
     assert engine.num_pages < paging.num_pages(900)
     engine.generate([text], 12)
     assert engine.scheduler.num_preemptions == 0
-    first = [prompt(40, 1), text]  # the first one is more urgent, and grows
-    (_, again) = engine.generate(first, 12)
-    assert again.num_cached_tokens > 0
-    for number, token_ids in enumerate([text, *first]):
+    both = [prompt(60, 1), text[::-1]]  # the first one is more urgent, and grows
+    engine.generate(both, 30)
+    assert engine.scheduler.num_preemptions == 1
+    (again,) = engine.generate([both[1]], 12)
+    assert again.num_cached_tokens > 800
+    for number, token_ids in enumerate([text, *both, both[1]]):
         assert first_disagreement(oracle, token_ids, engine.tokens[number]) is None
 
 
