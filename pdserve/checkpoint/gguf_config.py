@@ -60,6 +60,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         **{each.name: fields.number(each.key, each.default) for each in (family.epsilon, *family.numbers)},
         **_windows(fields, family, rope, file.metadata.get(f"{prefix}{PATTERN}")),
         **_scores(fields, family, head_dim),
+        **_experts(fields, family),
     }
     _check_keys(fields, family)
     return config
@@ -113,10 +114,25 @@ def _scores(fields: Fields, family: GgufFamily, head_dim: int) -> dict[str, obje
     return {"query_pre_attn_scalar": share if fields.integer("block_count") == family.scores_by_share else head_dim}
 
 
+def _experts(fields: Fields, family: GgufFamily) -> dict[str, object]:
+    """Return what experts change."""
+    count, of = fields.integer("expert_count", 0), family.experts
+    if not count:
+        return {}
+    if of is None:
+        served = ", ".join(name for name, each in FAMILIES.items() if each.experts)
+        raise fields.unsupported("expert_count", f"experts only with the architectures {served}")
+    return {
+        "architectures": [of.architecture],
+        of.count: count,
+        "num_experts_per_tok": fields.positive("expert_used_count"),
+        of.inner_size: fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length")),
+        **of.own,
+    }
+
+
 def _check_keys(fields: Fields, family: GgufFamily) -> None:
     """Raise ConfigError for what has no counterpart in a config.json, once all that has one is read."""
-    if fields.integer("expert_count", 0):
-        raise fields.unsupported("expert_count", "no mixture of experts")
     if not fields.flag("attention.causal", default=True):
         raise fields.unsupported("attention.causal", "true")
     if family.epsilon.key == LAYER_EPSILON:

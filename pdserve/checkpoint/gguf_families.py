@@ -47,6 +47,21 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """What it means that the metadata count experts. Those of a layer are in three tensors of three dimensions."""
+
+    architecture: str  # Hugging Face's
+    block: str  # of a layer
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    count: str = "num_experts"  # in config.json
+    inner_size: str = "moe_intermediate_size"  # in config.json
+    own: Mapping[str, object] = field(default_factory=dict)  # of config.json, which files do not say
+
+
+STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+
+
+@dataclass(frozen=True, slots=True)
 class GgufFamily:
     """What the files of one architecture hold."""
 
@@ -57,6 +72,7 @@ class GgufFamily:
     epsilon: Number = field(default_factory=lambda: Number(RMS_EPSILON, "rms_norm_eps"))
     numbers: tuple[Number, ...] = ()
     windows: Windows | None = None  # None: a file with a window is refused
+    experts: Experts | None = None  # None: a file with experts is refused
     scores_by_share: int | None = None  # scores are scaled by the head, or by hidden size over heads in so many layers
     interleaved: bool = (
         False  # rows of q and k that turn together lie side by side, and on Hugging Face half a head apart
@@ -84,12 +100,21 @@ _BETWEEN_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OF_MIXTRAL = Experts(
+    "MixtralForCausalLM", "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size"
+)
 _LLAMA = GgufFamily("LlamaForCausalLM", biases=_ATTENTION | _MLP, interleaved=True)
 
 FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
-    "llama": replace(_LLAMA, windows=Windows("MistralForCausalLM")),
+    "llama": replace(_LLAMA, windows=Windows("MistralForCausalLM"), experts=_OF_MIXTRAL),
     "qwen2": GgufFamily("Qwen2ForCausalLM", biases=_ATTENTION | _MLP),
     "qwen3": GgufFamily("Qwen3ForCausalLM", LAYER_NAMES | _HEAD_NORMS, biases=_ATTENTION | _MLP),
+    "qwen3moe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        LAYER_NAMES | _HEAD_NORMS,
+        biases=_ATTENTION,
+        experts=Experts("Qwen3MoeForCausalLM", "mlp", own={"norm_topk_prob": True}),
+    ),
     "apertus": GgufFamily(
         "ApertusForCausalLM",
         {

@@ -16,7 +16,7 @@ from gguf.quants import Q4_K
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import naming
 from pdserve.checkpoint.gguf_config import architecture_of
-from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, GgufFamily
+from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, STACKS, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.model.config import ModelConfig
@@ -57,6 +57,9 @@ def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelCo
     """
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads, "attn_v": config.num_kv_heads}
     for tensor in tensors:
+        if tensor.name.split(".")[-2] in STACKS and len(tensor.shape) == 3 and family.experts is not None:
+            yield from _each_expert(tensor)
+            continue
         if f".{FUSED}." not in tensor.name or FUSED in family.names:
             yield tensor
             continue
@@ -66,7 +69,20 @@ def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelCo
         for part, num_heads in heads.items():
             shape = (num_heads * config.head_dim, *tensor.shape[1:])
             yield replace(tensor, name=tensor.name.replace(FUSED, part), shape=shape, offset_bytes=offset_bytes)
-            offset_bytes += math.prod(quant_shape_to_byte_shape(shape, GGMLQuantizationType(tensor.kind)))
+            offset_bytes += _num_bytes(tensor, shape)
+
+
+def _each_expert(tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """Yield the matrices of all experts of a layer, which are one after the other in the file."""
+    count, *shape = tensor.shape
+    for expert in range(count):
+        offset_bytes = tensor.offset_bytes + expert * _num_bytes(tensor, tuple(shape))
+        name = tensor.name.replace(".weight", f".{expert}.weight")
+        yield replace(tensor, name=name, shape=tuple(shape), offset_bytes=offset_bytes)
+
+
+def _num_bytes(tensor: GgufTensor, shape: tuple[int, ...]) -> int:
+    return math.prod(quant_shape_to_byte_shape(shape, GGMLQuantizationType(tensor.kind)))
 
 
 def _scalars(file: GgufFile, num_layers: int) -> dict[str, Stored]:
@@ -100,6 +116,11 @@ def hf_name(name: str, family: GgufFamily) -> str:
             return f"{family.top_names[part]}.{kind}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in family.names and layer.isdecimal():
             return f"model.layers.{layer}.{family.names[part]}.{kind}"
+        case ["blk", layer, "ffn_gate_inp", "weight"] if family.experts is not None and layer.isdecimal():
+            return f"model.layers.{layer}.{family.experts.block}.gate.weight"
+        case ["blk", layer, part, expert, "weight"] if part in STACKS and family.experts and layer.isdecimal():
+            own = family.experts.names[STACKS.index(part)]
+            return f"model.layers.{layer}.{family.experts.block}.experts.{expert}.{own}.weight"
         case _:
             raise ConfigError(f"{name}: there is no place for such a tensor")
 

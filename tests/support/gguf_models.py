@@ -29,6 +29,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+STACKED = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+ROUTER = "mlp.gate.weight"  # which the converter keeps in float32
 Array = NDArray[np.float32]
 Write = Callable[[gguf.GGUFWriter, Any], None]
 LLAMA31_ROPE = {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}
@@ -38,6 +40,19 @@ PHI3_ROPE = {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
 
 def _rms(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401 - configs of each family
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+
+
+def _mixtral(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _of_head(writer, config)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
 
 
 def _of_head(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
@@ -166,6 +181,8 @@ def _gemma_3(write: Write, full: dict[str, Any], local_theta: float) -> Case:
 
 
 CASES = {
+    "qwen3moe": _zoo(MODEL_ARCH.QWEN3MOE, "qwen3-moe", _experts),
+    "mixtral": _zoo(MODEL_ARCH.LLAMA, "mixtral", _mixtral, permutes=True),
     "apertus": Case(MODEL_ARCH.APERTUS, causal(ApertusConfig, rope_parameters=LLAMA31_ROPE), _of_head),
     "arcee": _zoo(MODEL_ARCH.ARCEE, "arcee", _of_head, permutes=True),
     "cohere2": Case(
@@ -273,7 +290,7 @@ def write_gguf(
         writer.add_rope_freq_base(_theta(config))
     tensors = _fused(dict(_tensors(case, model))) if fused else dict(_tensors(case, model))
     for name, values in (*_factors(config), *tensors.items()):
-        if values.ndim == 2 and kind is not None:
+        if values.ndim > 1 and kind is not None and "ffn_gate_inp" not in name:
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
@@ -288,8 +305,8 @@ def write_gguf(
 def round_matrices(model: PreTrainedModel, kind: GGMLQuantizationType) -> None:
     """Give the model the matrices that a file in this type would have. Rows are rounded each on its own."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and not name.endswith(ROUTER):
                 rounded = gguf.dequantize(gguf.quantize(parameter.numpy(), kind), kind)
                 parameter.copy_(torch.from_numpy(rounded))
 
@@ -302,6 +319,10 @@ def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
             continue
         values: Array = tensor.numpy()
         part, kind = name.rsplit(".", 1)
+        if kind in STACKED:
+            for each, parts in zip(STACKED[kind], np.split(values, len(STACKED[kind]), axis=1), strict=True):
+                yield f"blk.{name.split('.')[2]}.{each}.weight", parts
+            continue
         if case.permutes and part.endswith(("q_proj", "k_proj")):
             heads = model.config.num_attention_heads if part.endswith("q_proj") else model.config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
