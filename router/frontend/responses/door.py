@@ -16,12 +16,14 @@ from pdserve.router.frontend.openai.connection import Connection
 from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.filters import Plan, renamed
 from pdserve.router.frontend.openai.generation import (
+    MAX_TOKEN_BODY_BYTES,
     REQUEST_ID,
     Generator,
     choices_of,
     headers_of,
     ignored,
     key_of,
+    too_large,
     visiting,
 )
 from pdserve.router.frontend.openai.reply import ROUTERS_ID, respond
@@ -103,6 +105,8 @@ class Responses:
 
     async def count(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/responses/input_tokens. It counts against a tenant's limits, as generation does."""
+        if len(body) > MAX_TOKEN_BODY_BYTES:
+            raise too_large(len(body), MAX_TOKEN_BODY_BYTES, scope["path"])
         asked, intake = CountInputRequest.model_validate_json(body), self._intake
         asked.check()
         async with visiting(intake, scope) as visit:

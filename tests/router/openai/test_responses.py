@@ -1,5 +1,6 @@
 """OpenAI's Responses API, as its own client sees it."""
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from written_answers import Json
 
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.clients import new_key
+from pdserve.router.frontend.responses import shelf
 from pdserve.router.frontend.responses.fields import ResponseRequest
 from pdserve.router.frontend.responses.items import Item, messages_of, stored
 
@@ -362,6 +364,49 @@ async def test_a_stream_goes_on_where_its_worker_was_lost(start_http: StartHttp)
     assert "".join(deltas) == events[-1].response.output_text == said(PROMPT, 9)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].response.model_extra["pdserve"]["attempts"] == 2
+
+
+async def test_what_codex_sends_is_served(start_http: StartHttp) -> None:
+    door = await start_http()
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None}
+    asked = {
+        "model": MODEL,
+        "instructions": "You are a coding agent.",
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}, thought],
+        "tools": [{**WEATHER, "strict": False, "description": "Says how it is."}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "stream": True,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "low"},
+        "max_output_tokens": 3,
+    }
+    response = await door.post(RESPONSES, **asked)
+    assert (response.status_code, response.headers.get("x-ignored-fields")) == (200, None)
+    assert response.text.count("event: response.") >= 8
+    assert "[DONE]" not in response.text
+
+
+async def test_a_store_that_fails_fails_what_was_to_be_kept(
+    start_http: StartHttp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf, "BUSY_S", 0.1)
+    file = tmp_path / "responses.sqlite"
+    door = await start_http(responses_file=file)
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    asked: Any = {"model": MODEL, "input": "hello", "max_output_tokens": 3}
+    with pytest.raises(openai.InternalServerError, match="the store of responses and conversations failed"):
+        await door.client.responses.create(**asked)
+    events = [event async for event in await door.client.responses.create(**asked, stream=True)]
+    assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
+    assert (await door.client.responses.create(**asked, store=False)).output_text == said(PROMPT, 3)
+    other.execute("ROLLBACK")
+    other.close()
+    assert (await door.client.responses.create(**asked)).id
 
 
 async def test_streams_and_refusals_have_this_apis_errors(start_http: StartHttp) -> None:
