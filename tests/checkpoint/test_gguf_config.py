@@ -113,7 +113,7 @@ def test_llama3_rope_is_recognized_by_its_factors(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"expert_count": 8}, r"llama\.expert_count: 8"),
+        ({"expert_count": 8}, r"llama\.expert_used_count: missing"),
         ({"attention.clamp_kqv": 8.0}, r"llama\.attention\.clamp_kqv: 8"),
         ({"attention.value_length": 4}, r"llama\.attention\.value_length: 4"),
         ({"rope.dimension_count": 4}, None),

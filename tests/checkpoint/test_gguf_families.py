@@ -128,6 +128,8 @@ WINDOW = {"attention.sliding_window": 8}
             {"attention.sliding_window": 8},
             r"gemma\.attention\.sliding_window: 8 .*only with .* llama, cohere2",
         ),
+        ("glm4", {"expert_count": 8}, r"glm4\.expert_count: 8 .*only with .* llama, qwen3moe"),
+        ("qwen3moe", {"expert_count": 8, "expert_used_count": 9}, "num_experts_per_tok: 9"),
         ("gemma3", {}, r"gemma3\.attention\.sliding_window: missing"),
         ("gemma3", {"attention.sliding_window": 0}, r"gemma3\.attention\.sliding_window: 0 is not"),
         (

@@ -107,8 +107,8 @@ def test_tensors_without_a_place_are_refused_by_name(
     write_gguf: WriteGguf, tiny_model: dict[str, object], tokenizer_keys: dict[str, object], embedding: dict[str, Array]
 ) -> None:
     metadata = {f"llama.{key}": value for key, value in tiny_model.items()} | tokenizer_keys
-    path = write_gguf("llama", metadata, {**embedding, "blk.0.ffn_gate_inp.weight": np.zeros((2, 32), np.float32)})
-    with pytest.raises(ConfigError, match=r"tiny\.gguf: blk\.0\.ffn_gate_inp\.weight: there is no place"):
+    path = write_gguf("llama", metadata, {**embedding, "blk.0.ssm_conv1d.weight": np.zeros((2, 32), np.float32)})
+    with pytest.raises(ConfigError, match=r"tiny\.gguf: blk\.0\.ssm_conv1d\.weight: there is no place"):
         read_all(open_checkpoint(path).weights())
 
 

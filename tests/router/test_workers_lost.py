@@ -98,7 +98,13 @@ async def test_a_worker_that_does_not_say_who_it_is_is_turned_away(
 @pytest.mark.parametrize("field", KvLayout.__slots__)
 async def test_workers_whose_layouts_differ_in_any_field_are_not_paired(start_router: StartRouter, field: str) -> None:
     windowed = KvGroup("window", 1, 1, LAYOUT.head_dim, LAYOUT.page_size, window=4)
-    others = {"weights_hash": "x", "dtype": "float16", "page_digest": "splitmix64", "others": (windowed,)}
+    others = {
+        "weights_hash": "x",
+        "dtype": "float16",
+        "page_digest": "splitmix64",
+        "others": (windowed,),
+        "kv_parts": 1,
+    }
     router = await start_router()
     await router.worker(link.ROLE_PREFILL, "p0")
     other = replace(LAYOUT, **{field: others[field] if field in others else getattr(LAYOUT, field) + 1})
