@@ -68,3 +68,13 @@ def test_planning_is_measured_with_one_group_of_layers_and_with_two() -> None:
     runs = json.loads(ended.stdout)["runs"]
     assert [(run["num_sequences"], run["num_groups"]) for run in runs] == [(3, 1), (3, 2)]
     assert all(0 < run["least_s"] <= run["median_s"] for run in runs)
+
+
+@pytest.mark.long
+def test_a_mixture_stands_beside_a_dense_model_and_a_loop() -> None:
+    ended = CliRunner().invoke(app, ["experts", "--layers", "1", "--rounds", "1", "--vectors", "--json", "-"])
+    assert ended.exit_code == 0
+    runs = json.loads(ended.stdout)["runs"]
+    assert [run["step"] for run in runs] == ["1 x 1", "16 x 1", "1 x 512"]
+    assert (runs[0]["experts"], round(runs[0]["bytes_to_dense"], 1)) == (8.0, 1.0)
+    assert all(run[f"{model}_ms"] > 0 for run in runs for model in ("mixture", "dense", "loop"))

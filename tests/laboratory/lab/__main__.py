@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -25,7 +25,6 @@ from pdserve.autoscaler.actuator import sizes_at_start
 from pdserve.autoscaler.schema import load as load_policy
 from pdserve.base.errors import CommandError
 from pdserve.capacity.scaling import follow
-from pdserve.checkpoint.checkpoint import ChosenQuantization
 from pdserve.cli.app import main
 from pdserve.cli.autoscale import SCENE, WHOLE_TRACE, PolicyFile, SceneFlags, show_scaled
 from pdserve.cli.bench import FRONTENDS, FrontendFlags, Repeats, objective_of, show_findings
@@ -54,6 +53,7 @@ from pdserve.router.config import PolicyName
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
+Form = Literal["none", "int8", "int4"]
 Seed = Annotated[int, typer.Option(help="Seed of the requests and their times.")]
 StepMs = Annotated[
     float, typer.Option(min=0, max=10_000, help="Least time of a step, as if each worker had a device; 0: as it comes.")
@@ -106,7 +106,7 @@ def decoding(
 
 
 def experts(
-    quantization: Annotated[ChosenQuantization, typer.Option(help="Of weights.")] = "none",
+    quantization: Annotated[Form, typer.Option(help="Of weights.")] = "none",
     layers: Annotated[int, typer.Option(min=1, help="Of each model.")] = 12,
     rounds: Annotated[int, typer.Option(min=1, help="In which all models compute a step, in turn.")] = 20,
     threads: Annotated[int, typer.Option(min=1, help="That compute.")] = 1,
