@@ -89,7 +89,11 @@ def read_compressed(parts: Parts, inputs: int) -> Coded:
     scales = parts["weight_scale"]
     if "weight" in parts:
         codes = (parts["weight"].short() + 128).to(torch.uint8)
-        return Coded(8, codes, torch.full(scales.shape, 128, dtype=torch.int16), scales)
+        scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+        zeros = torch.full(scales.shape, 128, dtype=torch.int16)
+        if "weight_zero_point" in parts:
+            zeros = zeros + parts["weight_zero_point"].reshape(scales.shape).short()
+        return Coded(8, codes, zeros.expand(len(codes), -1), scales.expand(len(codes), -1))
     words = parts["weight_packed"]
     bits = words.shape[1] * 32 // inputs
     codes = unpacked(words, bits, 1)[:, :inputs]

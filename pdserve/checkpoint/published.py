@@ -70,13 +70,16 @@ def _fp8(section: Fields) -> Format:
         raise section.unsupported("fmt", "e4m3")
     section.text("activation_scheme", "dynamic")
     section.flag("dequantize", default=False)
-    block = None
-    if section.has("weight_block_size"):
-        sizes = section.numbers("weight_block_size")
-        if len(sizes) != 2 or not all(size >= 1 and size == int(size) for size in sizes):
-            raise section.unsupported("weight_block_size", "two numbers of outputs and inputs")
-        block = int(sizes[0]), int(sizes[1])
-    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=block)
+    return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=_block(section, "weight_block_size"))
+
+
+def _block(section: Fields, key: str) -> tuple[int, int] | None:
+    if not section.has(key):
+        return None
+    sizes = section.numbers(key)
+    if len(sizes) != 2 or not all(size >= 1 and size == int(size) for size in sizes):
+        raise section.unsupported(key, "two numbers of outputs and inputs")
+    return int(sizes[0]), int(sizes[1])
 
 
 def _awq(section: Fields) -> Format:
@@ -124,9 +127,7 @@ def _compressed(section: Fields) -> Format:
             raise weights.unsupported("num_bits", "4 or 8 of int, 8 of float")
         if weights.text("strategy", "channel") not in ("block", "channel", "group", "tensor"):
             raise weights.unsupported("strategy", "block, channel, group or tensor")
-        if weights.has("block_structure"):
-            rows, columns = weights.numbers("block_structure")
-            block = int(rows), int(columns)
+        block = _block(weights, "block_structure") or block
     parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
     coded_as: FileCodes | None = "compressed-tensors" if "int" in kinds else None
     optional = (*parts, *OF_INPUTS, "input_zero_point")
@@ -184,14 +185,18 @@ def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: 
     if of.method == "awq":
         return packing.read_awq(parts)
     if of.method == "gptq":
-        num_groups = len(parts["scales"])
-        if "g_idx" in parts and not 0 <= int(parts["g_idx"].min()) <= int(parts["g_idx"].max()) < num_groups:
-            raise ConfigError(f"{base}.g_idx: not from 0 to {num_groups - 1}")
+        _check_groups(base, "g_idx", parts, len(parts["scales"]))
         return packing.read_gptq(parts, of.bits, older=of.older)
     if "weight" in parts and parts["weight"].is_floating_point():
         scales = next(parts[name] for name in SCALES if name in parts)
         return packing.Scaled(parts["weight"], scales, of.block)
+    _check_groups(base, "weight_g_idx", parts, parts["weight_scale"].shape[-1])
     return packing.read_compressed(parts, shape[1])
+
+
+def _check_groups(base: str, name: str, parts: "Mapping[str, torch.Tensor]", num_groups: int) -> None:
+    if name in parts and not 0 <= int(parts[name].min()) <= int(parts[name].max()) < num_groups:
+        raise ConfigError(f"{base}.{name}: not from 0 to {num_groups - 1}")
 
 
 def _shape(base: str, parts: dict[str, Stored], of: Format) -> Shape:
@@ -213,9 +218,7 @@ def _shape(base: str, parts: dict[str, Stored], of: Format) -> Shape:
             return outputs, inputs
         case _:
             return _packed_shape(base, parts)
-    for name, shape in expected.items():
-        if name in parts and parts[name].shape != shape:
-            raise ConfigError(f"{base}.{name}: shape {parts[name].shape}, not {shape}")
+    _check_shapes(base, expected, parts)
     if groups < 1 or inputs % groups:
         raise ConfigError(f"{base}.scales: {groups} groups do not divide {inputs} inputs")
     return outputs, inputs
@@ -239,14 +242,28 @@ def _packed_shape(base: str, parts: dict[str, Stored]) -> Shape:
     for name in ("weight_packed", "weight_shape"):
         if name not in parts:
             raise ConfigError(f"{base}.{name}: missing from the weights")
+    _check_shapes(base, {"weight_shape": (2,)}, parts)
     outputs, inputs = (int(size) for size in cast("torch.Tensor", parts["weight_shape"].read(())).tolist())
     rows, words = _two(base, "weight_packed", parts)
-    groups = parts["weight_scale"].shape[-1]
-    if rows != outputs or words not in (-(-inputs * bits // 32) for bits in (4, 8)):
+    groups = (1, *parts["weight_scale"].shape)[-1]
+    if rows != outputs or words * 32 not in (4 * inputs, 8 * inputs):
         raise ConfigError(f"{base}.weight_packed: shape {(rows, words)} holds no {outputs} x {inputs} of 4 or 8 bits")
-    if parts["weight_scale"].shape[0] != outputs or inputs % groups:
-        raise ConfigError(f"{base}.weight_scale: shape {parts['weight_scale'].shape} for {outputs} x {inputs}")
+    if groups < 1 or inputs % groups:
+        raise ConfigError(f"{base}.weight_scale: {groups} groups do not divide {inputs} inputs")
+    per_word = inputs // words
+    expected: dict[str, Shape] = {
+        "weight_scale": (outputs, groups),
+        "weight_zero_point": (-(-outputs // per_word), groups),
+        "weight_g_idx": (inputs,),
+    }
+    _check_shapes(base, expected, parts)
     return outputs, inputs
+
+
+def _check_shapes(base: str, expected: dict[str, Shape], parts: dict[str, Stored]) -> None:
+    for name, shape in expected.items():
+        if name in parts and parts[name].shape != shape:
+            raise ConfigError(f"{base}.{name}: shape {parts[name].shape}, not {shape}")
 
 
 def _two(base: str, name: str, parts: dict[str, Stored]) -> tuple[int, int]:

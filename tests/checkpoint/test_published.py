@@ -83,11 +83,15 @@ def in_words(matrix: Tensor, *, symmetric: bool = True) -> tuple[dict[str, Tenso
     return parts, (q.float() - wide.float()) * scale
 
 
-def in_int8(matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def in_int8(matrix: Tensor, *, symmetric: bool = True) -> tuple[dict[str, Tensor], Tensor]:
     draw = draws(matrix)
     q = torch.randint(-127, 128, matrix.shape, generator=draw, dtype=torch.int8)
     scales = torch.rand(len(matrix), 1, generator=draw).bfloat16() * 0.002
-    return {"weight": q, "weight_scale": scales}, q.float() * scales.float()
+    if symmetric:
+        return {"weight": q, "weight_scale": scales}, q.float() * scales.float()
+    zeros = torch.randint(-9, 9, scales.shape, generator=draw, dtype=torch.int8)
+    parts = {"weight": q, "weight_scale": scales, "weight_zero_point": zeros}
+    return parts, (q.float() - zeros.float()) * scales.float()
 
 
 def in_fp8(matrix: Tensor, name: str, shape: Callable[[int, int], tuple[int, ...]]) -> tuple[dict[str, Tensor], Tensor]:
@@ -125,6 +129,7 @@ CASES: dict[str, Case] = {
     "words": (INT4 | {"format": "pack-quantized", "ignore": ["lm_head"]}, in_words),
     "words, with zeros": (INT4, lambda matrix: in_words(matrix, symmetric=False)),
     "int8": (of_group(num_bits=8, type="int", strategy="channel"), in_int8),
+    "int8, with zeros": (of_group(num_bits=8, type="int"), lambda matrix: in_int8(matrix, symmetric=False)),
     "fp8 of outputs": (
         of_group(num_bits=8, type="float"),
         lambda m: in_fp8(m, "weight_scale", lambda rows, _: (rows, 1)),
@@ -135,7 +140,15 @@ CASES: dict[str, Case] = {
     ),
     "fp8 of tensors": (FP8 | {"weight_block_size": None}, lambda m: in_fp8(m, "weight_scale_inv", lambda *_: ())),
 }
-KEPT = ("awq", "gptq", "gptq, 8 bits", "words", "words, with zeros", "int8")  # products take their codes
+KEPT = (
+    "awq",
+    "gptq",
+    "gptq, 8 bits",
+    "words",
+    "words, with zeros",
+    "int8",
+    "int8, with zeros",
+)  # products take their codes
 
 
 def read_one(config: dict[str, Any], parts: dict[str, Tensor], *, keep_coded: bool = False) -> Any:  # noqa: ANN401
@@ -189,6 +202,18 @@ def test_parts_that_are_missing_misshapen_or_not_finite_are_named(case: str) -> 
                 read_one(config, wrong).read(())
             with pytest.raises(ConfigError, match=r"^x\.\w+: "):
                 read_one(config, parts | {name: torch.ones(7, 5)})
+    if "weight_shape" in parts:
+        with pytest.raises(ConfigError, match=r"^x\.weight_shape: shape"):
+            read_one(config, parts | {"weight_shape": torch.tensor([64, 96, 1])})
+
+
+@pytest.mark.parametrize(("case", "name"), [("gptq, order of activations", "g_idx"), ("words", "weight_g_idx")])
+def test_groups_that_are_not_there_are_refused(case: str, name: str) -> None:
+    config, make = CASES[case]
+    parts, _ = make(torch.zeros(64, 96))
+    for wrong in (-1, 3):
+        with pytest.raises(ConfigError, match=rf"^x\.{name}: not from 0 to 2"):
+            read_one(config, parts | {name: torch.full((96,), wrong, dtype=torch.int32)}).read(())
 
 
 @pytest.mark.parametrize(
@@ -202,6 +227,8 @@ def test_parts_that_are_missing_misshapen_or_not_finite_are_named(case: str) -> 
         (GPTQ | {"checkpoint_format": "marlin"}, "quantization_config.checkpoint_format: 'marlin'"),
         (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt: 'e5m2'"),
         (FP8 | {"weight_block_size": [128]}, "quantization_config.weight_block_size"),
+        (FP8 | {"weight_block_size": [0, 8]}, "quantization_config.weight_block_size"),
+        (of_group(type="float", block_structure=[8]), "quantization_config.config_groups.group_0.weights.block_struct"),
         (of_group(num_bits=3, type="int"), "quantization_config.config_groups.group_0.weights.num_bits: 3"),
         (of_group(num_bits=4, type="float"), "quantization_config.config_groups.group_0.weights.num_bits: 4"),
         (FP8 | {"rotation": "hadamard"}, "quantization_config.rotation: 'hadamard' is not supported"),
