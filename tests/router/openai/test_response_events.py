@@ -30,6 +30,7 @@ from pdserve.router.frontend.served import ServedModel
 from pdserve.router.requests.timeline import Usage
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.reasoning import Reasoning, ReasoningTokens
+from pdserve.text.tool_calls import FORMATS, FormatName
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 LETTERS = {
@@ -54,9 +55,18 @@ ORDER = re.compile(r"<q?~(?:\((?:\[t*T\]|\[r*R\]|a*A)\))*>")
 THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}<think></think>"
 
 
-def thinking(model: ServedModel) -> ServedModel:
+def thinking(model: ServedModel, name: FormatName) -> ServedModel:
     reasoning = Reasoning(ChatTemplate(THINKING, {}))
-    return ServedModel(MODEL, 100_000, model.vocab_size, model.defaults, TOKENIZER, model.chat, reasoning=reasoning)
+    return ServedModel(
+        MODEL,
+        100_000,
+        model.vocab_size,
+        model.defaults,
+        TOKENIZER,
+        model.chat,
+        tool_format=FORMATS[name],
+        reasoning=reasoning,
+    )
 
 
 @st.composite
@@ -65,12 +75,12 @@ def thoughtful(draw: st.DrawFn) -> Written:
     written = draw(answers())
     thought = draw(st.sampled_from(["", "<think>Hm.</think>\n", " <think>\n", "<think></think>", "<th"]))
     cuts = tuple(draw(st.lists(st.integers(0, len(thought + written.text)), max_size=6)))
-    return Written("hermes", thought + written.text, written.finish_reason, cuts)
+    return Written(written.format, thought + written.text, written.finish_reason, cuts)
 
 
-def begun() -> tuple[ItemsResponse, Choice]:
+def begun(written: Written) -> tuple[ItemsResponse, Choice]:
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "tools": [TOOL]})
-    planned = plan(asked, inference.GenerateRequest(), thinking(MODELS["smollm2"]))
+    planned = plan(asked, inference.GenerateRequest(), thinking(MODELS["smollm2"], written.format))
     assert planned.begins_inside is not None
     counted = ReasoningTokens[Json](TOKENIZER.piece, begins_inside=planned.begins_inside)
     tools = [{"type": "function", **TOOL["function"]}]
@@ -140,13 +150,13 @@ def without_names(response: Json) -> Json:
 
 @given(written=thoughtful(), waits=st.booleans())
 def test_events_have_the_published_order_and_make_the_whole_response(written: Written, waits: bool) -> None:
-    response, choice = begun()
+    response, choice = begun(written)
     data = as_written(response.queued()) if waits else b""
     data += b"".join([response.chunks(choice, gain) for gain in gains_of(written)])
     data += response.last_chunk(choice, None) + response.end([Usage(3, 1, 0)], {})
     streamed = check(parsed(data))
-    response, choice = begun()
-    (gain,) = gains_of(Written("hermes", written.text, written.finish_reason, ()))
+    response, choice = begun(written)
+    (gain,) = gains_of(Written(written.format, written.text, written.finish_reason, ()))
     whole = json.loads(response.body([(choice, gain)], [Usage(3, 1, 0)], {}))
     assert without_names(whole) == without_names(streamed)
     is_cut = written.finish_reason == inference.FINISH_REASON_LENGTH
@@ -167,7 +177,7 @@ def is_object(text: str) -> bool:
 
 @given(written=thoughtful(), num_gains=st.integers(0, 4))
 def test_a_stream_that_fails_ends_each_item_that_has_begun(written: Written, num_gains: int) -> None:
-    response, choice = begun()
+    response, choice = begun(written)
     gains = [gain for gain in gains_of(written)[:num_gains] if not gain.finish_reason]
     data = b"".join([response.chunks(choice, gain) for gain in gains])
     events = parsed(data + response.refused(Refused(Cause.LOST_WORKERS, "workers were lost")))
@@ -179,6 +189,21 @@ def test_a_stream_that_fails_ends_each_item_that_has_begun(written: Written, num
     failed = check(events)
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
     assert failed["error"]["message"] == "workers were lost"
+
+
+def test_a_call_whose_arguments_are_no_object_is_incomplete() -> None:
+    for arguments, status in (
+        ('{"a": 1}', "completed"),
+        ("", "completed"),
+        ('{"a": ', "incomplete"),
+        ("[1]", "incomplete"),
+    ):
+        output = Output()
+        output.begin({})
+        output.add({"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]})
+        output.close(is_cut=False)
+        (item,) = output.items
+        assert (item["arguments"], item["status"]) == (arguments, status)
 
 
 def test_nothing_comes_before_the_beginning_or_after_the_end() -> None:
