@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.base.errors import ConfigError
 from pdserve.kernels.cpu.experts import Router, SharedRows, TiledExperts
 from pdserve.kernels.cpu.layers import Activation as CompiledActivation
 from pdserve.kernels.cpu.layers import Tiles
@@ -183,7 +184,10 @@ class Experts:
         if isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
             rule = (routing.num_chosen, routing.by_sigmoid, routing.groups, routing.normalized, routing.scale)
             added = None if router.bias is None else router.bias.float()
-            tiled = _tiled(Router(router.data, *rule, bias, added), of.expert.activation, chain((first,), made))
+            try:
+                tiled = _tiled(Router(router.data, *rule, bias, added), of.expert.activation, chain((first,), made))
+            except ValueError as error:
+                raise ConfigError(f"{prefix}experts: {error}") from error
             return CompiledExperts(tiled, shared)
         counts = torch.zeros(of.num_experts, dtype=torch.int64, device=tensors.device)
         return cls(router, bias, routing, (first, *made), shared, counts)
