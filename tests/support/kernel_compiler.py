@@ -76,7 +76,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def _launch_of(kernel: JITFunction[Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Launch:
-    """Specialize arguments as Triton does: aligned pointers, integers that are 1 or multiples of 16."""
+    """Specialize arguments as Triton does: aligned pointers, None, integers that are 1 or multiples of 16."""
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
     signature: dict[str, str] = {}
@@ -86,7 +86,7 @@ def _launch_of(kernel: JITFunction[Any], args: tuple[object, ...], kwargs: dict[
         value = values[name]
         fixed = not parameter.do_not_specialize
         is_one = fixed and isinstance(value, int) and value == 1
-        if parameter.is_constexpr or is_one:
+        if parameter.is_constexpr or is_one or value is None:
             signature[name] = "constexpr"
             constants[index,] = value
             continue
