@@ -57,7 +57,8 @@ def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelCo
     """
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads, "attn_v": config.num_kv_heads}
     for tensor in tensors:
-        if tensor.name.split(".")[-2] in STACKS and len(tensor.shape) == 3 and family.experts is not None:
+        is_stack = any(tensor.name.endswith(f".{stack}.weight") for stack in STACKS)
+        if is_stack and len(tensor.shape) == 3 and family.experts is not None:
             yield from _each_expert(tensor)
             continue
         if f".{FUSED}." not in tensor.name or FUSED in family.names:
@@ -82,7 +83,10 @@ def _each_expert(tensor: GgufTensor) -> Iterator[GgufTensor]:
 
 
 def _num_bytes(tensor: GgufTensor, shape: tuple[int, ...]) -> int:
-    return math.prod(quant_shape_to_byte_shape(shape, GGMLQuantizationType(tensor.kind)))
+    try:
+        return math.prod(quant_shape_to_byte_shape(shape, GGMLQuantizationType(tensor.kind)))
+    except ValueError as error:
+        raise ConfigError(f"{tensor.name}: type {tensor.kind} cannot be decoded: {error}") from error
 
 
 def _scalars(file: GgufFile, num_layers: int) -> dict[str, Stored]:

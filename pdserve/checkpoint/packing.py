@@ -40,7 +40,8 @@ class Coded:
         if self.of_groups is not None or size % GROUP or inputs % GROUP:
             return None
         minimums = (self.zeros.float() * -halves.float()).half()
-        if not torch.equal(halves.float(), self.scales.float()) or not bool(minimums.isfinite().all()):
+        nearly = torch.allclose(halves.float(), self.scales.float(), rtol=2.0**-11, atol=2.0**-24)
+        if not nearly or not bool(minimums.isfinite().all()):
             return None
         times = size // GROUP
         codes = self.codes.view(outputs, -1, GROUP).numpy()
@@ -75,7 +76,7 @@ def read_awq(parts: Parts) -> Coded:
 def read_gptq(parts: Parts, bits: int, *, older: bool) -> Coded:
     """Read GPTQ's packing: words are of some inputs of one output. older: files hold zeros less one (AutoGPTQ's)."""
     codes = unpacked(parts["qweight"], bits, 0).t().contiguous()
-    zeros = unpacked(parts["qzeros"], bits, 1).t().to(torch.int16) + int(older)
+    zeros = (unpacked(parts["qzeros"], bits, 1).t().to(torch.int16) + int(older)) & ((1 << bits) - 1)
     scales, inputs, of_groups = parts["scales"].t().contiguous(), codes.shape[1], None
     if "g_idx" in parts:
         in_order = torch.arange(inputs) // max(1, inputs // scales.shape[1])
@@ -118,8 +119,9 @@ class Scaled:
         if self.block is not None:
             rows, columns = self.block
             wide = wide.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
-        elif wide.dim() < 2:
-            wide = wide.reshape(-1, 1)
+        else:
+            wide = wide.reshape(-1, 1) if wide.dim() < 2 else wide
+            wide = wide.repeat_interleave(inputs // wide.shape[1], 1)
         return self.narrow.float() * wide
 
     def groups(self) -> None:

@@ -23,6 +23,12 @@ CONFIG = "quantization_config"
 SCALES = ("weight_scale_inv", "weight_scale")  # of FP8
 OF_INPUTS = ("activation_scale", "input_scale")  # which are not used
 OF_MODULES = ("ignored_layers", "ignore", "modules_to_not_convert")  # names of tensors say it, too
+OF_GPTQ = (  # how weights were rounded, and what others do with them
+    *("act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent"),
+    *("dataset", "exllama_config", "lm_head", "max_input_length", "model_file_base_name", "model_name_or_path"),
+    *("model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "pack_dtype", "quantizer"),
+    *("static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama"),
+)
 Shape = tuple[int, ...]
 
 
@@ -68,7 +74,8 @@ def read_format(config: Mapping[str, object]) -> Format:
 def _fp8(section: Fields) -> Format:
     if section.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise section.unsupported("fmt", "e4m3")
-    section.text("activation_scheme", "dynamic")
+    for key in ("activation_scheme", "scale_fmt"):  # of inputs
+        section.text(key, "")
     section.flag("dequantize", default=False)
     return Format("fp8", SCALES, ("weight",), OF_INPUTS, block=_block(section, "weight_block_size"))
 
@@ -88,6 +95,7 @@ def _awq(section: Fields) -> Format:
     if section.text("version", "gemm").lower() != "gemm":
         raise section.unsupported("version", "gemm")
     section.optional_int("group_size")
+    _pass_over(section, "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     return Format("awq", ("qweight",), ("qzeros", "scales"), bits=4, coded_as="awq")
 
 
@@ -95,47 +103,53 @@ def _gptq(section: Fields) -> Format:
     bits = section.integer("bits")
     if bits not in (4, 8):
         raise section.unsupported("bits", "4 or 8")
-    kind = section.text("checkpoint_format", "gptq")
+    kind = section.text("checkpoint_format", section.text("format", "gptq"))
     if kind not in ("gptq", "gptq_v2"):
         raise section.unsupported("checkpoint_format", "gptq or gptq_v2")
-    for key in ("desc_act", "sym", "static_groups", "true_sequential", "lm_head", "is_marlin_format", "use_exllama"):
-        section.flag(key, default=False)
     section.must_be("is_marlin_format", False)
+    if section.section("dynamic").unread():
+        raise section.unsupported("dynamic", "the same bits in all matrices")
     section.optional_int("group_size")
-    section.optional_number("damp_percent")
-    for key in ("model_name_or_path", "model_file_base_name", "quantizer", "pack_dtype"):
-        section.text(key, "")
-    return Format(
-        "gptq", ("qweight",), ("qzeros", "scales"), ("g_idx",), bits=bits, older=kind == "gptq", coded_as="gptq"
-    )
+    _pass_over(section, *OF_GPTQ)
+    coded_as: FileCodes | None = None if section.flag("desc_act", default=False) else "gptq"
+    needed, older = ("qzeros", "scales"), kind == "gptq"
+    return Format("gptq", ("qweight",), needed, ("g_idx",), bits=bits, older=older, coded_as=coded_as)
 
 
 def _compressed(section: Fields) -> Format:
     for key in ("format", "quantization_status", "version"):
         section.text(key, "")
     section.optional_number("global_compression_ratio")
-    for key in ("sparsity_config", "transform_config"):
+    is_dense = section.section("sparsity_config").text("format", "dense") == "dense"
+    for key in ("transform_config", *(() if is_dense else ("sparsity_config",))):
         if section.section(key).unread():
             raise section.unsupported(key, "nothing")
     groups = section.section("config_groups")
-    block, kinds = None, set[str]()
+    block, kinds, in_order = None, set[str](), True
     for name in groups.unread():
         weights = groups.section(name).section("weights")
         kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
         kinds.add(kind)
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
             raise weights.unsupported("num_bits", "4 or 8 of int, 8 of float")
-        if weights.text("strategy", "channel") not in ("block", "channel", "group", "tensor"):
-            raise weights.unsupported("strategy", "block, channel, group or tensor")
+        served = ("channel", "group", "tensor", *(("block",) if kind == "float" else ()))
+        if weights.text("strategy", "channel") not in served:
+            raise weights.unsupported("strategy", f"one of {', '.join(served)}")
+        in_order &= weights.text("actorder", "weight") != "group"
         block = _block(weights, "block_structure") or block
     parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
-    coded_as: FileCodes | None = "compressed-tensors" if "int" in kinds else None
+    coded_as: FileCodes | None = "compressed-tensors" if "int" in kinds and in_order else None
     optional = (*parts, *OF_INPUTS, "input_zero_point")
     return Format("compressed-tensors", ("weight_scale",), (), optional, block=block, coded_as=coded_as)
 
 
+def _pass_over(section: Fields, *keys: str) -> None:
+    for key in keys:
+        section.skip(key)
+
+
 def _mxfp4(section: Fields) -> Format:
-    del section
+    section.must_be("dequantize", False)
     return PLAIN  # `model/stacked.py` knows these tensors by their names
 
 
@@ -182,15 +196,20 @@ def _decoded(base: str, parts: "Mapping[str, torch.Tensor]", of: Format, shape: 
 
     if (name := packing.scales_that_are_not_finite(parts)) is not None:
         raise ConfigError(f"{base}.{name}: not finite")
+    for name in ("qweight", "qzeros", "weight_packed"):
+        if name in parts and parts[name].is_floating_point():
+            raise ConfigError(f"{base}.{name}: {parts[name].dtype}, not words of integers")
     if of.method == "awq":
         return packing.read_awq(parts)
     if of.method == "gptq":
         _check_groups(base, "g_idx", parts, len(parts["scales"]))
         return packing.read_gptq(parts, of.bits, older=of.older)
-    if "weight" in parts and parts["weight"].is_floating_point():
+    if "weight" in parts and (of.method == "fp8" or parts["weight"].is_floating_point()):
+        if not parts["weight"].is_floating_point():
+            raise ConfigError(f"{base}.weight: {parts['weight'].dtype} is no type of {of.method}")
         scales = next(parts[name] for name in SCALES if name in parts)
         return packing.Scaled(parts["weight"], scales, of.block)
-    _check_groups(base, "weight_g_idx", parts, parts["weight_scale"].shape[-1])
+    _check_groups(base, "weight_g_idx", parts, (1, *parts["weight_scale"].shape)[-1])
     return packing.read_compressed(parts, shape[1])
 
 
@@ -206,11 +225,11 @@ def _shape(base: str, parts: dict[str, Stored], of: Format) -> Shape:
     match of.method:
         case "awq":
             inputs, words = _two(base, "qweight", parts)
-            outputs, groups = words * 8, parts["scales"].shape[0]
+            outputs, groups = words * 8, _two(base, "scales", parts)[0]
             expected: dict[str, Shape] = {"scales": (groups, outputs), "qzeros": (groups, words)}
         case "gptq":
             rows, outputs = _two(base, "qweight", parts)
-            inputs, groups = rows * 32 // of.bits, parts["scales"].shape[0]
+            inputs, groups = rows * 32 // of.bits, _two(base, "scales", parts)[0]
             expected = {"scales": (groups, outputs), "qzeros": (groups, outputs * of.bits // 32), "g_idx": (inputs,)}
         case _ if "weight" in parts:
             outputs, inputs = _two(base, "weight", parts)
@@ -229,10 +248,12 @@ def _check_scales(base: str, shape: tuple[int, int], parts: dict[str, Stored], o
     name = next(each for each in SCALES if each in parts)
     (outputs, inputs), found = shape, parts[name].shape
     fits = found in ((), (1,), (1, 1), (outputs,)) or (
-        len(found) == 2 and found[0] == outputs and inputs % found[1] == 0
+        len(found) == 2 and found[0] == outputs and found[1] > 0 and inputs % found[1] == 0
     )
     if of.block is not None:
         fits = found == (-(-outputs // of.block[0]), -(-inputs // of.block[1]))
+    if "weight_zero_point" in parts:
+        _check_shapes(base, {"weight_zero_point": found}, parts)
     if not fits:
         raise ConfigError(f"{base}.{name}: shape {found} for {outputs} x {inputs}, in blocks of {of.block}")
 
@@ -246,7 +267,7 @@ def _packed_shape(base: str, parts: dict[str, Stored]) -> Shape:
     outputs, inputs = (int(size) for size in cast("torch.Tensor", parts["weight_shape"].read(())).tolist())
     rows, words = _two(base, "weight_packed", parts)
     groups = (1, *parts["weight_scale"].shape)[-1]
-    if rows != outputs or words * 32 not in (4 * inputs, 8 * inputs):
+    if words < 1 or rows != outputs or words * 32 not in (4 * inputs, 8 * inputs):
         raise ConfigError(f"{base}.weight_packed: shape {(rows, words)} holds no {outputs} x {inputs} of 4 or 8 bits")
     if groups < 1 or inputs % groups:
         raise ConfigError(f"{base}.weight_scale: {groups} groups do not divide {inputs} inputs")

@@ -75,7 +75,7 @@ INERT = frozenset(
         *("attn_implementation", "finetuning_task", "gradient_checkpointing", "is_decoder", "is_llama_config"),
         *("output_attentions", "output_hidden_states", "output_scores", "problem_type", "return_dict"),
         *("return_dict_in_generate", "task_specific_params", "tf_legacy_loss", "torchscript", "use_bfloat16"),
-        *("use_cache", "use_flash_attn"),
+        *("cache_implementation", "use_cache", "use_flash_attn"),
         # of training; and of how others split what they compute
         *("chunk_size_feed_forward", "id2label", "initializer_range", "label2id", "num_labels", "pretraining_tp"),
         # of tokens and of sampling, which older versions of transformers wrote here

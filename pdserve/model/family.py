@@ -7,6 +7,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Attention, Dense, GateUp, Linear, Matrix, Ops, Quantized
@@ -116,6 +117,8 @@ class Tensors:
         read = stored.read(() if shard is None else shard.part(name, stored))
         if not isinstance(read, Groups):
             read = read if isinstance(read, Tensor) else torch.from_numpy(read)
+            if read.element_size() == 1:
+                raise ConfigError(f"{name}: {read.dtype} without scales")
             read = read.float() + plus if plus else read
             read = read.to(device=self.device, dtype=dtype or self.dtype).contiguous()
         self._num_elements += prod(stored.shape)

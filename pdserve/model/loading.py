@@ -50,7 +50,7 @@ def needed_weights(config: ModelConfig, weights: Weights) -> Weights:
     """Return the tensors that the model needs; ConfigError if they are not there, or others are."""
     shapes = shapes_of(config)
     for name, stored in weights.items():
-        if name not in shapes and not ignores(name, config):
+        if name not in shapes and not ignores(name, config) and not _adds_nothing(name, stored):
             raise ConfigError(f"{name}: not a tensor of {config.architecture}")
         if name in shapes and stored.shape != shapes[name]:
             raise ConfigError(f"{name}: shape {stored.shape}, the config asks for {shapes[name]}")
@@ -59,6 +59,11 @@ def needed_weights(config: ModelConfig, weights: Weights) -> Weights:
         raise ConfigError(f"{', '.join(missing[:NAMED_AT_MOST])}{more}: missing from the weights")
     check_constants(weights)
     return {name: weights[name] for name in shapes}
+
+
+def _adds_nothing(name: str, stored: Stored) -> bool:
+    """Say whether a tensor is a bias of zeros: some who quantize give one to every matrix."""
+    return name.endswith(".bias") and len(stored.shape) == 1 and not torch.as_tensor(stored.read(())).any()
 
 
 def ops_for(device: torch.device, input_bits: int, *, with_experts: bool = False) -> DeviceOps:

@@ -246,8 +246,8 @@ def _tiled(router: Router, activation: Activation, mlps: Iterable[GatedMlp]) -> 
 
     def pairs() -> Iterator[tuple[Tiles, Tiles]]:
         for mlp in mlps:
-            assert isinstance(mlp.gate_up, Tiles)
-            assert isinstance(mlp.down, Tiles)
+            if not isinstance(mlp.gate_up, Tiles) or not isinstance(mlp.down, Tiles):
+                raise ValueError("some have codes, and some have none")
             yield mlp.gate_up, mlp.down
 
     return TiledExperts.of(router, CompiledActivation[activation.name], pairs())

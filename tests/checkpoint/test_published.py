@@ -20,6 +20,7 @@ from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
 from pdserve.checkpoint.hf_directory import SINGLE_FILE, open_directory
 from pdserve.checkpoint.published import decoding, read_format
 from pdserve.engine.runner import Runner
+from pdserve.model.family import Tensors
 from pdserve.model.groups import Groups
 from pdserve.model.loading import load_model
 
@@ -60,12 +61,18 @@ def in_gptq(matrix: Tensor, bits: int = 4, *, shuffled: bool = False) -> tuple[d
     q = torch.randint(0, 1 << bits, (inputs, outputs), generator=draw)
     middle = 1 << (bits - 1)
     zeros = torch.randint(middle - 2, middle + 3, (inputs // size, outputs), generator=draw)
+    zeros[0, 0] = 0  # which files hold as the largest number
     scales = (torch.rand(inputs // size, outputs, generator=draw) * 0.4 / (1 << bits) + 0.01).half()
     group = torch.arange(inputs) // size
     if shuffled:
         group = group[torch.randperm(inputs, generator=draw)]
     words = packed(q.t().contiguous(), shifts).t().contiguous()
-    parts = {"qweight": words, "qzeros": packed(zeros - 1, shifts), "scales": scales, "g_idx": group.int()}
+    parts = {
+        "qweight": words,
+        "qzeros": packed((zeros - 1) % (1 << bits), shifts),
+        "scales": scales,
+        "g_idx": group.int(),
+    }
     return parts, ((q - zeros[group]).float() * scales.float()[group]).t()
 
 
@@ -180,11 +187,14 @@ def test_products_take_codes_where_their_groups_allow(case: str) -> None:
         torch.testing.assert_close(values, expected[part], rtol=0.0, atol=1e-3)  # of minimums in half precision
 
 
-def test_scales_that_half_precision_does_not_hold_are_not_rounded() -> None:
+def test_scales_that_half_precision_holds_nearly_are_kept_and_others_are_not() -> None:
     parts, expected = in_words(torch.zeros(64, 96))
-    parts["weight_scale"] = parts["weight_scale"] * 2.0**-20
-    read = read_one(INT4, parts, keep_coded=True).read(())
-    torch.testing.assert_close(read, expected * 2.0**-20, rtol=1e-6, atol=0.0)
+    for factor in (2.0**-13, 2.0**30):
+        given = parts | {"weight_scale": parts["weight_scale"] * factor}
+        read = read_one(INT4, given, keep_coded=True).read(())
+        assert isinstance(read, Groups) == (factor < 1)  # what is as small as this is nothing beside other weights
+        values = torch.from_numpy(read.values()) if isinstance(read, Groups) else read
+        torch.testing.assert_close(values, expected * factor, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -205,6 +215,68 @@ def test_parts_that_are_missing_misshapen_or_not_finite_are_named(case: str) -> 
     if "weight_shape" in parts:
         with pytest.raises(ConfigError, match=r"^x\.weight_shape: shape"):
             read_one(config, parts | {"weight_shape": torch.tensor([64, 96, 1])})
+
+
+PUBLISHED = {  # keys beside those above, as they are in files on the hub
+    "Qwen2.5 by transformers' GPTQConfig": GPTQ
+    | {"batch_size": 1, "cache_block_outputs": True, "damp_percent": 0.01, "exllama_config": {"version": 1}}
+    | {"dataset": None, "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False, "model_seqlen": 2048},
+    "GPTQModel's": GPTQ | {"checkpoint_format": "gptq_v2", "meta": {"quantizer": ["gptqmodel:1.4"]}, "lm_head": False},
+    "AWQ by transformers' AwqConfig": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    | {"backend": "autoawq", "do_fuse": False, "modules_to_not_convert": None, "version": "gemm"},
+    "DeepSeek-V3.1": FP8 | {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
+    "an old w8a8": of_group(num_bits=8, type="int", strategy="channel", dynamic=False, observer="mse")
+    | {"sparsity_config": {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"}},
+    "GPT-OSS saved again": {"quant_method": "mxfp4", "dequantize": False, "modules_to_not_convert": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("of", PUBLISHED)
+def test_keys_of_published_files_are_known(of: str) -> None:
+    read_format({"quantization_config": PUBLISHED[of]})
+
+
+def test_the_order_of_activations_keeps_no_codes() -> None:
+    for config in (GPTQ | {"desc_act": True}, of_group(num_bits=4, type="int", actorder="group")):
+        assert read_format({"quantization_config": config}).coded_as is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_without_scales_are_no_values(dtype: torch.dtype) -> None:
+    tensors = Tensors(held({"x.weight": torch.ones(4, 4).to(dtype)}), torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"^x\.weight: .* without scales"):
+        tensors.take_matrix("x", 4, 4)
+
+
+def test_scales_of_groups_and_of_whole_matrices_are_spread() -> None:
+    q = torch.randn(4, 64).to(torch.float8_e4m3fn)
+    for scales in (torch.rand(4, 2), torch.rand(4), torch.rand(1), torch.tensor(0.5)):
+        wide = scales.reshape(-1, 1) if scales.dim() < 2 else scales.repeat_interleave(32, 1)
+        read = read_one(of_group(num_bits=8, type="float"), {"weight": q, "weight_scale": scales}).read(())
+        torch.testing.assert_close(read, q.float() * wide, rtol=0.0, atol=0.0)
+    q = torch.randint(-9, 9, (4, 64), dtype=torch.int8)
+    read = read_one(of_group(num_bits=8, type="int"), {"weight": q, "weight_scale": torch.tensor(0.5)}).read(())
+    assert torch.equal(read, q.float() * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("awq", {"scales": torch.tensor(1.0)}),
+        ("awq", {"qweight": torch.ones(96, 8)}),
+        ("gptq", {"scales": torch.tensor(1.0)}),
+        ("fp8 of tensors", {"weight": torch.ones(64, 96, dtype=torch.int8)}),
+        ("fp8 of outputs", {"weight_scale": torch.ones(64, 0)}),
+        ("int8, with zeros", {"weight_zero_point": torch.ones(3, 1, dtype=torch.int8)}),
+        ("words", {"weight_packed": torch.ones(64, 0, dtype=torch.int32), "weight_shape": torch.tensor([64, 0])}),
+        ("words", {"weight_scale": torch.tensor(1.0)}),
+    ],
+)
+def test_parts_of_other_kinds_are_named(case: str, changes: dict[str, Tensor]) -> None:
+    config, make = CASES[case]
+    parts, _ = make(torch.zeros(64, 96))
+    with pytest.raises(ConfigError, match=r"^x\.\w+: "):
+        read_one(config, parts | changes).read(())
 
 
 @pytest.mark.parametrize(("case", "name"), [("gptq, order of activations", "g_idx"), ("words", "weight_g_idx")])
@@ -229,6 +301,11 @@ def test_groups_that_are_not_there_are_refused(case: str, name: str) -> None:
         (FP8 | {"weight_block_size": [128]}, "quantization_config.weight_block_size"),
         (FP8 | {"weight_block_size": [0, 8]}, "quantization_config.weight_block_size"),
         (of_group(type="float", block_structure=[8]), "quantization_config.config_groups.group_0.weights.block_struct"),
+        (GPTQ | {"dynamic": {"-:lm_head": {"bits": 8}}}, "quantization_config.dynamic"),
+        (
+            of_group(num_bits=8, type="int", strategy="block"),
+            "quantization_config.config_groups.group_0.weights.strategy",
+        ),
         (of_group(num_bits=3, type="int"), "quantization_config.config_groups.group_0.weights.num_bits: 3"),
         (of_group(num_bits=4, type="float"), "quantization_config.config_groups.group_0.weights.num_bits: 4"),
         (FP8 | {"rotation": "hadamard"}, "quantization_config.rotation: 'hadamard' is not supported"),

@@ -33,6 +33,13 @@ def load(weights: Weights) -> None:
     load_model(CONFIG, weights, torch.float32)
 
 
+def test_a_bias_that_the_model_does_not_have_may_be_zero_and_nothing_else() -> None:
+    weights = dummy_weights(CONFIG)
+    load({**weights, **held({"model.layers.0.mlp.down_proj.bias": torch.zeros(16)})})
+    with pytest.raises(ConfigError, match=r"^model\.layers\.0\.mlp\.down_proj\.bias: not a tensor of"):
+        load({**weights, **held({"model.layers.0.mlp.down_proj.bias": torch.tensor([0.0] * 15 + [1e-3])})})
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_each_architecture_that_a_config_may_name_has_a_model(architecture: str) -> None:
     shape = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}

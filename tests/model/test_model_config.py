@@ -308,3 +308,70 @@ def test_whatever_a_key_holds_a_config_is_read_or_refused_by_name(architecture: 
     with suppress(ConfigError):
         config = read(**(known | {data.draw(st.sampled_from(KEYS)): data.draw(VALUES)}))
         assert len(config.design.layers) == config.num_layers < 10_000
+
+
+DEEPSEEK_V3 = {  # as it is published, but for `auto_map` and `quantization_config`
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_deepseek_v3_is_read_as_it_is_published() -> None:
+    config = ModelConfig.from_hf(DEEPSEEK_V3)
+    assert (config.num_kv_heads, config.head_dim, config.kv_parts) == (1, 576, 1)
+    first, last = config.design.layers[0], config.design.layers[-1]
+    assert isinstance(first.mlp, GatedMlp)
+    assert not isinstance(last.mlp, GatedMlp)
+    scale = first.attention.scores.scale
+    assert scale is not None
+    assert math.isclose(scale, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2)

@@ -141,7 +141,8 @@ def num_chosen(fields: Fields, most: int, default: int) -> int:
 
 def pass_over_training(fields: Fields) -> None:
     fields.flag("output_router_logits", default=False)
-    for key in ("router_aux_loss_coef", "router_jitter_noise"):
+    fields.flag("seq_aux", default=False)
+    for key in ("aux_loss_alpha", "router_aux_loss_coef", "router_jitter_noise"):
         fields.optional_number(key)
 
 
