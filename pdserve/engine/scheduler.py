@@ -64,6 +64,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
+        self.stalled: Sequence | None = None  # runs, and lacks pages that no other sequence could give up
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
         self._prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 
@@ -156,6 +157,7 @@ class Scheduler:
         """
         if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")
+        self.stalled = None
         if not self.running and not self.waiting:
             return None
         step = RunningStep(self.steps[0].progress() if self.steps else {})
@@ -182,6 +184,8 @@ class Scheduler:
             first, missing = prompts[0]
             if count := min(budget, missing, self._prompt_room.clear(step, first)):
                 self.schedule(step, first, count)
+            else:
+                self.stalled = first
         return self._begin(step)
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:

@@ -241,9 +241,10 @@ class WorkerCore:
             waiting = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
             return self._refuse(waiting, self._draining.reason, now_s)
         is_leaving, in_line, is_stuck = self._draining.is_on, scheduler.waiting, self.incoming.is_stuck
-        tasks = () if scheduler.running or scheduler.steps else self._tasks
+        stalled = scheduler.stalled
+        tasks = () if scheduler.steps or (scheduler.running and stalled is None) else self._tasks
         ready = [t for t in tasks if t.sequences and all(s.is_ready for s in t.sequences)]  # others lack grammars
-        waiting = [t for t in ready if is_leaving or any(s in in_line for s in t.sequences)]
+        waiting = [t for t in ready if is_leaving or any(s in in_line or s is stalled for s in t.sequences)]
         waiting += [t for t in tasks if is_stuck and self.incoming.is_ungranted(t.key)]
         reason = self._draining.in_vain(num_lost, is_still=bool(waiting))
         return self._refuse(waiting, reason, now_s) if reason else []

@@ -139,3 +139,18 @@ def test_a_prompt_without_windows_has_all_its_pages_at_once(monkeypatch: pytest.
     engine.step()
     assert len(sequence.pages.held) == 8 + 15
     engine.finish()
+
+
+def test_a_prompt_that_lacks_pages_which_nobody_gives_up_is_told() -> None:
+    engine = Engine(Paging(SHAPES).most_pages(81, 4) + 2, step_tokens=4)
+    sequence, pinned = engine.add(range(80), 1), list[Pages]()
+    for _ in range(40):
+        engine.step()
+        pinned.append(engine.cache.reuse(sequence.prefix, sequence.num_published).pages.held)  # as hand-offs do
+    assert 0 < sequence.computed < 80
+    assert engine.scheduler.stalled is sequence
+    for pages in pinned:
+        engine.cache.pool.release(pages)
+    engine.step()
+    assert engine.scheduler.stalled is None
+    engine.finish()

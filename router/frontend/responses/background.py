@@ -8,6 +8,7 @@ long as MAX_LOG_BYTES hold them and later ones.
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,7 @@ from pdserve.router.requests.commands import Finished
 logger = logging.getLogger(__name__)
 
 MAX_LOG_BYTES = 32 << 20  # of events of responses that have ended
+RETRY_S = (0.2, 1.0, 5.0)  # waits before the end of a response is kept again, where the store failed
 GRACE_S = 60.0  # after a request's deadline, until its response counts as lost with its process
 _CANCELLED = Refused(Cause.CANCELLED, "the response was cancelled")
 _STOPPING = Refused(Cause.SHUTTING_DOWN, "this process shuts down")
@@ -143,6 +145,7 @@ class Background:
 
     def cancel(self, tenant: str, name: str) -> None:
         """Let a response be computed no further, whichever process does so. The store says what became of it."""
+        self._abort(tenant, (name,))
         self._intake.backend.abort(tenant, (name,))
 
     def _abort(self, tenant: str, names: Sequence[str]) -> None:
@@ -155,20 +158,30 @@ class Background:
         try:
             await job.begun.wait()
             if job.outcome is None:
-                await job.keeping.go_on()
+                with suppress(RefusedError):  # the store has logged it; the answer goes on
+                    await job.keeping.go_on()
             await job.ended.wait()
             events = job.finish()
-            await job.keeping.end()
+            await self._end(job)
             job.tell(events, is_last=True)
             self._keep(job)
-        except RefusedError as error:
-            job.tell([], is_last=True)
-            logger.error("response %s has no end in the store: %s", job.response.id, error.refused.message)
         finally:
             del self._jobs[job.name]
             self._count()
             if job.answer is not None:
                 self._intake.leave(job.answer)
+
+    async def _end(self, job: Job) -> None:
+        """Keep the end of a response, at the last of several tries if the store fails."""
+        for wait_s in (*RETRY_S, None):
+            try:
+                return await job.keeping.end()
+            except RefusedError as error:
+                if wait_s is None:
+                    logger.error("response %s has no end in the store: %s", job.response.id, error.refused.message)
+                    return None
+                await asyncio.sleep(wait_s)
+        return None
 
     def _count(self) -> None:
         self._intake.backend.kept.num_in_background = len(self._jobs)

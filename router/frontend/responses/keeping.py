@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pdserve.base.errors import echo
+from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES
 from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.openai.dialect import Json
 from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
@@ -37,13 +39,20 @@ def check_room(store: Store, holder: Holder, num_bytes: int, field: str) -> None
 
 async def given_in(store: Store, tenant: str, given: str | Sequence[Item] | None, field: str = "input") -> list[Item]:
     """Return a request's own items as they are kept, with what they refer to."""
-    items = stored(given, field)
+    items, found, num_bytes = stored(given, field), dict[str, Item](), 0
     for place, item in enumerate(items):
-        if item.is_reference:
-            found = await store.ask(Shelf.item, tenant, item.id or "")
-            if found is None:
-                raise not_kept(item.id or "", f"{field}[{place}].id")
-            items[place] = Item.model_validate(found)
+        if not item.is_reference:
+            continue
+        name, where = item.id or "", f"{field}[{place}].id"
+        if name in found:
+            raise invalid(where, f"{echo(name, repr)} is referred to twice")
+        kept = await store.ask(Shelf.item, tenant, name)
+        if kept is None:
+            raise not_kept(name, where)
+        num_bytes += len(kept)
+        if num_bytes > PUBLIC_MESSAGE_BYTES:
+            raise invalid(where, f"the items that are referred to have more than {PUBLIC_MESSAGE_BYTES} bytes")
+        items[place] = found[name] = Item.model_validate_json(kept)
     return items
 
 

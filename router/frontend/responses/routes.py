@@ -203,7 +203,8 @@ class KeptConversations:
         found = await self._store.ask(Shelf.item, tenant, item_id, conversation_id)
         if found is None:
             raise not_kept(item_id)
-        return found
+        item: Json = msgspec.json.decode(found)
+        return item
 
     async def delete_item(self, conversation_id: str, item_id: str, call: Request) -> Json:
         """Remove an item from a conversation; answers with the conversation."""

@@ -26,6 +26,7 @@ VERSION = 1  # of the tables
 BUSY_S = 5.0  # for which another process may hold the file
 ITEM_BYTES = 100  # of an item besides its JSON, roughly
 PRIVATE = 0o600
+HAS_ENDED = "(until_s IS NULL OR until_s < ?)"  # or its process has, before it could
 _TABLES = """
 CREATE TABLE IF NOT EXISTS holders (
     tenant TEXT NOT NULL, id TEXT NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, previous TEXT NOT NULL,
@@ -79,6 +80,10 @@ class Entry:
 
 class Missing(Exception):  # noqa: N818 - no error of this process
     """A holder is not there, or no more."""
+
+
+class TooMuch(Exception):  # noqa: N818 - as above
+    """What is continued has more bytes than may be continued."""
 
 
 class Shelf:
@@ -191,19 +196,22 @@ class Shelf:
 
     def items(self, tenant: str, name: str) -> list[Json]:
         """Return a conversation's items, or a response's input, in their order."""
-        with self._transaction():
+        with self._transaction(writes=False):
             return self._items(tenant, name, "AND is_output = 0")
 
-    def history(self, tenant: str, name: str, kind: Kind) -> list[Json]:
+    def history(self, tenant: str, name: str, kind: Kind, max_bytes: int) -> list[Json]:
         """Return all items up to the end of a response, or of a conversation, and note that they were used.
 
-        Missing if it is not there, or a response before it.
+        Missing if it is not there, or a response before it. TooMuch if they have more bytes than that.
         """
         with self._transaction():
-            found, parts = self._get(tenant, name, kind), list[list[Json]]()
+            found, parts, num_bytes = self._get(tenant, name, kind), list[list[Json]](), 0
             while True:
                 if found is None:
                     raise Missing(name)
+                num_bytes += found.num_bytes
+                if num_bytes > max_bytes:
+                    raise TooMuch(name)
                 parts.append(self._items(tenant, name))
                 self._use(tenant, name)
                 if not found.previous:
@@ -211,15 +219,15 @@ class Shelf:
                 name = found.previous
                 found = self._get(tenant, name, kind)
 
-    def item(self, tenant: str, item_id: str, holder: str = "") -> Json | None:
-        """Return an item by its id: a holder's, or the one that was kept last."""
+    def item(self, tenant: str, item_id: str, holder: str = "") -> bytes | None:
+        """Return an item by its id, as JSON: a holder's, or the one that was kept last."""
         query = "SELECT i.body FROM items i JOIN holders h ON h.tenant = i.tenant AND h.id = i.holder"
         where = " WHERE i.tenant = ? AND i.id = ? AND h.used_s >= ? AND (? = '' OR i.holder = ?)"
-        with self._transaction():
+        with self._transaction(writes=False):
             oldest_s = self._now_s() - self._limits.ttl_s
             order = " ORDER BY h.used_s DESC, i.place DESC LIMIT 1"
             for (body,) in self._rows(query + where + order, tenant, item_id, oldest_s, holder, holder):
-                found: Json = msgspec.json.decode(body)
+                found: bytes = body
                 return found
             return None
 
@@ -301,12 +309,12 @@ class Shelf:
 
     def _make_room(self, tenant: str, kept: str) -> None:
         """Forget what is too old, and of this tenant what is over its limits; `kept` stays."""
-        query = "SELECT tenant, id FROM holders WHERE used_s < ? AND until_s IS NULL"
-        for each, name in list(self._rows(query, self._now_s() - self._limits.ttl_s)):
+        query, now_s = f"SELECT tenant, id FROM holders WHERE used_s < ? AND {HAS_ENDED}", self._now_s()
+        for each, name in list(self._rows(query, now_s - self._limits.ttl_s, now_s)):
             self._forget(each, name)
         count, size = next(self._rows("SELECT COUNT(*), TOTAL(num_bytes) FROM holders WHERE tenant = ?", tenant))
-        oldest = "SELECT id, num_bytes FROM holders WHERE tenant = ? AND id <> ? AND until_s IS NULL ORDER BY used_s"
-        rows = self._rows(oldest, tenant, kept)
+        oldest = f"SELECT id, num_bytes FROM holders WHERE tenant = ? AND id <> ? AND {HAS_ENDED} ORDER BY used_s"
+        rows = self._rows(oldest, tenant, kept, now_s)
         forgotten: list[str] = []
         while count > self._limits.max_num or size > self._limits.max_bytes:
             name, num_bytes = next(rows, ("", 0))
@@ -326,8 +334,8 @@ class Shelf:
         return iter(self._db.execute(query, values))
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+    def _transaction(self, *, writes: bool = True) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
         try:
             yield
         except BaseException:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from pdserve.base.errors import echo
-from pdserve.protocol.refusal import Cause, Refused, RefusedError
+from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES
+from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.frontend.backend import KeptCounts
-from pdserve.router.frontend.responses.shelf import Holder, Json, Kind, Limits, Missing, Shelf
+from pdserve.router.frontend.responses.shelf import Holder, Json, Kind, Limits, Missing, Shelf, TooMuch
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,14 @@ class Store:
         return found
 
     async def history(self, tenant: str, name: str, kind: Kind, field: str) -> list[Json]:
-        """Return all items up to the end of a holder; RefusedError if it, or a response before it, is not there."""
+        """Return all items up to the end of a holder.
+
+        RefusedError if it, or a response before it, is not there, or they are more than a request may be.
+        """
         try:
-            return await self.ask(Shelf.history, tenant, name, kind)
+            return await self.ask(Shelf.history, tenant, name, kind, PUBLIC_MESSAGE_BYTES)
+        except TooMuch:
+            raise invalid(field, f"what it continues has more than {PUBLIC_MESSAGE_BYTES} bytes") from None
         except Missing as missing:
             raise not_kept(str(missing), field) from None
 

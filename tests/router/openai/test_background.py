@@ -1,6 +1,7 @@
 """Responses that are computed while no client waits."""
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from http_door import HttpRouter, StartHttp
 from openai.types.responses import Response
 from router_fakes import MODEL, PATIENCE_S, TOKENIZER, tokens_of
 
+from pdserve.router.frontend.responses import background
 from pdserve.router.frontend.responses.shelf import Entry, Kind, Limits, Shelf
 
 ASKED: Any = {"model": MODEL, "input": "hello", "max_output_tokens": 5, "background": True}
@@ -59,6 +61,28 @@ async def test_a_stream_from_the_background_is_read_again(start_http: StartHttp)
     unstreamed = await door.client.responses.create(**ASKED)
     with pytest.raises(openai.BadRequestError, match="the events of this response are not kept here"):
         await door.client.responses.retrieve(unstreamed.id, stream=True)
+
+
+async def test_an_answer_in_the_background_outlives_a_store_that_fails_for_a_while(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "RETRY_S", (0.01, 0.01))
+    door, end, num_failed = await start_http(), Shelf.end, 0
+
+    def fails(*_: object) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    def ends_at_last(shelf: Shelf, tenant: str, entry: Entry) -> bool:
+        nonlocal num_failed
+        num_failed += 1
+        return end(shelf, tenant, entry) if num_failed > 2 else bool(fails())
+
+    monkeypatch.setattr(Shelf, "change", fails)
+    monkeypatch.setattr(Shelf, "end", ends_at_last)
+    events = [event async for event in await door.client.responses.create(**ASKED, stream=True)]
+    assert (events[-1].type, num_failed) == ("response.incomplete", 3)
+    kept = await door.client.responses.retrieve(events[0].response.id)  # type: ignore[union-attr]
+    assert kept.to_dict() == events[-1].response.to_dict()  # type: ignore[union-attr]
 
 
 async def test_a_cancelled_stream_from_the_background_ends(start_http: StartHttp) -> None:

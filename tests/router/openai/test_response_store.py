@@ -3,13 +3,14 @@
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from written_answers import Json
 
 from pdserve.base.errors import ConfigError
-from pdserve.router.frontend.responses.shelf import Entry, Kind, Limits, Missing, Shelf
+from pdserve.router.frontend.responses.shelf import Entry, Kind, Limits, Missing, Shelf, TooMuch
 
 RESPONSE, CONVERSATION = Kind.RESPONSE, Kind.CONVERSATION
 LIMITS = Limits(max_num=3, max_bytes=1 << 20, ttl_s=100.0)
@@ -48,11 +49,30 @@ def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     for name in "abc":
         world.put(name)
     world.now_s += 1.0
-    world.shelf.history("", "a", RESPONSE)
+    world.shelf.history("", "a", RESPONSE, 10**6)
     world.put("d")
     assert world.kept(*"abcd") == "acd"
     world.put("e", tenant="other")
     assert world.kept(*"abcd") == "acd"
+
+
+def test_a_chain_of_more_bytes_than_may_be_continued_is_not_read() -> None:
+    world = World()
+    world.put("a", size=1000)
+    world.put("b", "a", size=1000)
+    assert len(world.shelf.history("", "b", RESPONSE, 3000)) == 4
+    with pytest.raises(TooMuch):
+        world.shelf.history("", "b", RESPONSE, 2000)
+
+
+def test_a_response_that_its_process_never_ended_is_forgotten_like_others() -> None:
+    world = World()
+    for name in "ab":
+        world.shelf.put("", RESPONSE, Entry(response(name, "in_progress")), running_s=5.0)
+    world.now_s += 10.0
+    for name in "cde":
+        world.put(name)
+    assert world.kept(*"abcde") == "cde"
 
 
 def test_continuing_a_response_uses_all_before_it() -> None:
@@ -61,13 +81,13 @@ def test_continuing_a_response_uses_all_before_it() -> None:
     world.put("b", previous="a")
     world.put("x")
     world.now_s += 1.0
-    assert ids(world.shelf.history("", "b", RESPONSE)) == ["a-in", "a-out", "b-in", "b-out"]
+    assert ids(world.shelf.history("", "b", RESPONSE, 10**6)) == ["a-in", "a-out", "b-in", "b-out"]
     world.put("c", previous="b")
     assert world.kept(*"abxc") == "abc"
     world.put("d", previous="c")
     world.shelf.delete("", "b", RESPONSE)
     with pytest.raises(Missing, match="b"):
-        world.shelf.history("", "d", RESPONSE)
+        world.shelf.history("", "d", RESPONSE, 10**6)
 
 
 def test_bytes_are_bounded_but_what_was_put_last_stays() -> None:
@@ -104,8 +124,8 @@ def test_a_conversation_grows_and_loses_single_items() -> None:
     assert world.shelf.counts()[1] < before
     assert world.shelf.delete_item("", "c", "2") is None
     assert world.shelf.delete_item("", "r", "r-in") is None  # responses stay as they are
-    assert ids(world.shelf.history("", "c", CONVERSATION)) == ["1", "3", "r-in", "r-out"]
-    assert world.shelf.item("", "3", "c") == item("3")
+    assert ids(world.shelf.history("", "c", CONVERSATION, 10**6)) == ["1", "3", "r-in", "r-out"]
+    assert msgspec.json.decode(world.shelf.item("", "3", "c") or b"") == item("3")
     assert world.shelf.item("", "3", "r") is None
     assert not world.shelf.append("", "r", [item("4")])
     assert world.shelf.delete("", "c", CONVERSATION)
@@ -123,7 +143,7 @@ def test_a_response_in_the_background_ends_once() -> None:
     done = Entry(response("a"), [item("in")], [item("out")])
     assert world.shelf.end("", done)
     assert not world.shelf.end("", Entry(response("a", "failed")))
-    assert ids(world.shelf.history("", "a", RESPONSE)) == ["in", "out"]
+    assert ids(world.shelf.history("", "a", RESPONSE, 10**6)) == ["in", "out"]
     cancelled = world.shelf.cancel("", "b")
     assert cancelled is not None
     assert (cancelled.body["status"], cancelled.is_running) == ("cancelled", False)
@@ -147,7 +167,7 @@ def test_processes_share_a_file_and_what_a_lost_one_computed_has_failed(tmp_path
     first.put("a")
     assert second.kept("a") == "a"
     second.put("b", previous="a")
-    assert ids(first.shelf.history("", "b", RESPONSE)) == ["a-in", "a-out", "b-in", "b-out"]
+    assert ids(first.shelf.history("", "b", RESPONSE, 10**6)) == ["a-in", "a-out", "b-in", "b-out"]
     for world, name in ((first, "mine"), (second, "theirs")):
         world.shelf.put("", RESPONSE, Entry(response(name, "queued")), 50.0)
     first.shelf.close()

@@ -84,6 +84,8 @@ async def test_a_response_is_retrieved_continued_and_deleted(start_http: StartHt
     assert (await client.create(model=MODEL, input=again, max_output_tokens=4)).output_text == said(
         "user: and?\nassistant:", 4
     )
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\]\.id: .* is referred to twice"):
+        await client.create(model=MODEL, input=again * 2, max_output_tokens=4)
     await client.delete(first.id)
     with pytest.raises(openai.NotFoundError, match=f"previous_response_id: '{first.id}' is not kept here"):
         await client.create(model=MODEL, input="so?", previous_response_id=third.id)
