@@ -334,7 +334,13 @@ def published(case: str, plain: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["awq", "gptq, order of activations", "words, with zeros", "fp8 of blocks"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gptq, order of activations", "fp8 of blocks"),
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("awq", "words, with zeros")),
+    ],
+)
 def test_a_published_model_answers_as_its_decoded_weights_do(case: str, tmp_path: Path) -> None:
     plain = write_model("llama3", tmp_path / "plain")
     published(case, plain, tmp_path / "coded")

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
 CPU = torch.device("cpu")
+ALIKE = ("deepseek-v2", "glm4-lite", "granite-moe", "ministral3")  # steps of others have the same calls
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +123,9 @@ def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("int8", torch.float32), ("none", torch.bfloat16)])
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.long) if each in ALIKE else each for each in MORE_FAMILIES]
+)
 def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     family: str,
     form: ChosenQuantization,

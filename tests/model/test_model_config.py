@@ -136,7 +136,6 @@ def test_qwen_windows_count_only_when_used() -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "num_attention_heads"),
         ({"head_dim": 15}, "head_dim"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, r"rope_scaling\.rope_type"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, r"rope_parameters\.low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import spec
-from model_zoo import MORE_FAMILIES, prompt, write_model
+from model_zoo import LATENT, MORE_FAMILIES, prompt, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 from whole_triton import triton_attention
@@ -71,7 +71,7 @@ def in_two_groups(step: StepPlan) -> StepPlan:
 
 
 # With layers of each kind, whose windows the steps pass; the others have one layer.
-OF_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3", "ministral", "olmo3", "qwen2-windows")
+OF_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "ministral", "olmo3", "qwen2-windows")
 SHAPES: dict[str, dict[str, int]] = {
     "glm4-moe": {"num_hidden_layers": 2},
     "smollm3": {"num_hidden_layers": 2},
@@ -80,7 +80,6 @@ SHAPES: dict[str, dict[str, int]] = {
 
 # Those whose kernels get something that no other test gives them.
 ALWAYS = ("gemma2", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
-LATENT = ("deepseek-v3",)  # attention, which the kernels do not have
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ LATENT = ("deepseek-v3",)  # attention, which the kernels do not have
     [
         pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long)
         for each in MORE_FAMILIES
-        if each not in LATENT
+        if each not in LATENT  # which the kernels do not have
     ],
 )
 def test_logits_over_kernels_are_those_of_plain_torch(family: str, tmp_path: Path) -> None:
