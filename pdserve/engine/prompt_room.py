@@ -30,6 +30,7 @@ class PromptRoom:
         self._running = running
         self._preempt = preempt
         self._step_tokens = step_tokens
+        self.stalled: Sequence | None = None  # runs, and lacks pages that no other sequence could give up
 
     def begin(self, sequence: Sequence) -> bool:
         """Give a sequence the pages that it needs at once, cached ones as far as they go; or return False."""
@@ -47,6 +48,7 @@ class PromptRoom:
 
     def refill(self) -> None:
         """Give prompts the pages that they lack, as far as there are free ones, the most urgent first."""
+        self.stalled = None
         if not self._cache.paging.has_windows:
             return
         for sequence in sorted([s for s in self._running if s.phase is Phase.PROMPT and s.pages], key=_urgency):
@@ -80,4 +82,6 @@ class PromptRoom:
                 break
             self._preempt(max(victims, key=_urgency))
             self._refill(sequence)
-        return self.of(step, sequence)
+        found = self.of(step, sequence)
+        self.stalled = None if found else sequence
+        return found

@@ -64,9 +64,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
-        self.stalled: Sequence | None = None  # runs, and lacks pages that no other sequence could give up
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
-        self._prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
+        self.prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 
     @property
     def num_running(self) -> int:
@@ -157,19 +156,18 @@ class Scheduler:
         """
         if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")
-        self.stalled = None
         if not self.running and not self.waiting:
             return None
         step = RunningStep(self.steps[0].progress() if self.steps else {})
         decoding, prompts = self._plannable(step)
-        self._prompt_room.refill()
+        self.prompt_room.refill()
         if self.steps and self._decode_room.lacks(step, decoding):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
         budget -= self._schedule_decoding(step, decoding, budget)
         budget = min(budget, self.cache.page_size) if is_brief else budget
         for sequence, missing in prompts:
-            count = min(budget, missing, self._prompt_room.of(step, sequence))
+            count = min(budget, missing, self.prompt_room.of(step, sequence))
             if count > 0:
                 budget -= count
                 self.schedule(step, sequence, count)
@@ -177,15 +175,13 @@ class Scheduler:
             is_full = self.running and self.num_running + len(first.indices) > self.limits.max_num_seqs
             if is_full or not self._admit(first):
                 break
-            count = min(budget, first.num_missing, self._prompt_room.of(step, first))
+            count = min(budget, first.num_missing, self.prompt_room.of(step, first))
             budget -= count
             self.schedule(step, first, count)
         if prompts and not step.chunks and not self.steps:
             first, missing = prompts[0]
-            if count := min(budget, missing, self._prompt_room.clear(step, first)):
+            if count := min(budget, missing, self.prompt_room.clear(step, first)):
                 self.schedule(step, first, count)
-            else:
-                self.stalled = first
         return self._begin(step)
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
@@ -218,7 +214,7 @@ class Scheduler:
                 outcomes += self._end_prompt(sequence, tokens)
             else:
                 outcomes.append(self._append(sequence, tokens[0], result.drafts.get(place, ())))
-        self._prompt_room.refill()
+        self.prompt_room.refill()
         return tuple(outcomes)
 
     def _begin(self, step: RunningStep) -> StepPlan | None:
@@ -299,7 +295,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to the running ones, with the pages that it needs at once."""
-        if not self._prompt_room.begin(sequence):
+        if not self.prompt_room.begin(sequence):
             return False
         self.waiting.remove(sequence)
         self.running.append(sequence)

@@ -228,8 +228,7 @@ class WorkerCore:
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
         results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
         commands = self._take(results, now_s)
-        late = [task for task in self._tasks if task.deadline_s < now_s]
-        commands += self._give_up(late, "deadline", now_s)
+        commands += self._give_up([task for task in self._tasks if task.deadline_s < now_s], "deadline", now_s)
         self._auditor.look(self.claims(), now_s, idle=self.idle)
         return commands + self._give_back_what_waits(now_s)
 
@@ -240,11 +239,11 @@ class WorkerCore:
         if self._draining.look(num_lost, pool.num_pages):
             waiting = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
             return self._refuse(waiting, self._draining.reason, now_s)
-        is_leaving, in_line, is_stuck = self._draining.is_on, scheduler.waiting, self.incoming.is_stuck
-        stalled = scheduler.stalled
+        is_leaving, is_stuck = self._draining.is_on and not scheduler.running, self.incoming.is_stuck
+        stalled = scheduler.prompt_room.stalled  # is one of those that run
         tasks = () if scheduler.steps or (scheduler.running and stalled is None) else self._tasks
         ready = [t for t in tasks if t.sequences and all(s.is_ready for s in t.sequences)]  # others lack grammars
-        waiting = [t for t in ready if is_leaving or any(s in in_line or s is stalled for s in t.sequences)]
+        waiting = [t for t in ready if is_leaving or any(s in scheduler.waiting or s is stalled for s in t.sequences)]
         waiting += [t for t in tasks if is_stuck and self.incoming.is_ungranted(t.key)]
         reason = self._draining.in_vain(num_lost, is_still=bool(waiting))
         return self._refuse(waiting, reason, now_s) if reason else []

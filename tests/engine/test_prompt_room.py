@@ -148,9 +148,9 @@ def test_a_prompt_that_lacks_pages_which_nobody_gives_up_is_told() -> None:
         engine.step()
         pinned.append(engine.cache.reuse(sequence.prefix, sequence.num_published).pages.held)  # as hand-offs do
     assert 0 < sequence.computed < 80
-    assert engine.scheduler.stalled is sequence
+    assert engine.scheduler.prompt_room.stalled is sequence
     for pages in pinned:
         engine.cache.pool.release(pages)
     engine.step()
-    assert engine.scheduler.stalled is None
+    assert engine.scheduler.prompt_room.stalled is None
     engine.finish()
