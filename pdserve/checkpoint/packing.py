@@ -59,7 +59,7 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     """Return the integers of int32 words, uint8: from the low end of each, along a dimension."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     each = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    return each.movedim(-1, dim % words.dim() + 1).flatten(dim % words.dim(), dim % words.dim() + 1).to(torch.uint8)
+    return each.movedim(-1, dim + 1).flatten(dim, dim + 1).to(torch.uint8)
 
 
 def read_awq(parts: Parts) -> Coded:
@@ -79,7 +79,7 @@ def read_gptq(parts: Parts, bits: int, *, older: bool) -> Coded:
     zeros = (unpacked(parts["qzeros"], bits, 1).t().to(torch.int16) + int(older)) & ((1 << bits) - 1)
     scales, inputs, of_groups = parts["scales"].t().contiguous(), codes.shape[1], None
     if "g_idx" in parts:
-        in_order = torch.arange(inputs) // max(1, inputs // scales.shape[1])
+        in_order = torch.arange(inputs) // (inputs // scales.shape[1])
         given = parts["g_idx"].long()
         of_groups = None if torch.equal(given, in_order) else given
     return Coded(bits, codes, zeros.contiguous(), scales, of_groups)
@@ -119,8 +119,9 @@ class Scaled:
         if self.block is not None:
             rows, columns = self.block
             wide = wide.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
-        else:
-            wide = wide.reshape(-1, 1) if wide.dim() < 2 else wide
+        elif wide.dim() < 2:
+            wide = wide.reshape(-1, 1)
+        elif wide.shape[1] > 1:
             wide = wide.repeat_interleave(inputs // wide.shape[1], 1)
         return self.narrow.float() * wide
 

@@ -135,7 +135,7 @@ def _compressed(section: Fields) -> Format:
         served = ("channel", "group", "tensor", *(("block",) if kind == "float" else ()))
         if weights.text("strategy", "channel") not in served:
             raise weights.unsupported("strategy", f"one of {', '.join(served)}")
-        in_order &= weights.text("actorder", "weight") != "group"
+        in_order &= weights.text("actorder", "weight") not in ("group", "dynamic")
         block = _block(weights, "block_structure") or block
     parts = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
     coded_as: FileCodes | None = "compressed-tensors" if "int" in kinds and in_order else None

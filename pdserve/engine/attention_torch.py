@@ -63,7 +63,7 @@ class TorchAttention:
         self._ops = TorchOps()
         self._ropes, self._rope_of_layer = distinct(kind.ropes)
         self._grouped = GroupedAttention(config, kind)
-        self._page_size = kind.kv.shape[4]
+        self._kv_parts, self._page_size = kind.kv.shape[2], kind.kv.shape[4]
         self._dtype = kind.kv.dtype
         self._slots = flat_rows(kind.kv, config.head_dim)
         self._step: _Step | None = None
@@ -89,7 +89,7 @@ class TorchAttention:
         rotate_(qkv[:, : num_heads + num_kv_heads], step.angles[self._rope_of_layer[layer]])
         if qk_norm is not None and qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
-        slots_before = layer * self._config.kv_parts * num_kv_heads * self._page_size
+        slots_before = layer * self._kv_parts * num_kv_heads * self._page_size
         self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
         attended = self._grouped.run(layer, qkv, sinks)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
@@ -106,13 +106,13 @@ class GroupedAttention:
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         kv, self._window = kind.kv, kind.scores.window
         self._config = config
-        self._page_size = kv.shape[4]
+        self._kv_parts, self._page_size = kv.shape[2], kv.shape[4]
         self._dtype = kv.dtype
         self._scale, self._soft_cap = config.scale(kind.scores), kind.scores.soft_cap
         run_size = self._page_size * config.head_dim
         self._runs = flat_rows(kv, run_size)
         self._slot_bytes = config.head_dim * kv.dtype.itemsize
-        self._runs_per_layer = config.kv_parts * config.num_kv_heads
+        self._runs_per_layer = self._kv_parts * config.num_kv_heads
         self._runs_per_page = kv.stride(0) // run_size
         self._groups: tuple[_Group, ...] = ()
 
@@ -135,7 +135,7 @@ class GroupedAttention:
             k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, -num_kv_heads:]
         else:
             gathered = self._gathered(layer, group.gather)
-            parts = gathered.view(self._config.kv_parts, group.num_chunks, num_kv_heads, -1, self._config.head_dim)
+            parts = gathered.view(self._kv_parts, group.num_chunks, num_kv_heads, -1, self._config.head_dim)
             k, v = parts[0, :, :, : group.kv_len], parts[-1, :, :, : group.kv_len]
         q = heads[:, :num_heads]
         if group.query_len == 1:
@@ -198,7 +198,7 @@ class GroupedAttention:
     def _unwritten(self, copy: Tensor, kv_lens: Ints) -> tuple[npt.NDArray[np.uint8], ...]:
         """Return views of a copy's slots that are below the longest context and hold none of their chunk's tokens."""
         longest, num_kv_heads = int(kv_lens.max()), self._config.num_kv_heads
-        parts = (self._config.kv_parts, len(kv_lens), num_kv_heads)
+        parts = (self._kv_parts, len(kv_lens), num_kv_heads)
         slots = copy.view(torch.uint8).view(*parts, -1, self._slot_bytes).numpy()
         found = []
         for chunk, kv_len in enumerate(kv_lens.tolist()):

@@ -217,7 +217,7 @@ def test_parts_that_are_missing_misshapen_or_not_finite_are_named(case: str) -> 
             read_one(config, parts | {"weight_shape": torch.tensor([64, 96, 1])})
 
 
-PUBLISHED = {  # keys beside those above, as they are in files on the hub
+PUBLISHED = {  # keys beside those above, as files on the hub have them, as far as we know
     "Qwen2.5 by transformers' GPTQConfig": GPTQ
     | {"batch_size": 1, "cache_block_outputs": True, "damp_percent": 0.01, "exllama_config": {"version": 1}}
     | {"dataset": None, "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False, "model_seqlen": 2048},

@@ -309,7 +309,7 @@ def test_whatever_a_key_holds_a_config_is_read_or_refused_by_name(architecture: 
         assert len(config.design.layers) == config.num_layers < 10_000
 
 
-DEEPSEEK_V3 = {  # as it is published, but for `auto_map` and `quantization_config`
+DEEPSEEK_V3 = {  # as it is published, as far as we know, but for `auto_map` and `quantization_config`
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
