@@ -33,6 +33,7 @@ class _Step(ctypes.Structure):
         *((name, Size) for name in ("table_stride", "num_tokens", "num_rows", "num_items", "num_keys")),
         *((name, Size) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "page_size", "type")),
         ("page_bytes", Size),
+        ("page_heads", Size),
         ("scale", ctypes.c_double),
         ("soft_cap", ctypes.c_double),
     )
@@ -87,14 +88,17 @@ class PagedAttention:
     """The library's attention over one pool of pages, for one model's heads."""
 
     def __init__(self, pool: Tensor, num_heads: int, scoring: Scoring | None = None, num_ropes: int = 1) -> None:
-        """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], of contiguous pages.
+        """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
 
-        It is of float32 or bfloat16. scoring: scores are times head_dim ** -0.5 unless given.
+        It is of float32 or bfloat16, and of contiguous pages, or of some adjacent heads of such. scoring: scores are
+        times head_dim ** -0.5 unless given.
         num_ropes: how many its layers have.
         """
         require_tensor("pool", pool, (None, None, 2, None, None, None), tuple(DTYPES))
-        require(pool[:1].is_contiguous() and pool.stride(0) >= pool[0].numel(), "pool must have contiguous pages")
         _, num_layers, _, num_kv_heads, page_size, head_dim = pool.shape
+        page_heads = pool.stride(2) // (page_size * head_dim)
+        page = pool[0].as_strided((num_layers, 2, page_heads, page_size, head_dim), pool.stride()[1:])
+        require(page.is_contiguous() and pool.stride(0) >= page.numel(), "pool must have contiguous pages")
         require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
         require(serves(head_dim, pool.dtype), f"head_dim must be a multiple of {LANES} to {MAX_HEAD_DIM}")
         self._pool = pool
@@ -102,7 +106,7 @@ class PagedAttention:
         self._step = _Step(
             pool=pool.data_ptr(), num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, page_size=page_size, type=DTYPES[pool.dtype],
-            page_bytes=pool.stride(0) * pool.itemsize,
+            page_bytes=pool.stride(0) * pool.itemsize, page_heads=page_heads,
             scale=head_dim**-0.5 if scoring is None else scoring.scale,
             soft_cap=0.0 if scoring is None else scoring.soft_cap,
         )  # fmt: skip

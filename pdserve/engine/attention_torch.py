@@ -89,7 +89,7 @@ class TorchAttention:
         rotate_(qkv[:, : num_heads + num_kv_heads], step.angles[self._rope_of_layer[layer]])
         if qk_norm is not None and qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
-        slots_before = layer * self._kv_parts * num_kv_heads * self._page_size
+        slots_before = layer * self._grouped.runs_per_layer * self._page_size
         self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
         attended = self._grouped.run(layer, qkv, sinks)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
@@ -112,7 +112,9 @@ class GroupedAttention:
         run_size = self._page_size * config.head_dim
         self._runs = flat_rows(kv, run_size)
         self._slot_bytes = config.head_dim * kv.dtype.itemsize
-        self._runs_per_layer = self._kv_parts * config.num_kv_heads
+        page_heads = kv.stride(2) // run_size  # of all ranks
+        self.runs_per_layer = self._kv_parts * page_heads
+        self._runs_of_layer = (np.arange(self._kv_parts)[:, None] * page_heads + np.arange(config.num_kv_heads)).ravel()
         self._runs_per_page = kv.stride(0) // run_size
         self._groups: tuple[_Group, ...] = ()
 
@@ -126,7 +128,7 @@ class GroupedAttention:
 
     def run_ids(self, pages: Ints) -> Ints:
         """Return the runs of layer 0's K heads, then V heads, of each page: [len(pages), 2 * kv heads]."""
-        return pages[:, None] * self._runs_per_page + np.arange(self._runs_per_layer)
+        return pages[:, None] * self._runs_per_page + self._runs_of_layer
 
     def _attend(self, layer: int, qkv: Tensor, group: _Group, sinks: Tensor | None) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
@@ -159,7 +161,7 @@ class GroupedAttention:
         return _scored(heads, _Scoring(self._scale, self._soft_cap, sinks), mask)
 
     def _gathered(self, layer: int, gather: _Gather) -> Tensor:
-        torch.index_select(self._runs[layer * self._runs_per_layer :], 0, gather.runs, out=gather.copy)
+        torch.index_select(self._runs[layer * self.runs_per_layer :], 0, gather.runs, out=gather.copy)
         for slots in gather.unwritten:
             slots.fill(0)  # of bytes, and by numpy: torch fills chosen rows at a sixth of the speed
         return gather.copy

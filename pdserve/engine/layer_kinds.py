@@ -13,6 +13,7 @@ from torch import Tensor
 from pdserve.engine.batch import PoolShape
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
+from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup
 from pdserve.model.ops import Attention, QkNorm
 from pdserve.model.rope import Rope
@@ -25,7 +26,7 @@ class LayerKind:
 
     group: int  # whose pages they have
     scores: Scores
-    kv: Tensor  # [num_pages, layers of the group, kv_parts, num_kv_heads, page_size, head_dim]
+    kv: Tensor  # [num_pages, layers of the group, kv_parts, a rank's KV heads, page_size, head_dim]
     ropes: tuple[Rope, ...]  # of each layer of the group
 
 
@@ -50,17 +51,18 @@ class ByLayer(Generic[A]):
         return ByLayer(tuple(parts), self.groups, self.places)
 
 
-def by_layer(
-    make: Callable[[LayerKind], A], config: ModelConfig, kv: Tensor, ropes: Sequence[Rope], groups: Sequence[LayerGroup]
-) -> ByLayer[A]:
-    """Make an attention of each kind of layer.
+def by_layer(make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: Sequence[LayerGroup]) -> ByLayer[A]:
+    """Make an attention of each kind of layer, over the heads of the model's rank.
 
-    kv: a pool of as many pages as its first dimension, contiguous. ropes: of each layer of the model.
+    kv: a pool of as many pages as its first dimension, contiguous.
     """
+    config, ropes = model.config, model.ropes
+    heads = model.rank.kv_heads(config.num_kv_heads)
     kinds: dict[tuple[int, Scores], int] = {}
     parts, places = list[A](), [(0, 0)] * config.num_layers
     for number, group in enumerate(groups):
-        view, of_group = pages_of(kv, config, group), tuple([ropes[layer] for layer in group.layers])
+        view = pages_of(kv, config, group)[:, :, :, heads]
+        of_group = tuple([ropes[layer] for layer in group.layers])
         for place, layer in enumerate(group.layers):
             scores = config.design.layers[layer].attention.scores
             if (number, scores) not in kinds:
@@ -102,5 +104,9 @@ def paging_of(groups: Sequence[LayerGroup]) -> Paging:
 
 
 def flat_rows(kv: Tensor, width: int) -> Tensor:
-    """Return the elements of a pool as rows of `width`; pages may be longer than what a group sees of them."""
-    return kv.as_strided((len(kv) * kv.stride(0) // width, width), (width, 1))
+    """Return the elements of a pool as rows of `width`, from the first one of `kv` to the end of its last page.
+
+    Pages may be longer than what a group sees of them, and have heads of other ranks.
+    """
+    num_elements = len(kv) * kv.stride(0) - kv.storage_offset() % kv.stride(0)
+    return kv.as_strided((num_elements // width, width), (width, 1))

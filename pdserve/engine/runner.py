@@ -37,6 +37,7 @@ from pdserve.model.design import LatentAttention
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.ops_cpu import CompiledOps
+from pdserve.model.sharding import part_of
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
 
@@ -114,14 +115,22 @@ def is_compiled(model: Model) -> bool:
 class Runner:
     """One model on the CPU."""
 
-    def __init__(self, model: Model, num_pages: int, page_size: int, eos_token_ids: Seq[int] | None = None) -> None:
-        """Set up `num_pages` pages, zeroed; those of the smallest group of layers have `page_size` tokens.
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        eos_token_ids: Seq[int] | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
+        """Set up `num_pages` pages; those of the smallest group of layers have `page_size` tokens.
 
-        eos_token_ids: the model config's unless given.
+        eos_token_ids: the model config's unless given. memory: bytes for the pages of all ranks, zeroed.
         """
         config = model.config
         self.groups = layer_groups(config, page_size)
-        self.kv = zeroed(pool_size(config, num_pages, self.groups), model.dtype, model.device)
+        size = pool_size(config, num_pages, self.groups)
+        self.kv = zeroed(size, model.dtype, model.device) if memory is None else memory.view(model.dtype).view(size)
         self._model = model
         self._pool = pool_shape(config, num_pages, self.groups)
         self._attention, self._programs = _attention(model, self.kv, self.groups)
@@ -148,6 +157,15 @@ class Runner:
             ratios = self._balance.after(batch.num_tokens)
         elapsed_s = time.perf_counter() - started_s
         return StepResult(tokens, elapsed_s, prompts=prompts, stuck=stuck, expert_ratios=ratios)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """Do this rank's part of a step of another rank, which copies pages and samples."""
+        batch = Batch.of(plan, self._pool)
+        if batch.scored:
+            self._scored(batch)
+        else:
+            self._logits(batch)
 
     def _begin_masks(self, samples: Seq[SampleSpec]) -> Future[TokenMasks] | None:
         """Begin to compute masks in another thread, if a sample has a grammar."""
@@ -193,12 +211,12 @@ _Attentions = ByLayer[TorchAttention] | ByLayer[CompiledAttention]
 
 def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Attentions, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
-    loaded, config = library(), model.config
+    loaded, config = library(), part_of(model.config, model.rank)
     if isinstance(loaded, Missing) or config.is_latent or not serves(config.head_dim, kv.dtype):
-        return by_layer(partial(TorchAttention, config), config, kv, model.ropes, groups), None
+        return by_layer(partial(TorchAttention, config), model, kv, groups), None
     with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, kv.dtype)
     make = partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)
-    attention = by_layer(make, config, kv, model.ropes, groups)
+    attention = by_layer(make, model, kv, groups)
     if not is_compiled(model):
         return attention, None
     return attention, DecodePrograms(model, attention, loaded)

@@ -110,7 +110,7 @@ class CudaRunner:
         self._pool = pool_shape(config, num_pages, self.groups)
         self._sizes = graph_sizes(limits.max_num_seqs)
         make = partial(TritonAttention, config, limits.max_model_len, self._sizes, prompts)
-        self._attention = by_layer(make, config, self.kv, model.ropes, self.groups)
+        self._attention = by_layer(make, model, self.kv, self.groups)
         self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
         self._inputs = Staging(device, (_NUM_INPUTS + len(self.groups)) * aligned(self._max_tokens))
         self._staging = Staging(device)

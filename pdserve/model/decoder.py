@@ -16,6 +16,7 @@ from pdserve.model.family import TensorSource
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.mlp import CompiledExperts, Experts
 from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
+from pdserve.model.parallel import vocab_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.rope import Rope
 from pdserve.model.weights import WHOLE, Rank, Weights
@@ -32,6 +33,7 @@ class Decoder:
     """A model; `family.Model` describes the methods."""
 
     config: ModelConfig
+    rank: Rank
     ops: Ops
     embedding: Linear  # [vocab_size, hidden_size]
     embedding_scale: float
@@ -97,23 +99,25 @@ class Decoder:
 
     @classmethod
     def build(cls, config: ModelConfig, tensors: TensorSource, ops: DeviceOps, rank: Rank = WHOLE) -> Self:
-        """Put a rank's part of a model together. So far nothing computes with less than the whole."""
-        of, sizes = config.design, (config.vocab_size, config.hidden_size)
-        table = tensors.take_matrix(EMBEDDING, *sizes)
+        """Put a rank's part of a model together."""
+        of, sizes, rows = config.design, (config.vocab_size, config.hidden_size), rank.rows()
+        table = tensors.take_matrix(EMBEDDING, *sizes, shard=rows)
         embedding, head = ops.held_embedding(table, tied=config.tie_word_embeddings)
         parts = Parts(config, tensors, ops, rank)
         layers = tuple(
             build_layer(layer, replace(parts, prefix=f"model.layers.{index}.")) for index, layer in enumerate(of.layers)
         )
+        head = head or ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=of.head.bias, shard=rows))
         return cls(
             config=config,
+            rank=rank,
             ops=ops,
-            embedding=embedding,
+            embedding=vocab_parallel(embedding, rank, config.vocab_size),
             embedding_scale=_embedding_scale(of.embedding, tensors.dtype),
             layers=layers,
             ropes=_ropes(config, tensors.device),
             final_norm=parts.norm(of.head.norm_name, of.head.norm),
-            lm_head=head or ops.held(tensors.take_matrix(LM_HEAD, *sizes, bias=of.head.bias, shard=rank.rows())),
+            lm_head=vocab_parallel(head, rank, config.vocab_size),
             logit_scale=of.head.scale,
             logit_cap=of.head.soft_cap,
         )

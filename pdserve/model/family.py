@@ -12,7 +12,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Attention, Dense, GateUp, Linear, Matrix, Ops, Quantized
 from pdserve.model.rope import Rope
-from pdserve.model.weights import COLUMNS, Shard, Weights
+from pdserve.model.weights import COLUMNS, Rank, Shard, Weights
 
 Shapes = dict[str, tuple[int, ...]]
 Progress = Callable[[float], None]
@@ -131,7 +131,14 @@ class Model(Protocol):
     """A model ready to run; its weights are never written again."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """Return the config of the whole model, whatever part of it this is."""
+        ...
+
+    @property
+    def rank(self) -> Rank:
+        """Return which of the ranks that hold the model together this is."""
+        ...
 
     @property
     def ropes(self) -> Sequence[Rope]:

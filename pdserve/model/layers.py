@@ -24,6 +24,7 @@ from pdserve.model.ops import (
     joined,
     rows_of,
 )
+from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.rope import order
 
@@ -63,8 +64,8 @@ class SelfAttention:
     def build(cls, of: design.SelfAttention, parts: Parts) -> Self:
         config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}self_attn."
         head_dim, features = config.head_dim, order(config.head_dim, of.rope)
-        group = config.num_heads // config.num_kv_heads * head_dim  # features of the queries of one KV head
-        matrices = _qkv(of, parts, prefix, group)
+        unit = rank.query_unit(config.num_heads, config.num_kv_heads)
+        matrices = _qkv(of, parts, prefix, unit * head_dim)
         if features is not None:
             matrices[:2] = [rows_of(matrix, _in_each_head(features, matrix)) for matrix in matrices[:2]]
         norm = _qk_norm(of.qk_norm, parts, prefix, features)
@@ -73,13 +74,13 @@ class SelfAttention:
             config.hidden_size,
             config.num_heads * head_dim,
             bias=of.o_bias,
-            shard=rank.columns(group),
+            shard=rank.columns(unit * head_dim),
         )
         sinks = None
         if of.scores.has_sinks:
-            shard = rank.rows(config.num_heads // config.num_kv_heads)
-            sinks = parts.tensors.take(f"{prefix}sinks", (config.num_heads,), shard, exact=True)
-        return cls(parts.ops.held(joined(*matrices)), norm, parts.ops.held(o), head_dim, sinks)
+            sinks = parts.tensors.take(f"{prefix}sinks", (config.num_heads,), rank.rows(unit), exact=True)
+        held = row_parallel(parts.ops.held(o), rank)
+        return cls(parts.ops.held(joined(*matrices)), norm, held, head_dim, sinks)
 
 
 class MixesTokens(Protocol):
@@ -193,12 +194,13 @@ def _mlp(of: design.Mlp, parts: Parts) -> Mlp:
     return build_mlp(f"{parts.prefix}{block}.", of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
 
 
-def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, group: int) -> list[Matrix]:
-    """Return the rank's matrices of q, k and v."""
+def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, unit: int) -> list[Matrix]:
+    """Return the rank's matrices of q, k and v. unit: features of queries that stay together."""
     config, tensors, hidden = parts.config, parts.tensors, parts.config.hidden_size
     kv = config.num_kv_heads * config.head_dim
     widths = {"q": config.num_heads * config.head_dim, "k": kv, "v": kv}
-    shards = {"q": parts.rank.rows(group), "k": parts.rank.rows(config.head_dim), "v": parts.rank.rows(config.head_dim)}
+    kv_rows = parts.rank.kv_rows(config.num_kv_heads, config.head_dim)
+    shards = {"q": parts.rank.rows(unit), "k": kv_rows, "v": kv_rows}
     if not of.fused:
         return [
             tensors.take_matrix(f"{prefix}{each}_proj", width, hidden, bias=of.qkv_bias, shard=shards[each])

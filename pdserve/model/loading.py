@@ -15,6 +15,9 @@ from pdserve.model.decoder import Decoder, check_constants, ignores
 from pdserve.model.family import Model, Progress, Shapes, Tensors, Wanted
 from pdserve.model.ops import DeviceOps, TorchOps
 from pdserve.model.ops_cpu import CpuOps
+from pdserve.model.parallel import Collective
+from pdserve.model.ranks import RankedOps
+from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Part, Stored, Weights
 
 DUMMY_STD = 0.02
@@ -37,6 +40,22 @@ def load_model(
     device = torch.device(device)
     tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
     return Decoder.build(config, tensors, ops_for(device, input_bits, with_experts=config.design.has_experts))
+
+
+def load_rank(
+    config: ModelConfig,
+    weights: Weights,
+    dtype: torch.dtype,
+    ranks: Collective,
+    progress: Progress | None = None,
+    input_bits: int = INPUT_BITS,
+) -> Model:
+    """Build one rank's part of a model, on a CPU; do as `load_model` otherwise. All ranks load at the same time."""
+    check_divides(config, ranks.rank.size)
+    device = torch.device("cpu")
+    tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
+    ops = ops_for(device, input_bits)
+    return Decoder.build(config, tensors, ops, ranks.rank).with_ops(RankedOps(ops, ranks))
 
 
 def shapes_of(config: ModelConfig) -> Shapes:

@@ -18,6 +18,7 @@ from pdserve.model.activations import MlpActivation, XIelu
 from pdserve.model.design import Activation
 from pdserve.model.family import TensorSource
 from pdserve.model.ops import Dense, DeviceOps, ExpertStack, GateUp, Linear, Matrix, Mixture, Ops, rows_of, weight_bytes
+from pdserve.model.parallel import row_parallel
 from pdserve.model.weights import Rank
 
 
@@ -74,7 +75,7 @@ class GatedMlp:
         else:
             gate, up = taken(gate_name), taken(up_name)
         down = tensors.take_matrix(f"{prefix}{down_name}", hidden_size, inner, bias=of.bias, shard=rank.columns())
-        return cls(ops.held_gate_up(gate, up), of.activation, ops.held(down))
+        return cls(ops.held_gate_up(gate, up), of.activation, row_parallel(ops.held(down), rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class PlainMlp:
         if of.activation is Activation.XIELU:
             scalars = (tensors.take(f"{prefix}act_fn.{name}", (1,)) for name in ("alpha_p", "alpha_n"))
             activation = XIelu(*scalars)
-        return cls(ops.held(up), activation, ops.held(down))
+        return cls(ops.held(up), activation, row_parallel(ops.held(down), rank))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.activations import MlpActivation, activate, bent_times, swiglu_oai
 from pdserve.model.design import Activation, Routing
 from pdserve.model.groups import Groups, joined_groups
+from pdserve.model.parallel import RowParallel, VocabParallel
 from pdserve.model.routing import routed
 
 
@@ -49,7 +50,7 @@ class Quantized:
 
 
 Matrix = Dense | Quantized  # as it is loaded
-Linear = Matrix | Packed | Tiles
+Linear = Matrix | Packed | Tiles | RowParallel | VocabParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +292,8 @@ def weight_bytes(weight: Linear | GateUp) -> int:
             return weight_bytes(gate) + weight_bytes(up)
         case Quantized(groups):
             return groups.nbytes
+        case RowParallel(held) | VocabParallel(held):
+            return weight_bytes(held)
         case _:
             return weight.data.numel() * weight.data.element_size()
 

@@ -74,5 +74,25 @@ class Rank:
         """Return the shard of a matrix whose inputs are divided, so that ranks add their products; None: all of it."""
         return Shard(COLUMNS, self.index, self.size, unit) if self.size > 1 else None
 
+    def kv_heads(self, num_kv_heads: int) -> slice:
+        """Return which KV heads are this rank's; where there are fewer than ranks, several have the same one."""
+        first = self.index * num_kv_heads // self.size
+        return slice(first, max(first + 1, (self.index + 1) * num_kv_heads // self.size))
+
+    def query_heads(self, num_heads: int, num_kv_heads: int) -> slice:
+        """Return which heads of queries are this rank's: all that share its KV heads, or a part of those of one."""
+        unit = self.query_unit(num_heads, num_kv_heads)
+        return Shard(ROWS, self.index, self.size, unit).span("heads", num_heads)
+
+    def query_unit(self, num_heads: int, num_kv_heads: int) -> int:
+        """Return how many heads of queries stay together."""
+        return num_heads // num_kv_heads if self.size <= num_kv_heads else 1
+
+    def kv_rows(self, num_kv_heads: int, head_dim: int) -> Shard | None:
+        """Return the shard of a matrix of keys or values; None: all of it."""
+        if self.size <= num_kv_heads:
+            return self.rows(head_dim)
+        return Shard(ROWS, self.kv_heads(num_kv_heads).start, num_kv_heads, head_dim)
+
 
 WHOLE = Rank()

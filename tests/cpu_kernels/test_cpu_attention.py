@@ -13,6 +13,7 @@ import pytest
 import reference_kernels as reference
 import torch
 from torch import Tensor
+from wider_pools import among_others
 
 from pdserve.kernels.cpu.attention import SPLIT, HeadNorms, HeadWeights, PagedAttention, Rows, Scoring, serves
 from pdserve.kernels.cpu.calls import Immediate
@@ -129,6 +130,13 @@ def test_vectors_of_any_width_attend_alike(
     case = random_case(dtype, head_dim, heads, 16, learnt="norms before")
     close = 2 * CLOSE[dtype]
     torch.testing.assert_close(attended(narrow, case).double(), case.expected, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_attend_in_some_heads_of_wider_pages(loaded: ctypes.CDLL, dtype: torch.dtype) -> None:
+    case = random_case(dtype, 64, (6, 2), 16)
+    case.pool = among_others(case.pool)
+    torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 @pytest.mark.parametrize("norms", ["before", "after"])

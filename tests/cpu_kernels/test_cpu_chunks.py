@@ -12,6 +12,7 @@ import pytest
 import reference_kernels as reference
 import torch
 from torch import Tensor
+from wider_pools import among_others
 
 from pdserve.kernels.cpu.attention import Chunks, HeadWeights, PagedAttention, Rows, Scoring, serves_chunks
 from pdserve.kernels.cpu.calls import Immediate
@@ -88,6 +89,13 @@ def test_each_token_is_the_formula_over_what_it_sees(
     loaded: ctypes.CDLL, head_dim: int, heads: tuple[int, int], page_size: int
 ) -> None:
     checked(loaded, Prompts(head_dim, heads, page_size, SPANS))
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 1)])
+def test_chunks_attend_in_some_heads_of_wider_pages(loaded: ctypes.CDLL, heads: tuple[int, int]) -> None:
+    prompts = Prompts(64, heads, 16, SPANS)
+    prompts.pool = among_others(prompts.pool)
+    checked(loaded, prompts, 50)
 
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (9, 3)), (96, (6, 2)), (256, (2, 1))])

@@ -16,7 +16,7 @@ def torch_attention(
     """groups: of the pool; those of pages like the pool's unless given."""
     config = model.config
     groups = layer_groups(config, kv.shape[4]) if groups is None else groups
-    attention = by_layer(lambda kind: TorchAttention(config, kind), config, kv, model.ropes, groups)
+    attention = by_layer(lambda kind: TorchAttention(config, kind), model, kv, groups)
     batch = Batch.of(plan, pool_shape(config, len(kv), groups))
     for part, group in zip(attention.parts, attention.groups, strict=True):
         part.plan(batch.of_group(group))

@@ -25,7 +25,7 @@ def triton_attention(
     """Return token ids and attention. limits: the longest context, and the sizes of decode steps; room: of padding."""
     config = model.config
     groups = layer_groups(config, kv.shape[4]) if groups is None else groups
-    attention = by_layer(lambda kind: TritonAttention(config, *limits, None, kind), config, kv, model.ropes, groups)
+    attention = by_layer(lambda kind: TritonAttention(config, *limits, None, kind), model, kv, groups)
     pool = pool_shape(config, len(kv), groups)
     batch = Batch.of(plan, pool)
     token_ids, positions, *slots = Staging(kv.device).send(*step_inputs(batch, pool, batch.num_tokens + room))

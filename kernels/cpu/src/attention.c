@@ -88,7 +88,7 @@ INLINE void attend_item(const struct step *step, int64_t layer, const char *qkv,
             int heads = group - first < per_pass ? group - first : per_pass;
             float *out = step->partials + (item * step->num_heads + head) * (dim + 2);
             const struct pass pass = {
-                queries + head * dim * size_of(type), keys, offset, offset + step->num_kv_heads * run_bytes,
+                queries + head * dim * size_of(type), keys, offset, offset + step->page_heads * run_bytes,
                 first + heads < group ? offset : offset + run_bytes, end - begin, (float)step->scale, (float)step->soft_cap,
             };
             switch (dim) {

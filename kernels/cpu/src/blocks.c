@@ -202,7 +202,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
     const int64_t token = step->chunk_starts[block->chunk] + block->first, layer = call->layer;
     const char *qkv = call->x;
     const int64_t position = step->chunk_positions[block->chunk] + block->first, end = position + block->count;
-    const int64_t values_offset = step->num_kv_heads * step->page_size * dim * 2;
+    const int64_t values_offset = step->page_heads * step->page_size * dim * 2;
     float sums[group * TOKENS * dim];
     state so_far[group];
     uint32_t keys[dim / 2 * KEYS], values[KEYS / 2 * dim];

@@ -1,0 +1,81 @@
+"""The operations of one rank of several: those of its device, and sums over all ranks where a matrix is divided."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.cpu.experts import SharedRows
+from pdserve.model.activations import MlpActivation
+from pdserve.model.design import Activation, Routing
+from pdserve.model.ops import Dense, GateUp, Linear, Mixture, Norm, Ops, RmsNorm, times
+from pdserve.model.parallel import Collective, RowParallel, VocabParallel
+
+
+class RankedOps:
+    """Hidden states are the same on all ranks, to the bit: sums are made once and sent to all."""
+
+    def __init__(self, ops: Ops, ranks: Collective) -> None:
+        """ops: those of this rank's device."""
+        self._ops = ops
+        self._ranks = ranks
+
+    def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
+        """Sum the rows that this rank has, and zeros for other tokens."""
+        assert isinstance(weight, VocabParallel)
+        span = weight.spans[self._ranks.rank.index]
+        others = (token_ids < span.start) | (token_ids >= span.stop)
+        own = (token_ids - span.start).masked_fill_(others, 0)
+        rows = self._ops.embed(own, weight.weight, scale).masked_fill_(others[:, None], 0.0)
+        self._ranks.all_reduce(rows)
+        return rows
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._ops.norm(x, norm)
+
+    def norm_(self, x: Tensor, norm: RmsNorm) -> None:
+        self._ops.norm_(x, norm)
+
+    def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
+        return self._ops.norm_add(x, norm, residual)
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        if not isinstance(weight, RowParallel):
+            return self._ops.linear(x, weight)
+        out = self._ops.linear(x, weight.weight)
+        self._ranks.all_reduce(out)
+        return out
+
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        """Let the first rank add the residual, and sum."""
+        if not isinstance(weight, RowParallel):
+            return self._ops.linear_add(x, weight, residual, scale)
+        if self._ranks.rank.index == 0:
+            out = self._ops.linear_add(x, weight.weight, residual, scale)
+        else:
+            out = times(self._ops.linear(x, weight.weight), scale)
+        self._ranks.all_reduce(out)
+        return out
+
+    def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
+        """Return the logits of the whole vocabulary on the first rank; what others return means nothing."""
+        assert isinstance(weight, VocabParallel)
+        own = self._ops.logits(x, weight.weight, scale, cap)
+        widths = [len(span) for span in weight.spans]
+        parts = self._ranks.gather(functional.pad(own, (0, max(widths) - own.shape[1])).contiguous())
+        if not parts:
+            return own.new_empty((len(own), sum(widths)))
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+    def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        return self._ops.route(x, router, bias, routing)
+
+    def mix(
+        self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
+    ) -> Tensor:
+        raise TypeError("experts are not divided")
+
+    def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
+        return self._ops.gated(x, weight, activation)
+
+    def activated(self, x: Tensor, weight: Linear, activation: MlpActivation) -> Tensor:
+        return self._ops.activated(x, weight, activation)

@@ -1,0 +1,48 @@
+"""Which models several ranks may hold together, and what one of them has. Free of torch.
+
+Refused is what no test has compared with one rank: see `tests/model/test_ranks.py`.
+"""
+
+from dataclasses import replace
+
+from pdserve.base.errors import ConfigError
+from pdserve.model import design
+from pdserve.model.config import ModelConfig
+from pdserve.model.weights import Rank
+
+
+def part_of(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """Return the config with the heads of one rank, which are those that it attends with."""
+    if rank.size == 1:
+        return config
+    queries = rank.query_heads(config.num_heads, config.num_kv_heads)
+    keys = rank.kv_heads(config.num_kv_heads)
+    return replace(config, num_heads=queries.stop - queries.start, num_kv_heads=keys.stop - keys.start)
+
+
+def check_divides(config: ModelConfig, size: int) -> None:
+    """Raise ConfigError unless so many ranks serve a model."""
+    if size == 1:
+        return
+    for layer in config.design.layers:
+        if lacks := _undivided(layer):
+            raise _refusal(size, f"{lacks} are not divided between ranks yet")
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if size > kv_heads and (size % kv_heads or heads % size):
+        raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")
+
+
+def _undivided(layer: design.Layer) -> str:
+    """Return what of a layer no rank has a part of; empty if there is nothing."""
+    attention = layer.attention
+    if not isinstance(attention, design.SelfAttention):
+        return "latents"
+    if isinstance(attention.qk_norm, design.WideNorms):
+        return "norms over all heads"
+    if attention.scores.has_sinks:
+        return "sinks"
+    return "experts" if isinstance(layer.mlp, design.Experts) else ""
+
+
+def _refusal(size: int, reason: str) -> ConfigError:
+    return ConfigError(f"tensor_parallel_size: {size}: {reason}")

@@ -1,0 +1,108 @@
+"""Ranks that hold a model together compute in float32 what one rank computes; each has its share of the weights."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from greedy_runs import greedy_texts
+from model_zoo import MORE_FAMILIES, WITH_EXPERTS, load_oracle, prompt, write_model
+from thread_ranks import thread_ranks
+
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.checkpoint import Checkpoint, in_form
+from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.runner import Runner
+from pdserve.model.config import ModelConfig
+from pdserve.model.family import Model
+from pdserve.model.loading import load_model
+from pdserve.model.ops import weight_bytes
+from pdserve.model.sharding import check_divides
+from pdserve.model.weights import Weights
+
+NUM_PAGES, NUM_TOKENS, CHUNK = 50, 10, 37
+PROMPTS = [prompt(count, count) for count in (5, 45, 150)]
+WIDE_NORMS = ("minimax-m2", "olmo2", "olmo3")
+UNDIVIDED = (*WITH_EXPERTS, *WIDE_NORMS)
+NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}  # as SmolLM2 has them
+LLAMA = "llama3"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute in one thread a rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
+    """Return what writes and opens a model."""
+    return lambda family, **shape: open_directory(write_model(family, tmp_path_factory.mktemp(family), **shape))
+
+
+def weight_total(model: Model) -> int:
+    return sum(map(weight_bytes, model.matrices()))
+
+
+def texts(config: ModelConfig, weights: Weights, size: int, dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    if size == 1:
+        whole = Runner(load_model(config, weights, dtype), NUM_PAGES, 16)
+        return greedy_texts(whole, PROMPTS, NUM_TOKENS, CHUNK)
+    with thread_ranks(size, config, weights, dtype, NUM_PAGES) as ranks:
+        return greedy_texts(ranks, PROMPTS, NUM_TOKENS, CHUNK)
+
+
+def assert_ranks_are_as_one(checkpoint: Checkpoint, size: int) -> list[list[int]]:
+    found = texts(checkpoint.config, checkpoint.weights(), size)
+    assert found == texts(checkpoint.config, checkpoint.weights(), 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "shape"),
+    [
+        (LLAMA, 2, {}),
+        (LLAMA, 4, {}),  # two ranks have the same KV head
+        (LLAMA, 3, NINE_HEADS),
+        (LLAMA, 2, {**NINE_HEADS, "vocab_size": 511}),  # one KV head, and two; 255 tokens, and 256
+        ("qwen2", 2, {}),
+        ("qwen3", 2, {}),
+    ],
+)
+def test_ranks_draw_the_tokens_of_one_rank_and_of_transformers(
+    opened: Callable[..., Checkpoint], family: str, size: int, shape: dict[str, int]
+) -> None:
+    checkpoint = opened(family, **shape)
+    found = assert_ranks_are_as_one(checkpoint, size)
+    oracle = load_oracle(checkpoint.path)
+    for asked, answer in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([asked])
+        right = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
+        assert answer == right[0, len(asked) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*MORE_FAMILIES, "mistral"} - {*UNDIVIDED}))
+def test_ranks_draw_the_tokens_of_one_rank_in_each_family(opened: Callable[..., Checkpoint], family: str) -> None:
+    assert_ranks_are_as_one(opened(family), 2)
+
+
+def test_each_rank_reads_its_share_of_the_weights(opened: Callable[..., Checkpoint]) -> None:
+    checkpoint = opened(LLAMA)
+    whole = weight_total(load_model(checkpoint.config, checkpoint.weights(), torch.float32))
+    with thread_ranks(2, checkpoint.config, checkpoint.weights(), torch.float32, NUM_PAGES) as ranks:
+        assert [weight_total(model) for model in ranks.models] == pytest.approx([whole / 2] * 2, rel=0.03)
+
+
+def test_quantized_matrices_are_divided_in_whole_groups(opened: Callable[..., Checkpoint]) -> None:
+    checkpoint = opened(LLAMA, intermediate_size=128)
+    in_groups = in_form(checkpoint.weights(), "int8")
+    assert texts(checkpoint.config, in_groups, 2) == texts(checkpoint.config, in_groups, 1)
+
+
+@pytest.mark.parametrize("family", UNDIVIDED)
+def test_what_no_rank_has_a_part_of_is_refused_by_name(opened: Callable[..., Checkpoint], family: str) -> None:
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: (latents|experts|norms over all heads|sinks) "):
+        check_divides(opened(family).config, 2)

@@ -1,0 +1,14 @@
+"""Pools of pages that hold more KV heads than those that attend."""
+
+import math
+
+from torch import Tensor
+
+
+def among_others(pool: Tensor) -> Tensor:
+    """Return the pool's values as some heads of wider pages, beside heads of NaN."""
+    num_heads = pool.shape[3]
+    wider = pool.new_full((*pool.shape[:3], num_heads + 3, *pool.shape[4:]), math.nan)
+    view = wider[:, :, :, 2 : 2 + num_heads]
+    view.copy_(pool)
+    return view
