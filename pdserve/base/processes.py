@@ -16,6 +16,7 @@ from pdserve.base.ids import Incarnation, Peer, WorkerId
 MAX_NAMES = 4096  # whose last process is remembered; the names heard least recently are forgotten
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+DEVICE_EXIT_STATUS = 71  # EX_OSERR: the device computes nothing any more
 DRAIN_TIMED_OUT_STATUS = 75  # EX_TEMPFAIL
 
 

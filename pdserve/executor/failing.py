@@ -74,7 +74,7 @@ class Isolating:
     def _copy(self, plan: StepPlan) -> None:
         try:
             self._run(StepPlan((), plan.copies))
-        except InvariantError:
+        except (InvariantError, DeviceError):
             raise
         except Exception as error:
             raise DeviceError(f"copying pages failed: {_describe(error)}") from error
@@ -83,7 +83,7 @@ class Isolating:
         """Compute chunks, each with its place in the plan; in halves if that fails."""
         try:
             result = self._run(StepPlan(tuple([chunk for _, chunk in wanted])))
-        except InvariantError:
+        except (InvariantError, DeviceError):
             raise
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(wanted))

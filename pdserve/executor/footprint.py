@@ -8,7 +8,8 @@ import torch
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, bits_of, choose_quantization
 from pdserve.checkpoint.open import check_model
-from pdserve.executor.loading import DTYPES, KERNEL_DEVICES, describe_layout
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES
+from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library

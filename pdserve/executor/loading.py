@@ -1,42 +1,34 @@
 """Loads a model on the device that a worker computes with, and lays out the pages that fit beside it."""
 
-import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.roles import lacks_pages
-from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
+from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.executor import Executor
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose_form, load_form
 from pdserve.executor.local import LocalExecutor
-from pdserve.executor.memory import available_bytes, share_weights
+from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
+from pdserve.executor.ranked import Followers, RankedExecutor
 from pdserve.executor.threads import Seat
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
-from pdserve.model.loading import dummy_weights, load_model
+from pdserve.model.sharding import check_divides
 from pdserve.protocol.kvlayout import KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
-from pdserve.settings.processor import allocator_problem, choose_dtype, cpu_name, read_cpu_info
+from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
 
-logger = logging.getLogger(__name__)
-
-KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 MAX_CHARACTERS = 100
-DUMMY = "dummy 2"  # in the weights' hash: the number goes up when these weights change
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-Progress = Callable[[float], None]  # takes the share of the model that is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +53,23 @@ def load(config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat:
 def _load(
     config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat: Seat | None, thread: ThreadPoolExecutor
 ) -> Loaded:
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    form = choose_form(config, checkpoint)
     if config.max_num_seqs > max(config.step_tokens.values()):
         raise ConfigError(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
-    model_config = checkpoint.config
-    compiled = config.device not in KERNEL_DEVICES and not isinstance(library(), Missing)
-    dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info(), compiled=compiled)
-    if config.load_format == "dummy":
-        checkpoint = replace(checkpoint, weights=partial(dummy_weights, model_config, config.seed), coded_weights=None)
-    quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
-    products = quantization if quantization == "none" else f"{quantization} x {config.quantized_inputs} bits"
-    logger.info("dtype %s: %s; quantization %s", dtype, because, products)
-    form = DUMMY if config.load_format == "dummy" else config.load_format
-    weights_hash = f"{checkpoint.fingerprint} {form} {config.seed} {products}"
-    layout = describe_layout(model_config, weights_hash, config.page_size, dtype, config.device)
+    check_divides(checkpoint.config, config.tensor_parallel_size)
+    layout = describe_layout(checkpoint.config, form.weights_hash, config.page_size, form.dtype, config.device)
     device = engine_device(config)
     if config.device in KERNEL_DEVICES:
-        _check_kernels(config, model_config, DTYPES[dtype], device)
+        _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
-    weights = weights_in_form(checkpoint, quantization)
-    model = load_model(model_config, weights, DTYPES[dtype], progress, device, config.quantized_inputs)
-    if config.shared_weights_dir is not None and device.type == "cpu":
-        share_weights(model, config.shared_weights_dir, layout.weights_hash)
+    if config.tensor_parallel_size > 1 and num_pages is not None:
+        executor = _ranked(config, form, (num_pages, layout.page_bytes), thread, progress)
+        return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
+    model = load_form(config, form, device, None, progress)
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
     limits = _limits(config, checkpoint, layout, num_pages)
@@ -98,6 +80,25 @@ def _load(
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
     return Loaded(LocalExecutor(runner, thread, name, config.test_step_s), layout, limits)
+
+
+def _ranked(
+    config: WorkerConfig, form: Form, pages: tuple[int, int], thread: ThreadPoolExecutor, progress: Progress
+) -> RankedExecutor:
+    """Start the other ranks, and load this one beside them. pages: how many, and the bytes of each."""
+    num_pages, page_bytes = pages
+    followers = Followers(config, form, num_pages, page_bytes)
+    try:
+        model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
+        _check_memory(config, num_pages * page_bytes)
+        eos_token_ids = sorted(frozenset(form.checkpoint.eos_token_ids))
+        runner = Runner(model, num_pages, config.page_size, eos_token_ids, followers.pages)
+        followers.meet()
+        name = device_name(config.device, read_cpu_info())
+        return RankedExecutor(runner, followers, thread, name, config.test_step_s)
+    except BaseException:
+        followers.close()
+        raise
 
 
 def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:

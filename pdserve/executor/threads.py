@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ SEAT_BYTES = 64
 FILES = Path("/dev/shm")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
+_CHOSEN: set[str] = set()  # variables that `thread_defaults` has set
 _IN_USE: list[object] = []  # memory that threads use until the process ends
 
 
@@ -116,7 +117,11 @@ def _lock(index: int) -> bytes:
 
 @contextmanager
 def thread_defaults(
-    environment: MutableMapping[str, str], num_threads: int | None, weights: Path | None = None
+    environment: MutableMapping[str, str],
+    num_threads: int | None,
+    weights: Path | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Iterator[Seat | None]:
     """Choose how OpenMP's threads share the machine, for the block that loads torch; what the user set stays.
 
@@ -124,10 +129,12 @@ def thread_defaults(
     spin between the many short loops of a step, or waking them would double the time of a decode step; they soon
     stop, so that an idle worker leaves the cores to the other one. Each keeps to a core of its own, if there is one for
     each: two that met on one core, because others kept the next one busy, would wait for each other in every loop.
-    Workers with a common folder of weights begin at different cores.
+    Workers with a common folder of weights begin at different cores. Ranks of one worker share out its cores.
     """
-    cores, seat = os.sched_getaffinity(0), None
-    if num_threads is None and "OMP_NUM_THREADS" not in environment:
+    cores, seat, before = os.sched_getaffinity(0), None, set(environment)
+    if num_ranks > 1:
+        environment.update(_of_rank(environment, in_cores(cores), rank, num_ranks))
+    elif num_threads is None and "OMP_NUM_THREADS" not in environment:
         if weights is not None and len(cores) > 1 and not PLACING & environment.keys():
             seat = take_seat(weights, cores)
         if seat is not None:
@@ -136,5 +143,27 @@ def thread_defaults(
         environment["OMP_NUM_THREADS"] = str(len(cores))
     environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     environment.setdefault("KMP_BLOCKTIME", "1")
+    _CHOSEN.update(set(environment) - before)
     yield seat
     os.sched_setaffinity(0, cores)  # OpenMP has bound this thread, and threads that it starts would inherit that
+
+
+def _of_rank(environment: Mapping[str, str], cores: tuple[int, ...], rank: int, num_ranks: int) -> dict[str, str]:
+    """Return the variables with which a rank computes on its share of the cores, unless the user has set them."""
+    if "OMP_NUM_THREADS" in environment:
+        return {}
+    own = cores[rank * len(cores) // num_ranks : (rank + 1) * len(cores) // num_ranks]
+    chosen = {"OMP_NUM_THREADS": str(max(1, len(own)))}
+    if own and not PLACING & environment.keys():
+        chosen |= {"OMP_PLACES": ",".join(f"{{{core}}}" for core in own), "OMP_PROC_BIND": "true"}
+    return chosen
+
+
+def rank_threads(num_threads: int | None, num_ranks: int) -> int | None:
+    """Return how many of a worker's threads each of its ranks computes with; None: as its environment says."""
+    return None if num_threads is None else max(1, num_threads // num_ranks)
+
+
+def given_environment() -> dict[str, str]:
+    """Return this process's environment without what `thread_defaults` has set."""
+    return {name: value for name, value in os.environ.items() if name not in _CHOSEN}

@@ -23,6 +23,7 @@ AttentionBackend = Literal["auto", "triton", "flashinfer"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
 PAGE_SIZE = 16
+MAX_RANKS = 64
 GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for this: all keys of a tile are in one page
 STEP_TOKENS = {Role.PREFILL: 2048, Role.DECODE: 512, Role.MIXED: 512}  # tokens in a step, by the worker's role
 
@@ -202,7 +203,11 @@ class WorkerConfig(ServingConfig):
         "if it is installed and agrees with them on this device; nobody has measured it yet.",
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, le=1, description="Devices that hold this worker's model together: one, and no more yet."
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="Processes that hold this worker's model together and compute each step, on CPUs; they share its "
+        "threads.",
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
@@ -284,6 +289,9 @@ class WorkerConfig(ServingConfig):
     def _has_its_device(self) -> Self:
         if self.attention_backend == "flashinfer" and self.device != "cuda":
             raise ValueError(f"attention_backend: flashinfer needs device cuda, not {self.device}")
+        if self.tensor_parallel_size > 1 and self.device in ("cuda", "interpreter"):
+            size = self.tensor_parallel_size
+            raise ValueError(f"tensor_parallel_size: {size} is refused: a worker on {self.device} has one device")
         return self
 
     @model_validator(mode="before")

@@ -15,7 +15,8 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.executor.executor import Executor
-from pdserve.executor.loading import KERNEL_DEVICES, Progress, load
+from pdserve.executor.form import KERNEL_DEVICES, Progress
+from pdserve.executor.loading import load
 from pdserve.executor.threads import Seat
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network

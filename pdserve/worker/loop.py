@@ -6,6 +6,7 @@ from collections import deque
 
 from pdserve.base.clock import Clock
 from pdserve.base.errors import DeviceError, ProtocolError
+from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.step import StepResult
 from pdserve.executor.executor import StartStep
 from pdserve.kvtransfer.doors import HEARTBEAT_S
@@ -14,7 +15,7 @@ from pdserve.worker.inbox import Inbox
 from pdserve.worker.messages import Due, Event, Placed, Ticked
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.turns import Turns
-from pdserve.worker.watchdog import DEVICE_EXIT_STATUS, HUNG_EXIT_STATUS, LoopWatchdog, end_process
+from pdserve.worker.watchdog import HUNG_EXIT_STATUS, LoopWatchdog, end_process
 
 logger = logging.getLogger(__name__)
 

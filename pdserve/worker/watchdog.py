@@ -12,7 +12,6 @@ from pdserve.kvtransfer.doors import HEARTBEAT_S
 logger = logging.getLogger(__name__)
 
 HUNG_EXIT_STATUS = 70  # EX_SOFTWARE: a thread hangs
-DEVICE_EXIT_STATUS = 71  # EX_OSERR: the device computes nothing any more
 DISMISSED_EXIT_STATUS = 77  # EX_NOPERM: this process is known to have ended, or has a successor
 
 

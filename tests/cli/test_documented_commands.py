@@ -7,9 +7,9 @@ import pytest
 import typer.main
 
 from lab.__main__ import app as lab
-from pdserve.base.processes import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
+from pdserve.base.processes import DEVICE_EXIT_STATUS, DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
 from pdserve.cli.app import app
-from pdserve.worker.watchdog import DEVICE_EXIT_STATUS, DISMISSED_EXIT_STATUS, HUNG_EXIT_STATUS
+from pdserve.worker.watchdog import DISMISSED_EXIT_STATUS, HUNG_EXIT_STATUS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

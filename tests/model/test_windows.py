@@ -17,7 +17,8 @@ from pdserve.engine.layer_kinds import paging_of, pool_size
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
-from pdserve.executor.loading import KERNEL_DEVICES, describe_layout
+from pdserve.executor.form import KERNEL_DEVICES
+from pdserve.executor.loading import describe_layout
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import layer_groups

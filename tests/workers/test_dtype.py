@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pdserve.executor import loading
+from pdserve.executor import form
 from pdserve.executor.loading import page_digest
 from pdserve.kernels.cpu.layers import BFLOAT16_BITS, Tiles
 from pdserve.model.family import Model
@@ -131,7 +131,7 @@ def test_inputs_of_quantized_products_have_8_or_16_bits_as_asked(
         loaded.append(load_model(*given))
         return loaded[-1]
 
-    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(form, "load_model", load)
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 64, "intermediate_size": 64}))
     for bits in (8, 16):
         config = worker(tmp_path, dtype="bfloat16", quantization="int8", quantized_inputs=bits)

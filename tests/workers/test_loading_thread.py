@@ -10,7 +10,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan, StepResult
-from pdserve.executor import loading
+from pdserve.executor import form, loading
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
 from pdserve.settings.config import WorkerConfig
@@ -44,7 +44,7 @@ def test_weights_are_loaded_and_steps_computed_in_one_thread_in_their_order(
             seen.append((f"step {plan.chunks[0].token_ids[0]}", threading.get_ident()))
             return super().run(plan)
 
-    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(form, "load_model", load)
     monkeypatch.setattr(loading, "Runner", Noted)
     config = config_of(tmp_path)
     executor = build_engine(config, open_model(config), b"secret", lambda _: None).executor

@@ -1,0 +1,73 @@
+"""The form in which a worker holds a model. Each of its ranks chooses for itself, and alike."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, choose_quantization, weights_in_form
+from pdserve.executor.memory import share_weights
+from pdserve.executor.threads import rank_threads
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.model.family import Model
+from pdserve.model.loading import dummy_weights, load_model, load_rank
+from pdserve.model.parallel import Collective
+from pdserve.settings.config import WorkerConfig
+from pdserve.settings.processor import choose_dtype, read_cpu_info
+
+logger = logging.getLogger(__name__)
+
+KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
+DUMMY = "dummy 2"  # in the weights' hash: the number goes up when these weights change
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Progress = Callable[[float], None]  # takes the share of the model that is loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A checkpoint, and what its weights become."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    quantization: ChosenQuantization
+    weights_hash: str
+
+
+def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str = "") -> Form:
+    """Return the form that a worker's settings and this machine ask for; ConfigError if there is none.
+
+    weights_hash: as another rank has taken it; else the files are read for it.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(rank_threads(config.num_threads, config.tensor_parallel_size) or 1)
+    compiled = config.device not in KERNEL_DEVICES and not isinstance(library(), Missing)
+    dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info(), compiled=compiled)
+    if config.load_format == "dummy":
+        weights = partial(dummy_weights, checkpoint.config, config.seed)
+        checkpoint = replace(checkpoint, weights=weights, coded_weights=None)
+    quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
+    products = quantization if quantization == "none" else f"{quantization} x {config.quantized_inputs} bits"
+    logger.info("dtype %s: %s; quantization %s", dtype, because, products)
+    source = DUMMY if config.load_format == "dummy" else config.load_format
+    weights_hash = weights_hash or f"{checkpoint.fingerprint} {source} {config.seed} {products}"
+    return Form(checkpoint, dtype, quantization, weights_hash)
+
+
+def load_form(
+    config: WorkerConfig, form: Form, device: torch.device, ranks: Collective | None, progress: Progress | None = None
+) -> Model:
+    """Load a model, or with others a rank's part of it."""
+    weights, dtype = weights_in_form(form.checkpoint, form.quantization), DTYPES[form.dtype]
+    model_config, input_bits, name = form.checkpoint.config, config.quantized_inputs, form.weights_hash
+    if ranks is None:
+        model = load_model(model_config, weights, dtype, progress, device, input_bits)
+    else:
+        model = load_rank(model_config, weights, dtype, ranks, progress, input_bits)
+        name = f"{name}, rank {ranks.rank.index} of {ranks.rank.size}"
+    if config.shared_weights_dir is not None and device.type == "cpu":
+        share_weights(model, config.shared_weights_dir, name)
+    return model

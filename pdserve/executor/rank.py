@@ -1,0 +1,65 @@
+"""The process of a rank that is not the first: it computes its part of each step that rank 0 tells it.
+
+It ends when rank 0 does, or closes the socket; and at once when its own part fails, so that no rank waits for it.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from pdserve.base.collector import collect_rarely
+from pdserve.base.errors import ConfigError
+from pdserve.base.processes import STOP_SIGNALS
+from pdserve.base.signals import die_with_parent, end_served
+from pdserve.executor.threads import thread_defaults
+from pdserve.observe.logs import configure_logging
+from pdserve.settings.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve rank 0, whose process is `parent`, over a connected socket."""
+    die_with_parent(parent)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a terminal's go to all: rank 0 drains, and then closes the socket
+    os.sched_setaffinity(0, os.sched_getaffinity(parent))  # the thread that has started this process may be bound
+    collect_rarely()
+    with socket.socket(fileno=descriptor) as connected:
+        _serve(connected)
+    end_served(0)
+
+
+def _serve(connected: socket.socket) -> None:
+    from pdserve.executor.rank_frames import Channel, Ended, Part, Setup, plan_of  # noqa: PLC0415 - see `_load`
+
+    channel = Channel(connected)
+    with suppress(EOFError, OSError):
+        setup = channel.receive(Setup)
+        config = WorkerConfig.model_validate_json(setup.settings)
+        configure_logging(f"{config.worker_id}/rank-{setup.index}", config.log_level, config.log_format)
+        with thread_defaults(os.environ, config.num_threads, rank=setup.index, num_ranks=setup.size):
+            from pdserve.executor.rank_loading import load_follower  # noqa: PLC0415 - torch reads the environment
+        try:
+            runner, meet = load_follower(config, setup)
+        except ConfigError as error:
+            channel.send(Ended(str(error), is_refusal=True))
+            return
+        channel.send(Ended())
+        meet()
+        while True:
+            parts = channel.receive(list[Part])
+            try:
+                runner.follow(plan_of(parts))
+            except Exception as error:
+                logger.exception("a step failed")
+                channel.send(Ended(f"rank {setup.index}: {type(error).__name__}: {error}"))
+                return
+            channel.send(Ended())
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

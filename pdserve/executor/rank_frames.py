@@ -1,0 +1,119 @@
+"""What rank 0 and the processes of other ranks say to each other, packed, and the socket that carries it.
+
+A step is its plan without what only rank 0 does: no sampling parameters, no texts, no page copies.
+"""
+
+import socket
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.base.ids import PageId
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
+from pdserve.protocol.sampling import SamplingParams
+
+MAX_BYTES = 1 << 30
+_LENGTH = struct.Struct("!I")
+_FOLLOWED = SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, sequence=(0, 0))  # rank 0 samples
+
+
+class Setup(msgspec.Struct, array_like=True):
+    """How a rank loads its part: the worker's settings, and what rank 0 has made of them."""
+
+    settings: str  # of the worker, JSON
+    model: str  # the path of its files
+    weights_hash: str
+    index: int
+    size: int
+    store: str  # where ranks find each other
+    pages: int  # the descriptor of their memory
+    num_pages: int
+
+
+class Part(msgspec.Struct, array_like=True):
+    """A chunk as a rank needs it."""
+
+    token_ids: list[int]
+    start: int
+    pages: list[int]
+    other_pages: list[list[int]]
+    num_samples: int
+    num_drafts: int
+    is_prompt: bool
+    targets: list[int] | None
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """A rank is ready, or has done its part of a step."""
+
+    failure: str = ""  # why it could not; empty: it could
+    is_refusal: bool = False  # the operator can mend it
+
+
+Message = TypeVar("Message", Setup, list[Part], Ended)
+
+
+class Channel:
+    """One end of the socket between rank 0 and another one; each message is read by one thread."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+
+    def send(self, message: Setup | list[Part] | Ended) -> None:
+        """Send a message; OSError where the other end is gone."""
+        packed = msgspec.msgpack.encode(message)
+        self._socket.sendall(_LENGTH.pack(len(packed)) + packed)
+
+    def receive(self, kind: type[Message]) -> Message:
+        """Wait for a message; EOFError at the end of the stream, OSError where the other end is gone."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        return msgspec.msgpack.decode(self._exactly(min(length, MAX_BYTES)), type=kind)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exactly(self, count: int) -> bytearray:
+        received = bytearray(count)
+        view = memoryview(received)
+        while view:
+            length = self._socket.recv_into(view)
+            if not length:
+                raise EOFError
+            view = view[length:]
+        return received
+
+
+def parts_of(plan: StepPlan) -> list[Part]:
+    """Return a step's chunks, as other ranks need them."""
+    return [
+        Part(
+            token_ids=list(chunk.token_ids),
+            start=chunk.start,
+            pages=list(chunk.pages),
+            other_pages=[list(pages) for pages in chunk.other_pages],
+            num_samples=len(chunk.samples),
+            num_drafts=chunk.num_drafts,
+            is_prompt=chunk.phase is Phase.PROMPT,
+            targets=None if chunk.targets is None else list(chunk.targets.token_ids),
+        )
+        for chunk in plan.chunks
+    ]
+
+
+def plan_of(parts: list[Part]) -> StepPlan:
+    """Return what a rank computes of such a step."""
+    return StepPlan(tuple([_chunk(part) for part in parts]))
+
+
+def _chunk(part: Part) -> Chunk:
+    return Chunk(
+        token_ids=part.token_ids,
+        start=part.start,
+        pages=[PageId(page) for page in part.pages],
+        samples=(_FOLLOWED,) * part.num_samples,
+        phase=Phase.PROMPT if part.is_prompt else Phase.DECODE,
+        targets=None if part.targets is None else Targets(part.targets, 0),
+        num_drafts=part.num_drafts,
+        other_pages=tuple([[PageId(page) for page in pages] for pages in part.other_pages]),
+    )

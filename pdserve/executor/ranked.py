@@ -1,0 +1,177 @@
+"""A worker of several ranks: this process is rank 0, and each other rank is a child of it.
+
+Invariant: a step is over when it is over on all ranks; until then nobody reads the pages that it writes. A rank that
+fails or ends is a broken device: this process ends, and the kernel ends its children with it.
+
+All ranks share one memory for pages, in which each writes its own heads. So rank 0 alone has a mover, and its pages
+are those of a worker with one rank.
+"""
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from pdserve.base.errors import ConfigError, DeviceError, InvariantError
+from pdserve.base.processes import DEVICE_EXIT_STATUS
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.executor.form import Form
+from pdserve.executor.gloo_ranks import GlooRanks
+from pdserve.executor.local import LocalExecutor
+from pdserve.executor.rank_frames import Channel, Ended, Setup, parts_of
+from pdserve.executor.shared_pages import mapped_pages, new_pages
+from pdserve.executor.threads import given_environment
+from pdserve.kvtransfer.region import Region
+from pdserve.model.weights import Rank
+from pdserve.settings.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+END_S = 5.0  # for a rank that has nothing more to do
+
+
+class Followers:
+    """The processes of all ranks but the first. For one thread; they end when it does."""
+
+    def __init__(self, config: WorkerConfig, form: Form, num_pages: int, page_bytes: int) -> None:
+        """Start them; they load their parts meanwhile."""
+        self.ranks = GlooRanks(Rank(0, config.tensor_parallel_size))
+        self._folder = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
+        self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
+        self._is_closing = False
+        memory = new_pages(num_pages * page_bytes)
+        store = str(self._folder / "store")
+        try:
+            for index in range(1, config.tensor_parallel_size):
+                child = _started(memory)
+                self._children.append(child)
+                model = (str(form.checkpoint.path), form.weights_hash)
+                setup = Setup(config.model_dump_json(), *model, index, self.ranks.rank.size, store, memory, num_pages)
+                child[1].send(setup)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.pages: Tensor = mapped_pages(memory)
+
+    def meet(self) -> None:
+        """Wait until all have loaded, and connect with them. ConfigError says what one of them has refused."""
+        self.end()
+        self.ranks.meet(c10d.FileStore(str(self._folder / "store"), self.ranks.rank.size))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for index, (process, _) in enumerate(self._children, start=1):
+            threading.Thread(target=self._watch, args=(index, process), name=f"rank-{index}", daemon=True).start()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Let all do their parts of a step."""
+        parts = parts_of(plan)
+        for index, (_, channel) in enumerate(self._children, start=1):
+            try:
+                channel.send(parts)
+            except OSError as error:
+                raise DeviceError(f"rank {index}: its process has ended") from error
+
+    def end(self) -> None:
+        """Wait until all have done what they were told to."""
+        for index, (_, channel) in enumerate(self._children, start=1):
+            try:
+                ended = channel.receive(Ended)
+            except (OSError, EOFError) as error:
+                raise DeviceError(f"rank {index}: its process has ended") from error
+            if ended.failure:
+                raise (ConfigError if ended.is_refusal else DeviceError)(ended.failure)
+
+    def close(self) -> None:
+        """End them; blocks."""
+        self._is_closing = True
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for _, channel in self._children:
+            channel.close()
+        for process, _ in self._children:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self, index: int, process: "subprocess.Popen[bytes]") -> None:
+        """End this process at once if a child ends first, so that routers do not place requests here."""
+        status = process.wait()
+        if not self._is_closing:
+            logger.critical("the device is broken: rank %d has ended with status %d: this process ends", index, status)
+            os._exit(DEVICE_EXIT_STATUS)
+
+
+class RankedExecutor:
+    """Computes each step on all ranks; see `Executor`."""
+
+    def __init__(
+        self, runner: Runner, followers: Followers, thread: ThreadPoolExecutor, device_name: str, step_s: float = 0.0
+    ) -> None:
+        """Lead the followers, who have met. thread: the one that has started them; `close` ends both."""
+        self._thread, self._followers = thread, followers
+        self._local = LocalExecutor(_Leading(runner, followers), thread, device_name, step_s)
+
+    @property
+    def device_name(self) -> str:
+        return self._local.device_name
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._local.regions
+
+    def start(self, plan: StepPlan) -> Future[StepResult]:
+        return self._local.start(plan)
+
+    def take_memory(self) -> None:
+        self._local.take_memory()
+
+    def close(self) -> None:
+        self._thread.submit(self._followers.close).result()
+        self._local.close()
+
+
+class _Leading:
+    """Rank 0's runner, and all that others do of its steps."""
+
+    def __init__(self, runner: Runner, followers: Followers) -> None:
+        self.kv = runner.kv
+        self._runner = runner
+        self._followers = followers
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step. What fails on one rank leaves the others within a sum: DeviceError."""
+        if not plan.chunks:
+            return self._runner.run(plan)  # the memory of pages is common
+        if plan.copies:
+            raise InvariantError("pages are copied while ranks compute")
+        self._followers.begin(plan)
+        try:
+            result = self._runner.run(plan)
+        except InvariantError:
+            raise
+        except Exception as error:
+            raise DeviceError(f"rank 0: {type(error).__name__}: {error}") from error
+        self._followers.end()
+        return result
+
+
+def _started(pages: int) -> "tuple[subprocess.Popen[bytes], Channel]":
+    """Start a rank's process. pages: a descriptor that it inherits."""
+    own, theirs = socket.socketpair()
+    with theirs:
+        arguments = (str(theirs.fileno()), str(os.getpid()))
+        command = (sys.executable, "-P", "-m", "pdserve.executor.rank", *arguments)
+        inherited = (theirs.fileno(), pages)
+        process = subprocess.Popen(command, env=given_environment(), pass_fds=inherited, stdin=subprocess.DEVNULL)
+    return process, Channel(own)
