@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdserve.base.errors import CommandError, ConfigError
+from pdserve.base.roles import Role
 from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, OperatorFlags, RouterFlags
 from pdserve.launch.plan import MAX_FRONTENDS, PER_PROCESS
 from pdserve.router.config import EndpointConfig, RouterConfig
-from pdserve.settings.config import WorkerConfig
+from pdserve.settings.config import MAX_RANKS, WorkerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.actuator import PoolSizes
@@ -106,6 +107,25 @@ class ReplicaFlags:
 
 
 @dataclass(frozen=True, slots=True)
+class RankFlags:
+    """Ranks of each worker, by role."""
+
+    prefill_tp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a prefill worker.")] = None
+    decode_tp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a decode worker.")] = None
+
+    def over(
+        self, given: Mapping[str, Mapping[str, object]], flags: Mapping[str, object], on: Platform
+    ) -> dict[str, dict[str, object]]:
+        """Return settings of workers, by role, with these in the place of what a file says. flags: of all workers."""
+        sizes = {Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}
+        for role, size in sizes.items():
+            if size is not None and (on is Platform.RAY or "tensor_parallel_size" in flags):
+                raise ConfigError(f"--{role}-tp: goes neither with --on ray nor with --tensor-parallel-size")
+        own = {role: {} if size is None else {"tensor_parallel_size": size} for role, size in sizes.items()}
+        return {role: {**given.get(role, {}), **own.get(role, {})} for role in Role}
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterFlags:
     """Settings of a new cluster, by the names of `ClusterSpec`."""
 
@@ -157,7 +177,7 @@ class ClusterFlags:
     ] = None
 
 
-_NO_REPLICAS, _NO_SETTINGS = ReplicaFlags(), ClusterFlags()
+_NO_REPLICAS, _NO_RANKS, _NO_SETTINGS = ReplicaFlags(), RankFlags(), ClusterFlags()
 
 
 @config_flags(WorkerConfig, RouterConfig, without=(*set(PER_PROCESS) - {"served_model_name"}, *ADDRESSES))
@@ -169,6 +189,7 @@ def up(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with router, workers by role, and autoscaler.")] = None,
     least: ReplicaFlags = _NO_REPLICAS,
+    ranks: RankFlags = _NO_RANKS,
     own: ClusterFlags = _NO_SETTINGS,
     on: Annotated[
         Platform, typer.Option(help="What runs the workers: processes of this machine, or actors of Ray.")
@@ -194,6 +215,7 @@ def up(
     given = _given(flags)
     named = {"model": model, "served_model_name": given.pop("served_model_name", None)}
     settings = ({} if config is None else read_cluster(config)) | _given({**named, **asdict(own)})
+    settings["role_flags"] = ranks.over(settings.get("role_flags", {}), given, on)
     settings["replicas"] = replicas = settings.get("replicas", {}) | _given(asdict(least))
     if on is Platform.RAY:
         wanted = replicas.get("prefill"), replicas.get("decode")

@@ -1,0 +1,93 @@
+"""Workers of two ranks each answer as transformers does; when a rank ends, its worker does, and nothing wrong is told."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
+from model_zoo import assert_right, load_oracle, prompt, write_model
+from transformers import PreTrainedModel
+
+MANY = 1500  # tokens, of an answer that goes on while a rank is ended
+LENGTHS = (1, 16, 40, 130, 300)
+FLOAT32 = ("--dtype", "float32", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "500")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> PreTrainedModel:
+    return load_oracle(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with live_cluster(folder, model, "--decode", "2", "--prefill-tp", "2", "--decode-tp", "2", *FLOAT32) as running:
+        yield running
+
+
+def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+    asked = [prompt(length, length) for length in LENGTHS]
+    answers = cluster.generate_all([greedy(each, 24) for each in asked])
+    for each, answer in zip(asked, answers, strict=True):
+        assert_right(oracle, each, answer.tokens[0], 24)
+        assert answer.ledger.handoff_bytes > 0
+    cluster.wait_for(is_idle, 5)
+
+
+def ranks_of(cluster: LiveCluster, name: str) -> list[psutil.Process]:
+    return [
+        each for each in psutil.Process(cluster.pid_of(name)).children() if "pdserve.executor.rank" in each.cmdline()
+    ]
+
+
+def test_pairs_of_two_ranks_each_answer_as_transformers_does(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+    assert [len(ranks_of(cluster, name)) for name in ("prefill-0", "decode-0", "decode-1")] == [1, 1, 1]
+    assert_greedy(cluster, oracle)
+
+
+def test_when_a_rank_ends_its_worker_ends_and_its_requests_are_placed_again(
+    cluster: LiveCluster, oracle: PreTrainedModel
+) -> None:
+    asked = prompt(60, "killed")
+    call = cluster.start(greedy(asked, MANY))
+    tokens = [token for _ in range(5) for delta in next(call).deltas for token in delta.token_ids]
+    decoding = ("decode-0", "decode-1")
+    status = cluster.wait_for(lambda status: any(load_of(status, name).num_running for name in decoding), 5)
+    (name,) = [name for name in decoding if load_of(status, name).num_running]
+    before = cluster.pid_of(name)
+    (rank,) = ranks_of(cluster, name)
+    os.kill(rank.pid, signal.SIGKILL)
+    for reply in call:
+        tokens += [token for delta in reply.deltas for token in delta.token_ids]
+    assert_right(oracle, asked, tokens, MANY)
+    assert not psutil.pid_exists(before)
+    cluster.wait_for(all_ready(3), 60)
+    assert_greedy(cluster, oracle)
+
+
+def test_a_rank_ends_with_its_worker(cluster: LiveCluster) -> None:
+    cluster.wait_for(all_ready(3), 60)
+    (rank,) = ranks_of(cluster, "prefill-0")
+    cluster.signal("prefill-0", signal.SIGKILL)
+    rank.wait(5)
+    cluster.wait_for(all_ready(3), 60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
+def test_pairs_of_other_degrees_answer_as_transformers_does(
+    model: Path, oracle: PreTrainedModel, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    prefill, decode = map(str, sizes)
+    with live_cluster(tmp_path, model, "--prefill-tp", prefill, "--decode-tp", decode, *FLOAT32) as running:
+        assert_greedy(running, oracle)
