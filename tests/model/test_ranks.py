@@ -83,7 +83,7 @@ def test_ranks_draw_the_tokens_of_one_rank_and_of_transformers(
         assert answer == right[0, len(asked) :].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", sorted({*MORE_FAMILIES, "mistral"} - {*UNDIVIDED}))
 def test_ranks_draw_the_tokens_of_one_rank_in_each_family(opened: Callable[..., Checkpoint], family: str) -> None:
     assert_ranks_are_as_one(opened(family), 2)
