@@ -260,6 +260,7 @@ class _Forwarding:
                 logprobs,
                 command.finish_reason,
                 command.prompt_logprobs,
+                command.pooled,
             )
         )
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pdserve.base.errors import InvariantError
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
+from pdserve.protocol.pooling import Pooling
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,6 +50,15 @@ class ScoredChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """A chunk of whose hidden states a vector is made."""
+
+    place: int  # in the plan's chunks
+    rows: slice  # its tokens in the batch
+    pooling: Pooling
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's chunks, in batch order; one array entry per token, per chunk or per sample."""
 
@@ -66,6 +76,7 @@ class Batch:
     sample_counts: Ints  # [num_chunks]
     previous: Ints  # [num_tokens]: the chunk of the previous step that samples this token, or KNOWN
     scored: tuple[ScoredChunk, ...]
+    pooled: tuple[PooledChunk, ...] = ()
     others: tuple[GroupPages, ...] = ()  # of each group after the first
 
     def of_group(self, group: int) -> "Batch":
@@ -74,6 +85,16 @@ class Batch:
             return self
         of = self.others[group - 1]
         return replace(self, pages=of.pages, slots=of.slots, page_table=of.page_table)
+
+    @property
+    def reads_all(self) -> bool:
+        """Return whether hidden states of all tokens are needed."""
+        return bool(self.scored) or any(each.pooling.reads_all for each in self.pooled)
+
+    @property
+    def last_rows(self) -> Ints:
+        """Return the rows of samples, then the last row of each pooled chunk."""
+        return np.concatenate((self.sample_rows, np.array([each.rows.stop - 1 for each in self.pooled], np.int64)))
 
     @property
     def needs_previous(self) -> bool:
@@ -136,6 +157,7 @@ class Batch:
             sample_counts=sample_counts,
             previous=np.array(previous, dtype=np.int64)[chunk_of_token],
             scored=_scored(plan, order, query_starts),
+            pooled=_pooled(plan, order, query_starts),
             others=tuple(others),
         )
 
@@ -149,6 +171,14 @@ def _scored(plan: StepPlan, order: Ints, query_starts: Ints) -> tuple[ScoredChun
         if targets is not None:
             scored.append(ScoredChunk(place, slice(start, start + len(targets.token_ids)), targets))
     return tuple(scored)
+
+
+def _pooled(plan: StepPlan, order: Ints, query_starts: Ints) -> tuple[PooledChunk, ...]:
+    if all(chunk.pooling is None for chunk in plan.chunks):
+        return ()
+    rows = zip(order.tolist(), query_starts[:-1].tolist(), query_starts[1:].tolist(), strict=True)
+    of = [(place, slice(start, stop), plan.chunks[place].pooling) for place, start, stop in rows]
+    return tuple([PooledChunk(place, part, pooling) for place, part, pooling in of if pooling is not None])
 
 
 def _lengths(parts: Seq[Seq[object]]) -> Ints:

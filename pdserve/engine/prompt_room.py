@@ -35,8 +35,8 @@ class PromptRoom:
     def begin(self, sequence: Sequence) -> bool:
         """Give a sequence the pages that it needs at once, cached ones as far as they go; or return False."""
         size = self._cache.page_size
-        # At least one token is computed, to sample from; and all of them if the prompt is to be scored.
-        usable = 0 if sequence.is_to_score else (len(sequence.tokens) - 1) // size
+        # At least one token is computed, to sample from; and all where each one's hidden state is needed.
+        usable = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // size
         hit = self._cache.hold(sequence.prefix, usable, self._step_tokens)
         if hit is None:
             return False

@@ -26,6 +26,7 @@ from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.expert_balance import ExpertBalance
 from pdserve.engine.layer_kinds import ByLayer, by_layer, pool_shape, pool_size
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
+from pdserve.engine.pooling import pooled
 from pdserve.engine.sampler import Sampler, score
 from pdserve.engine.step import SampleSpec, StepPlan, StepResult, Tokens
 from pdserve.kernels.cpu.attention import serves, serves_chunks
@@ -145,18 +146,22 @@ class Runner:
         copy_pages(self.kv, plan.copies)
         tokens: tuple[tuple[Tokens, ...], ...] = ()
         prompts: dict[int, PromptLogprobs] = {}
+        vectors: dict[int, bytes] = {}
         stuck: Mapping[int, str] = {}
         ratios: tuple[float, ...] = ()
         if plan.chunks:
             batch = Batch.of(plan, self._pool)
             masks = self._begin_masks(batch.samples)
-            logits, prompts = self._scored(batch) if batch.scored else (self._logits(batch), {})
+            if batch.scored or batch.pooled:
+                logits, prompts, vectors = self._beside(batch)
+            else:
+                logits = self._logits(batch)
             found = masks.result() if masks is not None else NO_MASKS
             tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples, found))
             stuck = batch.of_chunks(found.stuck)
             ratios = self._balance.after(batch.num_tokens)
         elapsed_s = time.perf_counter() - started_s
-        return StepResult(tokens, elapsed_s, prompts=prompts, stuck=stuck, expert_ratios=ratios)
+        return StepResult(tokens, elapsed_s, prompts=prompts, stuck=stuck, expert_ratios=ratios, pooled=vectors)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
@@ -182,14 +187,17 @@ class Runner:
         rows = None if every_token else torch.from_numpy(batch.sample_rows)
         return self._model.forward(token_ids, self._attention, rows)
 
-    def _scored(self, batch: Batch) -> tuple[Tensor, dict[int, PromptLogprobs]]:
-        """Do as `_logits`, and score the prompts that want it."""
-        hidden, prompts = self._model.hidden(self._planned(batch), self._attention, None), {}
+    def _beside(self, batch: Batch) -> tuple[Tensor, dict[int, PromptLogprobs], dict[int, bytes]]:
+        """Do as `_logits`; also score the prompts that want it, and make vectors of those that want that."""
+        rows = None if batch.reads_all else torch.from_numpy(batch.last_rows)
+        hidden, prompts = self._model.hidden(self._planned(batch), self._attention, rows), {}
         for each in batch.scored:
             targets = torch.tensor(each.targets.token_ids)
             prompts[each.place] = score(self._model, hidden[each.rows], targets, each.targets.num_top).packed()
-        sampled = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
-        return self._model.logits(sampled) if len(sampled) else sampled, prompts
+        lasts = hidden if rows is not None else hidden.index_select(0, torch.from_numpy(batch.last_rows))
+        sampled = lasts[: len(batch.sample_rows)]
+        vectors = pooled(self._model, batch.pooled, hidden, lasts[len(sampled) :])
+        return self._model.logits(sampled) if len(sampled) else sampled, prompts, vectors
 
     def _planned(self, batch: Batch) -> Tensor:
         """Prepare attention for a batch; return its token ids."""

@@ -37,6 +37,7 @@ class Limits:
     max_model_len: int
     eos_token_ids: frozenset[int]
     num_speculative_tokens: int = 0  # most guesses that a step computes for a sequence
+    can_pool: bool = True  # vectors can be made of prompts
 
     @property
     def most_rows(self) -> int:
@@ -206,8 +207,8 @@ class Scheduler:
                 self.publish(sequence)
             if was_prompt:
                 outcomes.append(Computed(sequence))
-            if place in result.prompts:
-                outcomes.append(sequence.scored(chunk.start + 1, result.prompts[place]))
+            if result.prompts or result.pooled:
+                outcomes += sequence.beside(place, chunk, result)
             if not tokens:
                 continue
             if sequence.ends_with_prompt:
@@ -285,8 +286,8 @@ class Scheduler:
         paging, runs = self.cache.paging, sequence.pages.runs
         pages = runs[0][: -(-stop // paging.sizes[0])]
         others = () if len(runs) == 1 else sequence.pages.rows(paging, stop)[1:]
-        adapter = sequence.job.scope.adapter
-        chunk = Chunk(token_ids, start, pages, samples, phase, previous, targets, num_drafts, others, adapter)
+        of = sequence.job.scope.adapter, sequence.pooling(stop)
+        chunk = Chunk(token_ids, start, pages, samples, phase, previous, targets, num_drafts, others, *of)
         step.add(sequence, chunk)
 
     def _next_waiting(self) -> Sequence | None:

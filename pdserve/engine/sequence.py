@@ -6,12 +6,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.base.values import value
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.pages import PagePool
-from pdserve.engine.step import Matcher, Phase, SampleSpec, Targets, Tokens
+from pdserve.engine.step import Chunk, Matcher, Phase, SampleSpec, StepResult, Targets, Tokens
 from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.prefix_hash import EVERYONE, CacheScope
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 
@@ -68,6 +71,7 @@ class Sequence:
     prompt_logprobs: int | None = None  # likeliest tokens reported with each score of the prompt, if asked
     num_scored: int = 1  # leading tokens of the prompt that have been scored; the first one has no score
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the job's, if they are asked for
+    pooled: bytes = b""  # the sum of hidden states so far, where their mean is wanted
     prompt_ids: "array[int]" = field(init=False)  # as numpy reads them; empty if no sample reads them
     output_ids: "array[int]" = field(init=False)  # the same, as far as samples have needed them
     prefix: Prefix = field(init=False)  # of `tokens`
@@ -110,6 +114,35 @@ class Sequence:
         """Whether tokens of its prompt are yet to be scored."""
         return self.prompt_logprobs is not None and self.num_scored < self.job.num_prompt_tokens
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether hidden states of all its tokens are needed, also of those whose KV is cached."""
+        pooling = self.job.params.pooling
+        return self.is_to_score if pooling is None else pooling.reads_all
+
+    def pooling(self, stop: int) -> Pooling | None:
+        """Return what is made of a chunk that ends at `stop`."""
+        pooling = self.job.params.pooling
+        return pooling if pooling is not None and (pooling.reads_all or stop == len(self.tokens)) else None
+
+    def beside(self, place: int, chunk: Chunk, result: StepResult) -> "list[Scored | Pooled]":
+        """Take what a step brought of a computed chunk besides tokens; `place`: of the chunk in the step's plan."""
+        outcomes: list[Scored | Pooled] = []
+        if place in result.prompts:
+            outcomes.append(self.scored(chunk.start + 1, result.prompts[place]))
+        if place in result.pooled and (pooled := self._take_pooled(result.pooled[place])) is not None:
+            outcomes.append(pooled)
+        return outcomes
+
+    def _take_pooled(self, vector: bytes) -> "Pooled | None":
+        """Take what was made of a computed chunk; return the result, if that was the last one."""
+        pooling = self.job.params.pooling
+        if pooling is not None and pooling.reads_all:
+            part = np.frombuffer(vector, "<f4")
+            total = part + np.frombuffer(self.pooled, "<f4") if self.pooled else part
+            self.pooled, vector = total.tobytes(), (total / len(self.tokens)).astype("<f4").tobytes()
+        return None if self.num_missing else Pooled(self, vector)
+
     def targets(self, start: int, stop: int) -> Targets | None:
         """Return which tokens the chunk tokens[start:stop] scores, if any."""
         stop = min(stop + 1, self.job.num_prompt_tokens)
@@ -140,6 +173,7 @@ class Sequence:
         self.phase = Phase.PROMPT
         self.computed = 0
         self.num_published = 0
+        self.pooled = b""
 
     def num_left(self, max_model_len: int) -> int:
         """Return how many more tokens the request and the model allow."""
@@ -169,6 +203,8 @@ class Sequence:
     def samples(self, num_unknown: int = 0) -> tuple[SampleSpec, ...]:
         """Return what to sample after the last token and `num_unknown` unknown ones, once for each index."""
         params, num_prompt = self.job.params, self.job.num_prompt_tokens
+        if params.pooling is not None:
+            return ()
         count = len(self.tokens) - num_prompt + num_unknown
         output_ids: Seq[int] = ()
         if self.reads_output:
@@ -249,6 +285,14 @@ class Scored:
 
 
 @value
+class Pooled:
+    """What was asked for in place of an answer. Nothing of the sequence is left to compute: it is to be removed."""
+
+    sequence: Sequence
+    vector: bytes
+
+
+@value
 class Split:
     """A prompt has split into its continuations, without those that ended with their first token."""
 
@@ -265,4 +309,4 @@ class Broken:
     is_stuck: bool = False  # its own grammar lets no token follow
 
 
-Outcome = Sampled | Started | Computed | Scored | Split | Broken
+Outcome = Sampled | Started | Computed | Scored | Pooled | Split | Broken

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pdserve.base.ids import PageId
 from pdserve.base.values import value
 from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams
 
 Tokens = tuple[SampledToken, ...]  # that one continuation gains in one step
@@ -97,7 +98,7 @@ class Chunk:
     The last `num_drafts` tokens of a DECODE chunk are guesses. A token is sampled where the chunk would end without
     them and after each guess, as long as what was sampled before it equals the guesses: KV behind that means nothing.
     With `previous`, which a DECODE chunk without guesses may have, the one token is the one sampled for that chunk of
-    the previous step, which may still run; `token_ids` holds a zero in its place.
+    the previous step, which may still run; `token_ids` holds a zero in its place. `pooling`: what is made of the chunk.
     """
 
     token_ids: Seq[int]
@@ -110,6 +111,7 @@ class Chunk:
     num_drafts: int = 0
     other_pages: tuple[Seq[PageId], ...] = ()
     adapter: AdapterDigest = NO_ADAPTER
+    pooling: Pooling | None = None
 
     def after(self, token_id: int) -> "Chunk":
         """Return the chunk once the token is known that the previous step samples for it."""
@@ -136,6 +138,7 @@ class StepResult:
     Each of the others goes by the place in `StepPlan.chunks`. `failed`: why the chunk could not be computed; its tokens
     are empty. `prompts`: the scores of a chunk with targets. `stuck`: why the grammar lets no token follow; the tokens
     mean nothing. `drafts`: guesses of what follows the tokens of a chunk. `expert_ratios`: see `engine.expert_balance`.
+    `pooled`: of a chunk with pooling, float32: the vector, or for a mean the sum over the chunk.
     """
 
     tokens: tuple[tuple[Tokens, ...], ...]
@@ -145,3 +148,4 @@ class StepResult:
     stuck: Mapping[int, str] = field(default_factory=dict)
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     expert_ratios: tuple[float, ...] = ()
+    pooled: Mapping[int, bytes] = field(default_factory=dict)

@@ -35,6 +35,7 @@ class _Found:
     stuck: dict[int, str] = field(default_factory=dict)
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     expert_ratios: tuple[float, ...] = ()
+    pooled: dict[int, bytes] = field(default_factory=dict)
 
 
 class Isolating:
@@ -55,9 +56,8 @@ class Isolating:
         if wanted:
             self._try(wanted, found)
         self.drawn = tuple(found.tokens)
-        return StepResult(
-            self.drawn, found.elapsed_s, found.failed, found.prompts, found.stuck, found.drafts, found.expert_ratios
-        )
+        beside = found.failed, found.prompts, found.stuck, found.drafts, found.expert_ratios, found.pooled
+        return StepResult(self.drawn, found.elapsed_s, *beside)
 
     def _known(self, chunks: tuple[Chunk, ...], found: _Found) -> list[tuple[int, Chunk]]:
         """Return the chunks to compute, with their places, and with tokens of the step before where they need them."""
@@ -100,6 +100,7 @@ class Isolating:
             found.prompts |= {wanted[index][0]: scores for index, scores in result.prompts.items()}
             found.stuck |= {wanted[index][0]: reason for index, reason in result.stuck.items()}
             found.expert_ratios += result.expert_ratios
+            found.pooled |= {wanted[index][0]: vector for index, vector in result.pooled.items()}
             found.drafts |= {wanted[index][0]: guesses for index, guesses in result.drafts.items()}
             return
         half = len(wanted) // 2

@@ -149,6 +149,7 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
         max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
+        can_pool=config.device not in KERNEL_DEVICES,  # their runner was not compared with anything yet
     )
 
 

@@ -64,8 +64,10 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = self.ops.norm(hidden, self.final_norm)
-        return self.ops.logits(normed, self.lm_head, self.logit_scale, self.logit_cap)
+        return self.ops.logits(self.normed(hidden), self.lm_head, self.logit_scale, self.logit_cap)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self.ops.norm(hidden, self.final_norm)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
         yield from (self.embedding, self.lm_head)

@@ -169,6 +169,10 @@ class Model(Protocol):
         """Return the logits of at least one row that `hidden` has returned."""
         ...
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return rows that `hidden` has returned behind the last norm, which is what embeddings are made of."""
+        ...
+
     def matrices(self) -> Iterator[Linear | GateUp]:
         """Yield all that is multiplied."""
         ...

@@ -4,12 +4,15 @@ from typing import Any, get_args
 
 from pdserve.base.errors import ProtocolError
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.pooling import Kind, Pooling
 from pdserve.protocol.refusal import RefusedError, invalid
 from pdserve.protocol.sampling import MAX_LOGPROBS, Format, SamplingParams, StructuredOutput, TokenLogprobs
 
-_FIELDS = tuple(name for name in SamplingParams.__annotations__ if name != "structured_output")
+_FIELDS = tuple(name for name in SamplingParams.__annotations__ if name not in ("structured_output", "pooling"))
 _LISTS = {"stop_token_ids", "allowed_token_ids"}
 _FORMATS: dict[str | None, Format] = {name: name for name in get_args(Format)}
+_KINDS: dict[int, Kind] = {inference.PoolingKind.Value(f"POOLING_KIND_{kind.upper()}"): kind for kind in get_args(Kind)}
+_KIND_NUMBERS = {kind: inference.PoolingKind.ValueType(number) for number, kind in _KINDS.items()}
 
 
 def params_to_proto(params: SamplingParams) -> inference.SamplingParams:
@@ -20,6 +23,8 @@ def params_to_proto(params: SamplingParams) -> inference.SamplingParams:
     message = inference.SamplingParams(**fields)
     if params.structured_output is not None:
         message.structured_output.CopyFrom(structured_to_proto(params.structured_output))
+    if params.pooling is not None:
+        message.pooling.CopyFrom(pooling_to_proto(params.pooling))
     return message
 
 
@@ -42,7 +47,20 @@ def given_params(message: inference.SamplingParams) -> dict[str, Any]:
         given["bad_word_ids"] = tuple([tuple(word.ids) for word in message.bad_word_ids])
     if message.HasField("structured_output"):
         given["structured_output"] = structured_from_proto(message.structured_output)
+    if message.HasField("pooling"):
+        given["pooling"] = pooling_from_proto(message.pooling)
     return given
+
+
+def pooling_to_proto(pooling: Pooling) -> inference.Pooling:
+    return inference.Pooling(kind=_KIND_NUMBERS[pooling.kind], token_ids=pooling.token_ids)
+
+
+def pooling_from_proto(message: inference.Pooling) -> Pooling:
+    """Return what is made of a prompt; RefusedError(INVALID_ARGUMENT) for a kind that is not known."""
+    if message.kind not in _KINDS:
+        raise invalid("pooling.kind", f"{message.kind} is none of {', '.join(_KINDS.values())}")
+    return Pooling(_KINDS[message.kind], tuple(message.token_ids))
 
 
 def structured_to_proto(structured: StructuredOutput) -> inference.StructuredOutput:

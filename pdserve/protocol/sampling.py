@@ -5,6 +5,7 @@ from struct import unpack
 from typing import Literal
 
 from pdserve.base.values import value
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.refusal import invalid
 
 MAX_LOGPROBS = 20
@@ -74,6 +75,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # only these may be sampled; empty: all
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences that may not be sampled
     structured_output: StructuredOutput | None = None
+    pooling: Pooling | None = None  # in place of an answer: max_tokens is 1, and no token is sampled
 
     @property
     def is_greedy(self) -> bool:
@@ -112,6 +114,9 @@ class SamplingParams:
             self.structured_output.validate()
             if self.ignore_eos:
                 raise invalid("ignore_eos", "true, but an answer with a structured_output ends once it is complete")
+        if self.pooling is not None:
+            _in_range("max_tokens of pooling", self.n * self.max_tokens, 1, 1)
+            self.pooling.validate(vocab_size)
 
     def _validate_vocabulary(self, vocab_size: int) -> None:
         """Raise RefusedError if allowed or banned tokens are out of range, or no token may be sampled."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pdserve.base.errors import PeerFault, ProtocolError
 from pdserve.base.roles import Role, lacks_pages
 from pdserve.engine.kvcache import Room
-from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.protocol.adapters import AdapterDigest
 from pdserve.protocol.paging import PageOrder
@@ -57,6 +57,8 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int, adapters: Collectio
         return f"token_ids: {token_id} is not below the vocabulary size {vocab_size}"
     if job.params.structured_output is not None and job.new_matcher is None:
         return "structured_output: nothing here makes its token masks"
+    if (why := _cannot_pool(job, limits)) is not None:
+        return why
     adapter = job.scope.adapter
     if adapter and adapter not in adapters:
         return f"adapter: {adapter.hex()} is not loaded here"
@@ -64,6 +66,16 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int, adapters: Collectio
         return f"indices: {job.indices} are not of {MAX_SEQUENCES} continuations"
     if len(set(job.indices)) > limits.max_num_seqs:
         return f"indices: {len(job.indices)} continuations, {limits.max_num_seqs} sequences run at once"
+    return None
+
+
+def _cannot_pool(job: Job, limits: Limits) -> str | None:
+    if job.params.pooling is None:
+        return None
+    if not limits.can_pool:
+        return "pooling: what computes here makes no vectors of prompts"
+    if job.indices != (0,) or job.num_prompt_tokens != len(job.token_ids):
+        return f"pooling: continuations {job.indices} of {job.num_prompt_tokens} prompt tokens are no prompt alone"
     return None
 
 

@@ -13,7 +13,7 @@ from pdserve.decode_worker.granting import Expected, Granting
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import Prefix, Room
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Broken, Computed, Sampled, Scored, Sequence, Split, Started
+from pdserve.engine.sequence import Broken, Computed, Finish, Pooled, Sampled, Scored, Sequence, Split, Started
 from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import Capsule, Tail
@@ -127,6 +127,9 @@ class WorkerCore:
                     commands.append(_started(task, sequence, now_s - result.elapsed_s))
                 case Computed(sequence):
                     commands += self._computed(task, sequence, now_s)
+                case Pooled(sequence, vector):
+                    commands.append(messages.Tokens(task.router, task.key, 0, 0, (), Finish.STOP, vector))
+                    self._tasks.end(task)
                 case Scored(_, position, logprobs):
                     commands.append(messages.PromptScored(task.router, task.key, position, logprobs))
                 case Split(sequence, children):
@@ -134,8 +137,7 @@ class WorkerCore:
                     self._tasks.drop_sequences(task)
                 case Broken(_, reason, is_stuck):
                     failure = Failure.INVALID if is_stuck else Failure.INTERNAL
-                    commands.append(Failed(task.router, task.key, failure, reason))
-                    commands += self._give_up([task], reason, now_s)
+                    commands += self._refuse([task], reason, now_s, failure)
         for task in handed_off.values():
             commands += self._hand_off(task, now_s)
         return commands + self._use_room(now_s)
@@ -148,8 +150,7 @@ class WorkerCore:
                 return self._give_up(self._tasks.cancel(event), "cancelled", now_s)
             case messages.RouterLost(router):
                 self._meter.taken.forget(router)
-                orphans = [task for task in self._tasks if task.router == router]
-                return self._give_up(orphans, "router lost", now_s)
+                return self._give_up([task for task in self._tasks if task.router == router], "router lost", now_s)
             case messages.RoleGiven():
                 self._roles.give(event)
                 return []
@@ -226,8 +227,7 @@ class WorkerCore:
         return [*moved, *taken, *self._take(self.incoming.grant_waiting(now_s), now_s)]
 
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
-        results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
-        commands = self._take(results, now_s)
+        commands = self._take(self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s), now_s)
         commands += self._give_up([task for task in self._tasks if task.deadline_s < now_s], "deadline", now_s)
         self._auditor.look(self.claims(), now_s, idle=self.idle)
         return commands + self._give_back_what_waits(now_s)
@@ -248,9 +248,9 @@ class WorkerCore:
         reason = self._draining.in_vain(num_lost, is_still=bool(waiting))
         return self._refuse(waiting, reason, now_s) if reason else []
 
-    def _refuse(self, tasks: Seq[Task], reason: str, now_s: float) -> list[Command]:
-        failed: list[Command] = [Failed(task.router, task.key, Failure.OVERLOADED, reason) for task in tasks]
-        return failed + self._give_up(tasks, reason, now_s)
+    def _refuse(self, tasks: Seq[Task], why: str, now_s: float, as_: Failure = Failure.OVERLOADED) -> list[Command]:
+        failed: list[Command] = [Failed(task.router, task.key, as_, why) for task in tasks]
+        return failed + self._give_up(tasks, why, now_s)
 
     def _computed(self, task: Task, sequence: Sequence, now_s: float) -> list[Command]:
         """Send the pages of a prompt that have become final: full ones, and at the end the last one."""
@@ -270,8 +270,7 @@ class WorkerCore:
         (sequence,) = task.sequences
         task.sequences.clear()
         self._scheduler.remove(sequence)  # `outgoing` holds its pages
-        capsule = Capsule(len(sequence.tokens), task.tails)
-        return self._take(self.outgoing.finish(task.key, capsule, now_s), now_s)
+        return self._take(self.outgoing.finish(task.key, Capsule(len(sequence.tokens), task.tails), now_s), now_s)
 
     def _give_up(self, tasks: Iterable[Task], reason: str, now_s: float) -> list[Command]:
         """End tasks without a report to their routers."""

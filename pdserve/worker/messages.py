@@ -135,8 +135,9 @@ class Tokens:
     key: AttemptKey
     index: int
     position: int
-    tokens: tuple[SampledToken, ...]  # at least one
+    tokens: tuple[SampledToken, ...]  # at least one, or none with `pooled`
     finish: Finish | None
+    pooled: bytes = b""  # the vector that was asked for in place of an answer
 
 
 @value

@@ -166,6 +166,8 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Plac
     source = _peer(place.source, "source") if place.HasField("source") else None
     if place.HasField("fetch") and source is not None:
         raise ProtocolError("fetch: the prompt comes from a source")
+    if params.pooling is not None and (source is not None or place.HasField("target")):
+        raise ProtocolError("sampling.pooling: nothing of it is handed over")
     if place.extra_tokens and source is None:
         raise ProtocolError(f"extra_tokens: {place.extra_tokens}, and no source")
     target, address = _target(place.target) if place.HasField("target") else (None, "")
@@ -256,3 +258,4 @@ def _write_delta(gained: Seq[messages.Tokens], delta: link.TokenDelta) -> None:
                 delta.logprobs.append(logprobs_to_proto(token.logprobs))
     if last.finish is not None:
         delta.finish_reason = _FINISH[last.finish]
+        delta.pooled = last.pooled

@@ -939,6 +939,7 @@ class TokenDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Which request."""
     attempt: _builtins.int
@@ -949,6 +950,8 @@ class TokenDelta(_message.Message):
     """How many tokens the sequence had before these: the router takes each position once, in order."""
     finish_reason: _inference_pb2.FinishReason.ValueType
     """Set when the sequence has ended."""
+    pooled: _builtins.bytes
+    """In place of tokens, of a request with pooling: the vector, float32 each, little end first."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -967,10 +970,11 @@ class TokenDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_inference_pb2.TokenLogprobs] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
+        pooled: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "pooled", b"pooled", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

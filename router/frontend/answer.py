@@ -40,6 +40,7 @@ class Gain:
     prompt_logprobs: list[PromptLogprobs] = field(
         default_factory=list
     )  # of the prompt's next tokens; before any tokens
+    pooled: bytes = b""  # the vector that was asked for in place of tokens
 
     def add(self, later: "Gain") -> None:
         """Add what the same continuation gained next."""
@@ -48,6 +49,7 @@ class Gain:
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
         self.finish_reason, self.stop_match = later.finish_reason, later.stop_match
+        self.pooled = later.pooled
 
 
 class Sink(Protocol):
@@ -130,7 +132,8 @@ class Answer:
         elif ends_in_stop_token and gain.token_ids and gain.token_ids[-1] in self.event.params.stop_token_ids:
             gain.stop_match = gain.token_ids[-1]
         if finish_reason:
-            gain.finish_reason = finish_reason
+            gain.finish_reason, gain.pooled = finish_reason, command.pooled
+            self._unsent_bytes += len(command.pooled)
             self._outputs[index] = None
             self.finish_reasons.append(finish_reason)
         self._note_news(is_urgent=bool(finish_reason))

@@ -206,6 +206,7 @@ def _delta(gain: Gain) -> bytes:
             logprobs=gain.logprobs,
             finish_reason=inference.FinishReason.ValueType(gain.finish_reason),
             stop_match=gain.stop_match if isinstance(gain.stop_match, str) else "",
+            pooled=gain.pooled,
         ).SerializeToString()
     else:
         ids, text = b"".join(map(_varint, gain.token_ids)), gain.text.encode()

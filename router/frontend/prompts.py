@@ -239,7 +239,8 @@ def check_terms(
 
     `remaining_s`: until the call's own deadline. RefusedError names the first field out of range.
     """
-    params = _sampling(request.sampling, model.defaults)
+    pools = request.sampling.HasField("pooling")
+    params = _pooling(request) if pools else _sampling(request.sampling, model.defaults)
     params.validate(model.vocab_size)
     check_stops(request.stop)
     _check_bad_words(request.sampling.bad_words)
@@ -290,6 +291,8 @@ def with_tokens(
         raise invalid("prompt", "it has no tokens, at least 1 is needed")
     if may_be_shorter and room < 1:
         problem = f"it alone has {num_prompt_tokens} tokens, which leaves no room for an answer"
+        if params.pooling is not None:
+            problem = f"it has {num_prompt_tokens} tokens, over the limit of {max_model_len - 1} for a vector"
         raise invalid("prompt", too_long(problem, max_model_len))
     name, num_tokens = ("min_tokens", params.min_tokens) if may_be_shorter else ("max_tokens", params.max_tokens)
     if num_tokens > room:
@@ -323,6 +326,14 @@ def _slo_s(slo: inference.Slo, field: Literal["ttft_ms", "tpot_ms"]) -> float | 
     if not math.isfinite(milliseconds) or milliseconds <= 0:
         raise invalid(f"slo.{field}", f"{milliseconds} is not a number of milliseconds over 0")
     return milliseconds / 1e3
+
+
+def _pooling(request: inference.GenerateRequest) -> SamplingParams:
+    """Return what takes the place of sampling where a vector is wanted; RefusedError for fields of sampling."""
+    given = [field.name for field, _ in request.sampling.ListFields()] + ["stop"] * bool(request.stop)
+    if others := [name for name in given if name != "pooling"]:
+        raise invalid(others[0], "does not go with pooling, for which nothing is generated")
+    return SamplingParams(max_tokens=1, **given_params(request.sampling))
 
 
 def _sampling(asked: inference.SamplingParams, defaults: GenerationDefaults) -> SamplingParams:

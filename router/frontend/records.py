@@ -67,6 +67,7 @@ class Records:
     def begin(self, request: inference.GenerateRequest, received_s: float) -> Opened:
         """Begin the record of a request, and its span if the request is traced."""
         operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+        operation = "embeddings" if request.sampling.HasField("pooling") else operation
         trace = given = read_trace(request.traceparent, request.tracestate) if request.traceparent else None
         if self._export is not None and (given.is_sampled if given else random() < self._sample_ratio):
             trace_id, flags = (given.trace_id, given.flags) if given else (secrets.token_hex(16), SAMPLED)

@@ -319,7 +319,8 @@ class Routers:
     def _deliver(self, each: Underway, tokens: messages.Tokens) -> None:
         request_id, index = tokens.request_id, tokens.index
         logprobs = [inference.TokenLogprobs.FromString(packed) for packed in tokens.logprobs]
-        command = Deliver(request_id, index, tokens.token_ids, logprobs, tokens.finish_reason, tokens.prompt_logprobs)
+        more = logprobs, tokens.finish_reason, tokens.prompt_logprobs, tokens.pooled
+        command = Deliver(request_id, index, tokens.token_ids, *more)
         if tokens.token_ids:
             each.token_ids[index] += tokens.token_ids
             if each.first_token_s is None:

@@ -114,6 +114,7 @@ class Deliver:
     logprobs: Seq[object]
     finish_reason: int  # 0: goes on
     prompt_logprobs: PromptLogprobs | None = None  # of its next tokens; comes alone, for continuation 0
+    pooled: bytes = b""  # the vector that was asked for in place of tokens
 
 
 @value

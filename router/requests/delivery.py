@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pdserve.base.errors import ProtocolError
 from pdserve.base.ids import Attempt
 from pdserve.perfmodel.curve import attention_work
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.reports import FINISH_REASONS, Stage
 from pdserve.router.placement.placements import DONE, Placements
 from pdserve.router.placement.view import WorkerView
@@ -93,6 +94,9 @@ class Delivery:
 
     def _accept(self, request: Request, sequence: Sequence, delta: TokenDelta, num_known: int, now_s: float) -> bool:
         """Deliver the tokens of a delta that are new; return whether they end the continuation."""
+        if request.params.pooling is not None:
+            self._accept_pooled(request, request.params.pooling, sequence, delta, now_s)
+            return True
         token_ids = delta.token_ids[num_known:]  # a list, which is cheaper to look at than what came off the wire
         logprobs = () if request.params.logprobs is None else delta.logprobs[num_known:]
         finish_reason = delta.finish_reason
@@ -122,6 +126,20 @@ class Delivery:
         if not request.running:
             self._placements.finish(request, now_s)
         return True
+
+    def _accept_pooled(
+        self, request: Request, pooling: Pooling, sequence: Sequence, delta: TokenDelta, now_s: float
+    ) -> None:
+        """Deliver the vector that a request wants in place of an answer, which ends it."""
+        if delta.token_ids or delta.finish_reason not in FINISH_REASONS or not pooling.fits(delta.pooled):
+            came = f"{len(delta.token_ids)} tokens and {len(delta.pooled)} bytes"
+            raise ProtocolError(f"sequence {sequence.index}: {came} came in place of the vector of a prompt")
+        request.timeline.reach(Stage.FIRST_TOKEN, now_s)
+        self._learn_ttft(sequence.placement, now_s)
+        sequence.first_s = sequence.last_s = now_s
+        self._placements.emit(Deliver(request.request_id, 0, (), (), delta.finish_reason, pooled=delta.pooled))
+        self._placements.end_sequence(request, sequence.index, stop_workers=False)
+        self._placements.finish(request, now_s)
 
     def _learn_ttft(self, placement: Placement | None, now_s: float) -> None:
         """Note how a prediction came out. Prompts of a higher priority that came later could not be foreseen."""

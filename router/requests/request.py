@@ -148,6 +148,7 @@ class Request:
         self.awaits_prompt = event.params.prompt_logprobs is not None and len(event.token_ids) > 1  # to be scored
         self.early: list[tuple[WorkerView, TokenDelta]] = []  # tokens that came before the prompt was
         self._num_scored = 1
+        self._reads_all = event.params.pooling is not None and event.params.pooling.reads_all
         self._num_attempts = 0
         if event.resumed is not None:
             self._resume(event.resumed)
@@ -219,7 +220,9 @@ class Request:
             tpot_slo_s=self.slo_s[1],
             avoid=self.avoid,
             turn=turn,
-            hashes=() if self.awaits_prompt else self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens],
+            hashes=()
+            if self.awaits_prompt or self._reads_all
+            else self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens],
             draw=self.draw,
             now_s=now_s,
             waited_s=waited_s,

@@ -84,6 +84,8 @@ class Retry:
             self._placements.emit(Warn(f"{request} cannot be served: {cause}", names_request=True))
             structured = request.params.structured_output
             why = Refused(Cause.FAILED, cause)
+            if request.params.pooling is not None:
+                why = Refused(Cause.INVALID, event.detail)
             if structured is not None:  # nothing goes on with the answer, or it takes too much to find out what does
                 why = Refused(Cause.INVALID, f"{structured.field}: {event.detail}")
             self._placements.end_request(request, why)
