@@ -35,6 +35,7 @@ class Delta:
     token_ids: tuple[int, ...]
     finish_reason: int = 0
     logprobs: tuple[object, ...] = ()
+    pooled: bytes = b""  # nobody asks for one here
 
 
 def report_tokens(reported: Reported, tokens: messages.Tokens) -> Delta:

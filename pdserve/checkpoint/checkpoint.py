@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import xxhash
 
 from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.embedding import GENERATING, Embedding
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.weights import GROUP, Part, Stored, Weights
@@ -158,6 +159,7 @@ class Checkpoint:
     coded_as: FileCodes | None = None  # what these are
     template_files: Mapping[str, Path] = field(default_factory=dict)  # by the templates' names; others are in `path`
     tool_template: str | None = None  # the source of the chat template for conversations with tools; None: the same
+    embedding: Embedding = GENERATING  # how it makes vectors of texts
 
     @cached_property
     def fingerprint(self) -> str:

@@ -11,6 +11,7 @@ import tokenizers
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import DEFAULT, TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
+from pdserve.checkpoint.embedding import read_embedding
 from pdserve.checkpoint.hub import repository_of
 from pdserve.checkpoint.published import decoding, read_format
 from pdserve.checkpoint.vocabulary_file import read_vocabulary
@@ -46,6 +47,7 @@ def open_directory(path: Path) -> Checkpoint:
         read = decoding(text_tensors(read_weights(path), raw_config), form, keep_coded=keep_coded)
         return apart(read, config)
 
+    embedding = read_embedding(lambda name: _parsed(path / name), config.hidden_size)
     special_tokens, templates = _special_tokens(tokenizer_config), _chat_templates(path, tokenizer_config)
     return Checkpoint(
         path=path,
@@ -53,6 +55,7 @@ def open_directory(path: Path) -> Checkpoint:
         config=config,
         raw_config=raw_config,
         generation=defaults,
+        embedding=embedding,
         eos_token_ids=_end_tokens(generation, tokenizer_config, config),
         special_tokens=special_tokens,
         chat_template=templates.get(DEFAULT, (path, None))[1],
@@ -69,16 +72,21 @@ def open_directory(path: Path) -> Checkpoint:
 
 def _read_json(path: Path) -> dict[str, object]:
     """Return a JSON object; an empty one if there is no such file."""
-    text = _read_text(path)
-    if text is None:
-        return {}
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name}: is no JSON ({error})") from error
+    content = _parsed(path, {})
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name}: is not a JSON object")
     return content
+
+
+def _parsed(path: Path, default: object = None) -> object:
+    """Return what a JSON file has; `default` if there is no such file."""
+    text = _read_text(path)
+    if text is None:
+        return default
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name}: is no JSON ({error})") from error
 
 
 def _read_text(path: Path) -> str | None:

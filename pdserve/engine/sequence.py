@@ -20,6 +20,7 @@ from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingPara
 
 SEED_STRIDE = 0xD1342543DE82EF95  # odd, so that the sequences of a request get different seeds
 SEED_MASK = 2**64 - 1
+_LEAST = 1e-12  # that a vector is divided by, as torch does
 
 
 class Finish(Enum):
@@ -137,11 +138,17 @@ class Sequence:
     def _take_pooled(self, vector: bytes) -> "Pooled | None":
         """Take what was made of a computed chunk; return the result, if that was the last one."""
         pooling = self.job.params.pooling
-        if pooling is not None and pooling.reads_all:
-            part = np.frombuffer(vector, "<f4")
-            total = part + np.frombuffer(self.pooled, "<f4") if self.pooled else part
-            self.pooled, vector = total.tobytes(), (total / len(self.tokens)).astype("<f4").tobytes()
-        return None if self.num_missing else Pooled(self, vector)
+        if pooling is None or not (pooling.reads_all or pooling.normalizes):
+            return Pooled(self, vector)
+        total = np.frombuffer(vector, "<f4")
+        if pooling.reads_all and self.pooled:
+            total = total + np.frombuffer(self.pooled, "<f4")
+        self.pooled = total.tobytes()
+        if self.num_missing:
+            return None
+        mean = total / len(self.tokens) if pooling.reads_all else total
+        whole = mean / max(float(np.linalg.norm(mean)), _LEAST) if pooling.normalizes else mean
+        return Pooled(self, whole.astype("<f4").tobytes())
 
     def targets(self, start: int, stop: int) -> Targets | None:
         """Return which tokens the chunk tokens[start:stop] scores, if any."""

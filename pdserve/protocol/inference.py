@@ -53,14 +53,16 @@ def given_params(message: inference.SamplingParams) -> dict[str, Any]:
 
 
 def pooling_to_proto(pooling: Pooling) -> inference.Pooling:
-    return inference.Pooling(kind=_KIND_NUMBERS[pooling.kind], token_ids=pooling.token_ids)
+    return inference.Pooling(
+        kind=_KIND_NUMBERS[pooling.kind], token_ids=pooling.token_ids, normalize=pooling.normalizes
+    )
 
 
 def pooling_from_proto(message: inference.Pooling) -> Pooling:
     """Return what is made of a prompt; RefusedError(INVALID_ARGUMENT) for a kind that is not known."""
     if message.kind not in _KINDS:
         raise invalid("pooling.kind", f"{message.kind} is none of {', '.join(_KINDS.values())}")
-    return Pooling(_KINDS[message.kind], tuple(message.token_ids))
+    return Pooling(_KINDS[message.kind], tuple(message.token_ids), message.normalize)
 
 
 def structured_to_proto(structured: StructuredOutput) -> inference.StructuredOutput:

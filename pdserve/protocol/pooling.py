@@ -22,6 +22,7 @@ class Pooling:
 
     kind: Kind
     token_ids: tuple[int, ...] = ()
+    normalizes: bool = False  # the vector's length becomes 1
 
     @property
     def reads_all(self) -> bool:

@@ -515,8 +515,11 @@ class Pooling(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
     kind: Global___PoolingKind.ValueType
     """Which vector."""
+    normalize: _builtins.bool
+    """Divide the vector by its length."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """With LOGITS: the tokens whose logits are wanted, 1 to 64."""
@@ -526,10 +529,11 @@ class Pooling(_message.Message):
         *,
         kind: Global___PoolingKind.ValueType = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        normalize: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "normalize", b"normalize", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

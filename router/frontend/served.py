@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults, naming, tokenizer_archive
+from pdserve.checkpoint.embedding import GENERATING, Embedding
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.router.config import EndpointConfig
@@ -37,6 +38,8 @@ class ServedModel:
     architectures: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # other names in requests
     tool_chat: ChatTemplate | None = None  # for conversations with tools; None: `chat`
+    embedding: Embedding = GENERATING
+    hidden_size: int = 0  # numbers in its vectors
     archived: Callable[[], bytes] | None = None  # makes a ZIP archive of the tokenizer's files; takes a moment
 
     @property
@@ -83,5 +86,7 @@ def load_model(config: EndpointConfig) -> ServedModel:
         model_type=str(checkpoint.raw_config.get("model_type", "")),
         aliases=config.served_model_aliases,
         architectures=(checkpoint.config.architecture,),
+        embedding=checkpoint.embedding,
+        hidden_size=checkpoint.config.hidden_size,
         archived=partial(tokenizer_archive, checkpoint),
     )

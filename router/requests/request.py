@@ -187,6 +187,11 @@ class Request:
         return block_hashes(self._hasher, self.prompt_ids, self.scope)
 
     @property
+    def _reusable(self) -> Hashes:
+        """Hashes of the blocks that need not be computed again: at least the last token is."""
+        return self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens]
+
+    @property
     def running(self) -> tuple[int, ...]:
         """Indices of the sequences that have not ended."""
         return tuple([sequence.index for sequence in self.sequences if not sequence.ended])
@@ -220,9 +225,7 @@ class Request:
             tpot_slo_s=self.slo_s[1],
             avoid=self.avoid,
             turn=turn,
-            hashes=()
-            if self.awaits_prompt or self._reads_all
-            else self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens],
+            hashes=() if self.awaits_prompt or self._reads_all else self._reusable,
             draw=self.draw,
             now_s=now_s,
             waited_s=waited_s,
