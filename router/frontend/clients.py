@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -195,6 +196,11 @@ class Visit:
 
     client: Client | None
     tenants: Tenants
+    is_part: bool = False  # of another visit, which alone counts against limits of requests
+
+    def part(self) -> "Visit":
+        """Return the visit of a request that is a part of this one's call."""
+        return replace(self, is_part=True)
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens of its prompt, or of its answer once that has ended."""
@@ -203,5 +209,5 @@ class Visit:
 
     def end(self) -> None:
         """Count it as ended."""
-        if self.client is not None:
+        if self.client is not None and not self.is_part:
             self.tenants.end(self.client.tenant)

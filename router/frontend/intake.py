@@ -45,23 +45,23 @@ class Intake:
         self,
         request: inference.GenerateRequest,
         sink: Sink,
-        key: bytes | None,
+        caller: bytes | Visit | None,
         remaining_s: float = inf,
         received_s: float | None = None,
         loosen: Loosen | None = None,
     ) -> Answer:
         """Admit a request; `sink` receives its answer, at the earliest when the event loop runs next.
 
-        `key` is the caller's API key, `remaining_s` the time until the call's own deadline, `received_s` the time at
-        which the request had been read, by default now; `loosen` replaces a structured output that is refused. The
+        `caller` is the caller's API key, or the visit of a call that this request is a part of, `remaining_s` the time
+        until the call's own deadline, `received_s` the time at which the request had been read, by default now; `loosen` replaces a structured output that is refused. The
         endpoint calls `leave` when it is done with the answer.
         Raises RefusedError; then the endpoint must not call `leave`.
         """
         clock = self.backend.clock
         opened = self._records.begin(request, clock.now_s() if received_s is None else received_s)
-        client = self.clients.identify(key)
+        client = caller.client if isinstance(caller, Visit) else self.clients.identify(caller)
         try:
-            visit = await self.clients.visit(client)
+            visit = caller.part() if isinstance(caller, Visit) else await self.clients.visit(client)
             try:
                 event, ignored = await self._arrival(request, visit, opened, remaining_s, loosen)
             except BaseException as error:
@@ -97,7 +97,7 @@ class Intake:
         event = _permitted(check_terms(request, self.model, limit_ms, opened.received_s, remaining_s), visit)
         event = await prompts.with_bad_words(event, request, event.deadline_s - clock.now_s())
         event, ignored = await prompts.with_structured(event, event.deadline_s - clock.now_s(), loosen)
-        max_model_len = self.max_model_len()
+        max_model_len = self._room(event)
         token_ids = await prompts.tokenize(request, max_model_len, event.deadline_s - clock.now_s())
         visit.spend(len(token_ids))
         event = with_tokens(event, request, token_ids, max_model_len)
@@ -150,6 +150,12 @@ class Intake:
     def names(self) -> tuple[str, ...]:
         """All that requests may name now: the model, and each adapter that workers have loaded."""
         return tuple(dict.fromkeys((*self.model.names, *self.backend.readiness().adapters)))
+
+    def _room(self, event: RequestArrived) -> int:
+        """Return how many tokens a request may have; of a text for a vector, its model's files may say."""
+        pooling, limit = event.params.pooling, self.model.embedding.max_tokens
+        length = self.max_model_len()
+        return length if pooling is None or pooling.kind == "logits" or limit is None else min(length, limit + 1)
 
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""

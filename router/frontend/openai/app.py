@@ -21,7 +21,15 @@ from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.anthropic.response import body_of as messages_body_of
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.document import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES, with_generation
+from pdserve.router.frontend.openai.document import (
+    COUNT_INPUT,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    with_generation,
+)
+from pdserve.router.frontend.openai.embeddings import Embedder
 from pdserve.router.frontend.openai.errors import body_of, headers_for, refused_by, response_of
 from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest
 from pdserve.router.frontend.openai.generation import (
@@ -69,6 +77,7 @@ class App:
             COUNT_TOKENS: generator.count_tokens,
             RESPONSES: responses.create,
             COUNT_INPUT: responses.count,
+            EMBEDDINGS: Embedder(intake).embed,
         }
         self._intake = intake
         self._page = Page(intake.backend, intake.clients)

@@ -9,16 +9,13 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.net.rpc import MAX_CONNECTIONS
 from pdserve.protocol.refusal import Cause, Refused
 from pdserve.router.frontend.openai.errors import Header, body_of, headers_for
-
-if TYPE_CHECKING:
-    from pdserve.router.frontend.openai.reply import Reply
 
 MAX_REFUSED = 512  # connections beyond MAX_CONNECTIONS that get an answer
 MAX_HEAD_BYTES = 65_536
@@ -68,10 +65,20 @@ class Peer:
         return not is_gone and now_s - self._taken_s < STALLED_S
 
 
+class Told(Protocol):
+    """Who serves a request of a connection."""
+
+    def resume(self) -> None:
+        """Take note that the connection takes bytes again."""
+
+    def lost(self) -> None:
+        """Take note that it is gone."""
+
+
 class Connection(HttpToolsProtocol):
     """One connection. While a request is served, `reply` is told when the connection is writable, or lost."""
 
-    reply: "Reply | None" = None
+    reply: Told | None = None
     _timer: asyncio.TimerHandle | None = None  # for the head or body that is being received
     _looking: asyncio.TimerHandle | None = None
     _was_closing = False  # at the last check

@@ -4,7 +4,7 @@ A null means the same as a missing field. Unknown fields are accepted; `ignored`
 """
 
 from array import array
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
@@ -51,10 +51,29 @@ class Slo(Body):
     tpot_ms: float | None = Field(None, description="Mean time per later token, milliseconds.")
 
 
-class Generation(Body):
-    """The fields that requests for generation share."""
+class Served(Body):
+    """The fields that all requests to workers share."""
 
     model: str | None = Field(None, description="By default the model that is served.")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Higher is served first; 0 is normal.")
+    slo: Slo | None = None
+    tenant: str | None = Field(None, description="Whose prefix cache is used, where no API key says that.")
+    deadline_ms: int | None = Field(None, ge=0, lt=2**32, description="Time the whole request may take.")
+    request_id: str | None = Field(None, description="As the header x-request-id.")
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "cache_salt": "set tenant instead: prefix caches are not shared between tenants",
+        "prompt_embeds": "prompts are text or token ids",
+        "kv_transfer_params": "the router decides where KV pages go",
+        "truncate_prompt_tokens": "prompts are not truncated",
+    }
+    """Fields that would change the answer and are not supported, with the reason."""
+    PARTS: ClassVar[tuple[str, ...]] = ("slo",)
+
+
+class Generation(Served):
+    """The fields that requests for generation share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -81,11 +100,6 @@ class Generation(Body):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens as token_id:123 in log probabilities, instead of their texts."
     )
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Higher is served first; 0 is normal.")
-    slo: Slo | None = None
-    tenant: str | None = Field(None, description="Whose prefix cache is used, where no API key says that.")
-    deadline_ms: int | None = Field(None, ge=0, lt=2**32, description="Time the whole request may take.")
-    request_id: str | None = Field(None, description="As the header x-request-id.")
     response_format: Object | None = None
     structured_outputs: Object | None = Field(
         None, description="One of json, json_object, regex, choice and grammar, which the answer is to match."
@@ -96,14 +110,7 @@ class Generation(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "use_beam_search": "beam search is not supported",
-        "cache_salt": "set tenant instead: prefix caches are not shared between tenants",
-        "prompt_embeds": "prompts are text or token ids",
-        "kv_transfer_params": "the router decides where KV pages go",
-        "truncate_prompt_tokens": "prompts are not truncated",
-    }
-    """Fields that would change the answer and are not supported, with the reason."""
+    REFUSED: ClassVar[dict[str, str]] = {**Served.REFUSED, "use_beam_search": "beam search is not supported"}
     PARTS: ClassVar[tuple[str, ...]] = ("stream_options", "slo")
 
 
@@ -188,6 +195,27 @@ class CompletionRequest(Generation):
     best_of: int | None = None
     add_special_tokens: bool | None = Field(None, description="Whether the tokenizer adds its own; by default it does.")
     suffix: str | None = None
+
+
+class EmbeddingsRequest(Served):
+    """POST /v1/embeddings."""
+
+    input: Annotated[Prompt, PlainValidator(_checked_prompt, Prompt)]
+    dimensions: int | None = Field(
+        None, description="Leading numbers of each vector, which is then made as long again."
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    add_special_tokens: bool | None = Field(None, description="Whether the tokenizer adds its own; by default it does.")
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **Served.REFUSED,
+        "messages": "inputs are texts or token ids",
+        "embed_dtype": "vectors are float32",
+        "endianness": "vectors are little-endian",
+        "normalize": "vectors are as the model's files say",
+        "use_activation": "vectors are as the model's files say",
+        "input_type": "write the model's instruction into the input",
+    }
 
 
 class TokenizeRequest(Body):

@@ -254,5 +254,10 @@ def ignored(asked: Asked, plan: filters.Plan, answers: Sequence[Answer]) -> list
     """Return a header with the names of unknown fields, and of fields and parts of schemas without effect."""
     names = [*asked.ignored, *(plan.grammar.ignored if plan.grammar is not None else ())]
     names += dict.fromkeys(f"{plan.constrained_by}.{name}" for answer in answers for name in answer.ignored)
+    return ignored_names(names)
+
+
+def ignored_names(names: Sequence[str]) -> list[Header]:
+    """Return a header with names of what is ignored, if anything is."""
     shown = ", ".join(name if name.isascii() and name.isprintable() else ascii(name) for name in names)
     return [(IGNORED_FIELDS, shown.encode()[:MAX_IGNORED_BYTES])] if names else []

@@ -13,6 +13,7 @@ from pdserve.router.frontend.openai.fields import (
     Generation,
     Message,
     Object,
+    Served,
     TokenizeRequest,
 )
 from pdserve.router.frontend.openai.tools import offered
@@ -73,14 +74,18 @@ def with_prompt(template: inference.GenerateRequest, prompt: str | Sequence[int]
     return request
 
 
-def prompts_of(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]) -> list[str | Sequence[int]]:
+def prompts_of(
+    prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    field: str = "prompt",
+    limit: int = MAX_PROMPTS,
+) -> list[str | Sequence[int]]:
     """Return the prompts of one call; RefusedError(INVALID_ARGUMENT) for none or too many."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]  # all of them are
-    if not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise invalid("prompt", f"{len(prompt)} prompts are outside [1, {MAX_PROMPTS}]")
+    if not 1 <= len(prompt) <= limit:
+        raise invalid(field, f"{len(prompt)} {field}s are outside [1, {limit}]")
     return list(prompt)  # type: ignore[arg-type]
 
 
@@ -103,26 +108,33 @@ def chat_of(body: ChatRequest | TokenizeRequest) -> inference.Chat:
     )
 
 
-def label_of(body: Generation, headers: Headers) -> str:
+def label_of(body: Served, headers: Headers) -> str:
     """Return the client's name for a request, empty if there is none that can be kept."""
     return usable_label(body.request_id or headers.get(LABEL, ""))
 
 
 def _request(body: Generation, headers: Headers) -> inference.GenerateRequest:
-    for name in body.model_extra or ():
-        if name in body.REFUSED and body.model_extra and body.model_extra[name] not in (None, False):
-            raise invalid(name, body.REFUSED[name])
     given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
-    stop = body.stop
-    request = inference.GenerateRequest(
-        model=body.model or "",
-        sampling=inference.SamplingParams(
+    request, stop = served_request(body, headers), body.stop
+    request.stop.extend([stop] if isinstance(stop, str) else stop or ())
+    request.sampling.CopyFrom(
+        inference.SamplingParams(
             **given,
             top_k=None if body.top_k is None else max(0, body.top_k),
             seed=None if body.seed is None else body.seed % 2**64,
             max_tokens=body.max_tokens,
-        ),
-        stop=[stop] if isinstance(stop, str) else stop,
+        )
+    )
+    return request
+
+
+def served_request(body: Served, headers: Headers) -> inference.GenerateRequest:
+    """Return a request without its prompt and sampling; RefusedError(INVALID_ARGUMENT) names a wrong field."""
+    for name in body.model_extra or ():
+        if name in body.REFUSED and body.model_extra and body.model_extra[name] not in (None, False):
+            raise invalid(name, body.REFUSED[name])
+    request = inference.GenerateRequest(
+        model=body.model or "",
         tenant=body.tenant or "",
         priority=_priority(headers) if body.priority is None else body.priority,
         deadline_ms=body.deadline_ms,
