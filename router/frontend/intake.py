@@ -52,9 +52,10 @@ class Intake:
     ) -> Answer:
         """Admit a request; `sink` receives its answer, at the earliest when the event loop runs next.
 
-        `caller` is the caller's API key, or the visit of a call that this request is a part of, `remaining_s` the time
-        until the call's own deadline, `received_s` the time at which the request had been read, by default now; `loosen` replaces a structured output that is refused. The
-        endpoint calls `leave` when it is done with the answer.
+        `caller` is the caller's API key, or the visit of a call that this request is a part of. `remaining_s` is the
+        time until the call's own deadline, `received_s` the time at which the request had been read, by default now.
+        `loosen` replaces a structured output that is refused. The endpoint calls `leave` when it is done with the
+        answer.
         Raises RefusedError; then the endpoint must not call `leave`.
         """
         clock = self.backend.clock
