@@ -137,7 +137,7 @@ class Delivery:
         request.timeline.reach(Stage.FIRST_TOKEN, now_s)
         self._learn_ttft(sequence.placement, now_s)
         sequence.first_s = sequence.last_s = now_s
-        self._placements.emit(Deliver(request.request_id, 0, (), (), delta.finish_reason, pooled=delta.pooled))
+        self._placements.emit(Deliver(request.request_id, 0, [], (), delta.finish_reason, pooled=delta.pooled))
         self._placements.end_sequence(request, sequence.index, stop_workers=False)
         self._placements.finish(request, now_s)
 

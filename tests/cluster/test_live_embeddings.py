@@ -1,5 +1,6 @@
 """Vectors of texts through live routers and workers, by OpenAI's own client: those of transformers, in float32."""
 
+import base64
 import json
 import random
 import signal
@@ -86,6 +87,111 @@ def test_last_tokens_give_the_vectors_of_transformers(client: openai.OpenAI, ora
     for tokens, ours, coded in zip(asked, given["float"].data, given["base64"].data, strict=True):
         assert cosine(ours.embedding, states(oracle, tokens)[-1]) >= SAME, len(tokens)
         assert np.linalg.norm(ours.embedding) == pytest.approx(1, abs=1e-6)
-        decoded = np.frombuffer(__import__("base64").b64decode(coded.embedding), "<f4")
+        decoded = np.frombuffer(base64.b64decode(str(coded.embedding)), "<f4")
         assert np.allclose(decoded, ours.embedding, atol=2e-6)
     assert given["float"].usage.prompt_tokens == given["float"].usage.total_tokens == sum(map(len, asked))
+
+
+def test_means_give_the_vectors_of_transformers_though_prefixes_are_cached(
+    oracle: PreTrainedModel, tmp_path: Path
+) -> None:
+    folder = of_mean(write_model("qwen3", tmp_path / "mean"))
+    with live_cluster(tmp_path, folder, *FLAGS, "--prefill", "1", "--decode", "1") as cluster:
+        asked = texts(20, seed=1)
+        asked += [[*tokens[:-1], 5] for tokens in asked]  # begin as others do
+        with client_of(cluster) as client:
+            for _ in range(2):
+                given = client.embeddings.create(model="", input=asked)
+                for tokens, ours in zip(asked, given.data, strict=True):
+                    mean = states(oracle, tokens).mean(0)
+                    assert cosine(ours.embedding, mean) >= SAME, len(tokens)
+                    assert np.linalg.norm(ours.embedding) == pytest.approx(float(mean.norm()), rel=1e-4)
+                assert given.usage.model_extra == {"prompt_tokens_details": {"cached_tokens": 0}}
+            shorter = client.embeddings.create(model="", input=asked[:3], dimensions=8).data
+            for tokens, ours in zip(asked, shorter, strict=False):
+                assert cosine(ours.embedding, states(oracle, tokens).mean(0)[:8]) >= SAME
+        cluster.wait_for(is_idle, 20)
+
+
+def test_cached_prefixes_are_used_for_last_tokens(client: openai.OpenAI, oracle: PreTrainedModel) -> None:
+    (long,) = texts(1, seed=2, lengths=(700,))
+    for number in range(4):
+        tokens = [*long, 7 + number]
+        given = client.embeddings.create(model="", input=tokens)
+        assert cosine(given.data[0].embedding, states(oracle, tokens)[-1]) >= SAME
+    assert (given.usage.model_extra or {})["prompt_tokens_details"]["cached_tokens"] == 688
+    ledger = (given.model_extra or {})["pdserve"]
+    assert ledger["prefill_worker"].startswith("prefill-")
+    assert (ledger["decode_worker"], ledger["handoff_bytes"]) == ("", 0)
+
+
+def test_shortened_vectors_have_length_1(client: openai.OpenAI, oracle: PreTrainedModel) -> None:
+    asked = texts(5, seed=3)
+    for tokens, ours in zip(asked, client.embeddings.create(model="", input=asked, dimensions=16).data, strict=True):
+        assert len(ours.embedding) == 16
+        assert np.linalg.norm(ours.embedding) == pytest.approx(1, abs=1e-6)
+        assert cosine(ours.embedding, states(oracle, tokens)[-1][:16]) >= SAME
+
+
+def test_texts_and_their_tokens_are_the_same_input(client: openai.OpenAI) -> None:
+    text = "Write it once, and read it often."
+    alone = client.embeddings.create(model="", input=text).data[0].embedding
+    listed = client.embeddings.create(model="", input=[text, "another"]).data[0].embedding
+    assert np.allclose(alone, listed, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "text"),
+    [
+        ({"input": ""}, "input", "it is empty"),
+        ({"input": []}, "input", "a text, token ids, or a list of either is needed"),
+        ({"input": ["a", ""]}, "input[1]", "it is empty"),
+        ({"input": [[5, 6], []]}, "input", "is needed"),
+        ({"input": ["a", 5]}, "input", "is needed"),
+        ({"input": 5}, "input", "is needed"),
+        ({"input": [[5], [5] * 1024]}, "input[1]", "1024 tokens, over the limit of 1023"),
+        ({"input": [5] * 3000}, "input", "3000 ids are too many"),
+        ({"input": "word" * 9000}, "input", "maximum context length is 1024"),
+        ({"input": [VOCAB]}, "input", f"token id {VOCAB} at position 0 is outside"),
+        ({"input": "a", "dimensions": 65}, "dimensions", "65 is outside [1, 64]"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "0 is outside"),
+        ({"input": "a", "dimensions": "many"}, "dimensions", "valid integer"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not truncated"),
+        ({"input": ["a"] * 2049}, "input", "2049 inputs are outside [1, 2048]"),
+        ({}, "input", "field required"),
+    ],
+)
+def test_bad_inputs_are_named(client: openai.OpenAI, asked: dict[str, object], param: str, text: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/embeddings", cast_to=object, body={"model": "", **asked})
+    error = refused.value.body
+    assert isinstance(error, dict)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert text in error["message"]
+
+
+def test_chats_are_answered_while_texts_are_embedded(client: openai.OpenAI) -> None:
+    asked = texts(400, seed=4, lengths=(100, 200, 300))
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(client.embeddings.create, model="", input=asked) for _ in range(3)]
+        num_answered = 0
+        while not all(load.done() for load in loads):
+            answer = client.completions.create(model="", prompt=[5, 6, 7], max_tokens=4, temperature=0)
+            assert answer.choices[0].finish_reason == "length"
+            num_answered += not all(load.done() for load in loads)
+        assert [len(load.result().data) for load in loads] == [400] * 3
+    assert num_answered >= 5
+
+
+def test_a_killed_worker_costs_a_retry(cluster: LiveCluster, client: openai.OpenAI, oracle: PreTrainedModel) -> None:
+    asked = texts(600, seed=5, lengths=(50, 300, 600))
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(client.embeddings.create, model="", input=asked)
+        cluster.wait_for(lambda status: status.num_active > 8, 20)
+        cluster.signal("prefill-1", signal.SIGKILL)
+        given = load.result()
+    for tokens, ours in list(zip(asked, given.data, strict=True))[::13]:
+        assert cosine(ours.embedding, states(oracle, tokens)[-1]) >= SAME
+    status = cluster.wait_for(all_ready(3), 60)
+    assert status.num_active == 0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from faultsim.engine import expected
+from faultsim.engine import expected, expected_vector
 from faultsim.registration import VOCAB_SIZE, Size
 from faultsim.router import RouterProcess
 from faultsim.world import ViolationError, World
@@ -95,6 +95,8 @@ class Answer:
         start = len(received)
         received.extend(fresh)
         self.came_s[index] += [self._world.now] * len(fresh)
+        if command.pooled != self._due_vector():
+            raise self._violation("I3", f"the vector is {command.pooled!r}, due was {self._due_vector()!r}")
         if self.outcome is not None:
             raise self._violation("I4", f"tokens of {index} came after the end")
         if fresh != due[start : start + len(fresh)]:
@@ -112,6 +114,12 @@ class Answer:
             self._ended[index] = self._stopped[index] = True
             return StopStringFound(wish.request_id, index)
         return None
+
+    def _due_vector(self) -> bytes:
+        wish = self.wish
+        if wish.params.pooling is None:
+            return b""
+        return expected_vector(wish.prompt, wish.params.pooling, self._size.others, wish.adapter)
 
     def end(self, outcome: Finished | Refused) -> None:
         if isinstance(outcome, Finished):
@@ -150,6 +158,8 @@ class Answer:
 def whole_answer(wish: Wish, index: int, others: Sequence[PageShape]) -> list[int]:
     """Return all tokens of a continuation, up to the first one that stops it."""
     params = wish.params
+    if params.pooling is not None:
+        return []
     seed = (params.seed + index * SEED_STRIDE) & SEED_MASK
     tokens = expected(wish.prompt, seed, params.max_tokens, VOCAB_SIZE, others, wish.adapter)
     stops = (place for place, token in enumerate(tokens) if token in params.stop_token_ids)

@@ -5,7 +5,7 @@ query sees of it: with a window, on its last tokens. With an adapter, the chain 
 """
 
 from collections.abc import Sequence
-from struct import Struct
+from struct import Struct, pack, unpack
 from zlib import crc32
 
 from pdserve.base.errors import InvariantError
@@ -13,6 +13,7 @@ from pdserve.base.ids import PageId
 from pdserve.engine.step import Chunk, StepPlan, StepResult, Tokens
 from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
 from pdserve.protocol.paging import PageShape, Paging
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import SampledToken
 
 SLOT = Struct("<I")
@@ -46,11 +47,12 @@ class FakeRunner:
         for source, target in plan.copies:
             self._pages[target][:] = self._pages[source]
         tokens = tuple([self._compute(chunk) for chunk in plan.chunks])
+        pooled = {place: self._pool(chunk) for place, chunk in enumerate(plan.chunks) if chunk.pooling is not None}
         if not self._most_drafts:
-            return StepResult(tokens, 0.0)
+            return StepResult(tokens, 0.0, pooled=pooled)
         sampled = enumerate(zip(plan.chunks, tokens, strict=True))
         drafts = {place: self._guess(chunk, kept[0]) for place, (chunk, kept) in sampled if len(kept) == 1}
-        return StepResult(tokens, 0.0, drafts=drafts)
+        return StepResult(tokens, 0.0, drafts=drafts, pooled=pooled)
 
     def _compute(self, chunk: Chunk) -> tuple[Tokens, ...]:
         memory, samples, begin = self._pages, chunk.samples, chunk.start * SIZE
@@ -74,6 +76,14 @@ class FakeRunner:
         if len(samples) == 1:
             return ((SampledToken(_token(context, samples[0].seed, samples[0].index, vocab_size)),),)
         return tuple([(SampledToken(_token(context, spec.seed, spec.index, vocab_size)),) for spec in samples])
+
+    def _pool(self, chunk: Chunk) -> bytes:
+        """Return a vector of one number: of all slots up to the chunk's end, or the sum of its own."""
+        end = chunk.start + len(chunk.token_ids)
+        slots = b"".join([self._pages[page] for page in chunk.pages])[: end * SIZE]
+        if chunk.pooling is not None and chunk.pooling.reads_all:
+            return vector_of_sum(slots[chunk.start * SIZE :])
+        return vector_of(mixed(crc32(slots), self._read_others(chunk, end)))
 
     def _verify(self, chunk: Chunk, context: int, guessed: bytes) -> Tokens:
         """Return what is sampled at the last known token and behind each guess that is what was sampled before it."""
@@ -146,6 +156,27 @@ def _state(group: int, slot: bytes) -> int:
     """Return the state that a slot holds, or something else if it is not whole."""
     state = int.from_bytes(slot[:SIZE], "little") ^ group
     return state if slot == group_slot(group, state, len(slot)) else crc32(slot)
+
+
+def vector_of(number: int) -> bytes:
+    """Return a vector that holds a number as float32 can."""
+    return pack("<f", number % 2**20)
+
+
+def vector_of_sum(slots: bytes) -> bytes:
+    return vector_of(sum(SLOT.unpack(slots[place : place + SIZE])[0] % 2**12 for place in range(0, len(slots), SIZE)))
+
+
+def expected_vector(
+    prompt: Sequence[int], pooling: Pooling, others: Sequence[PageShape] = (), adapter: AdapterDigest = NO_ADAPTER
+) -> bytes:
+    """Return the vector that any correct engine makes of a prompt."""
+    slots = chain(beginning(adapter), prompt)
+    if pooling.reads_all:
+        (total,) = unpack("<f", vector_of_sum(slots))
+        return pack("<f", total / len(prompt))
+    states = [int.from_bytes(slots[place : place + SIZE], "little") for place in range(0, len(slots), SIZE)]
+    return vector_of(mixed(crc32(slots), [cut(states, shape) for shape in others]))
 
 
 def cut(states: list[int], shape: PageShape) -> list[int]:

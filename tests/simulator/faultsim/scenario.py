@@ -11,6 +11,7 @@ from faultsim.registration import VOCAB_SIZE, Size
 from pdserve.base.ids import RequestId
 from pdserve.protocol.adapters import DIGEST_BYTES, NO_ADAPTER, Adapter
 from pdserve.protocol.paging import PageShape
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import SamplingParams
 
 PERIOD = 8  # of so many seeds, the first is calm, the fifth has impatient clients but no faults, the last has zombies
@@ -119,7 +120,10 @@ def draw(seed: int, num_requests: int) -> Scenario:
         span_s=span_s,
         wishes=converse(
             seed,
-            _with_adapters(seed, _longer(seed, _wishes(rng, num_requests, span_s, calm), step_tokens), adapters),
+            _with_vectors(
+                seed,
+                _with_adapters(seed, _longer(seed, _wishes(rng, num_requests, span_s, calm), step_tokens), adapters),
+            ),
             others,
         ),
         faults=faults,
@@ -170,6 +174,18 @@ def _longer(seed: int, wishes: list[Wish], step_tokens: int) -> list[Wish]:
 def _with_adapters(seed: int, wishes: Sequence[Wish], adapters: Sequence[Adapter]) -> list[Wish]:
     rng, digests = random.Random(f"wanted {seed}"), [NO_ADAPTER, *(each.digest for each in adapters)]
     return [replace(wish, adapter=rng.choice(digests)) for wish in wishes]
+
+
+def _with_vectors(seed: int, wishes: Sequence[Wish]) -> list[Wish]:
+    """Let some clients that want one token want a vector of their prompt."""
+    rng = random.Random(f"vectors {seed}")
+    kinds = [rng.choice((None, Pooling("last"), Pooling("mean"))) for _ in wishes]
+    return [
+        replace(wish, params=SamplingParams(max_tokens=1, pooling=pooling), stops_at=None)
+        if pooling is not None and (wish.params.max_tokens, wish.params.n) == (1, 1)
+        else wish
+        for wish, pooling in zip(wishes, kinds, strict=True)
+    ]
 
 
 def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) -> list[Wish]:
