@@ -39,7 +39,7 @@ class Ends:
     def __init__(self, model: str) -> None:
         self._model = model
         self._parts = [(Distribution(metric), start, end) for metric, start, end in _PARTS]
-        self._tpot = Distribution(metrics.TPOT)
+        self._tpot, self._pooled = Distribution(metrics.TPOT), Distribution(metrics.POOLED)
         self._prompts, self._answers = Distribution(metrics.PROMPT_TOKENS), Distribution(metrics.ANSWER_TOKENS)
         self._handoffs = Distribution(metrics.HANDOFF_S)
         self._ratios = {name: Distribution(metrics.OUTCOME_RATIO) for name in _OBJECTIVES}
@@ -58,11 +58,14 @@ class Ends:
         priority, slo_s = event.priority, (event.ttft_slo_s, event.tpot_slo_s)
         if isinstance(outcome, Finished):
             self._finished.update(finish_reasons)
-            self._take_ledger(outcome.ledger)
+            if event.params.pooling is None:
+                self._take_ledger(outcome.ledger)
+                self._answers.observe(outcome.usage.completion_tokens)
+            else:
+                self._pooled.observe(outcome.ledger.steps[-1][1] / 1e3)
             self._prompt_tokens += outcome.usage.prompt_tokens
             self._cached_tokens += outcome.usage.cached_tokens
             self._prompts.observe(outcome.usage.prompt_tokens)
-            self._answers.observe(outcome.usage.completion_tokens)
         verdict = judge(slo_s, outcome)
         if verdict is None:
             return
@@ -103,6 +106,7 @@ class Ends:
         for reason, name in FINISH_REASONS.items():
             yield Sample(metrics.FINISHED, self._finished[reason], (self._model, name))
         yield Sample(metrics.TPOT, self._tpot, model)
+        yield Sample(metrics.POOLED, self._pooled)
         yield Sample(metrics.PROMPT_TOKENS, self._prompts, model)
         yield Sample(metrics.ANSWER_TOKENS, self._answers, model)
         yield Sample(metrics.CACHE_QUERIES, self._prompt_tokens, model)

@@ -109,6 +109,11 @@ DECODE = _histogram("vllm:request_decode_time_seconds", "From the first token to
 INFERENCE = _histogram(
     "vllm:request_inference_time_seconds", "From the start of a prompt to the last token.", _LATENCY_S, _MODEL
 )
+POOLED = _histogram(
+    "pdserve_pooled_seconds",
+    "From a request's arrival to the vector of its prompt, where one was asked for.",
+    _FIRST_TOKEN_S,
+)
 PROMPT_TOKENS = _histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS, _MODEL)
 ANSWER_TOKENS = _histogram("vllm:request_generation_tokens", "Tokens of a request's answers.", _TOKENS, _MODEL)
 FINISHED = _counter("vllm:request_success_total", "Answers, by why they ended.", _MODEL, "finished_reason")

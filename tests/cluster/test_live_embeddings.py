@@ -146,7 +146,7 @@ def test_texts_and_their_tokens_are_the_same_input(client: openai.OpenAI) -> Non
         ({"input": ""}, "input", "it is empty"),
         ({"input": []}, "input", "a text, token ids, or a list of either is needed"),
         ({"input": ["a", ""]}, "input[1]", "it is empty"),
-        ({"input": [[5, 6], []]}, "input", "is needed"),
+        ({"input": [[5, 6], []]}, "input[1]", "it is empty"),
         ({"input": ["a", 5]}, "input", "is needed"),
         ({"input": 5}, "input", "is needed"),
         ({"input": [[5], [5] * 1024]}, "input[1]", "1024 tokens, over the limit of 1023"),

@@ -83,6 +83,11 @@ def tokens_of(prompt: Sequence[int], num_tokens: int, index: int = 0) -> list[in
     return [token_of(prompt, index, position) for position in range(num_tokens)]
 
 
+def vector_of(prompt: Sequence[int]) -> bytes:
+    """Return what the fake model makes of a prompt: its length, its first and its last token, and 1."""
+    return struct.pack("<4f", len(prompt), prompt[0], prompt[-1], 1.0)
+
+
 class FakeWorker:
     """Attaches to a router, records what it is told, and answers as a worker would."""
 
@@ -248,6 +253,9 @@ class FakeWorker:
 
     def delta(self, spec: link.SequenceSpec, index: int, position: int, *, is_last: bool = False) -> link.TokenDelta:
         prompt = token_ids_of(spec)[: spec.num_prompt_tokens]
+        if spec.sampling.HasField("pooling"):
+            done, pooled = inference.FINISH_REASON_STOP, vector_of(prompt)
+            return link.TokenDelta(request_id=spec.request_id, attempt=spec.attempt, finish_reason=done, pooled=pooled)
         top = [inference.TokenLogprob(token_id=i, logprob=-1.0) for i in range(self.logprobs_per_token)]
         token, finish_reason = token_of(prompt, index, position), inference.FINISH_REASON_UNSPECIFIED
         if token in spec.sampling.stop_token_ids:
@@ -424,6 +432,7 @@ async def running_router(
         eos_token_ids=(0,),
         archived=archived,
         aliases=config.served_model_aliases,
+        hidden_size=4,
     )
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
