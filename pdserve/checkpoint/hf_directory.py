@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FIRST_OF_BODY = "embed_tokens.weight"
 PICKLED = ("*.bin", "*.pt", "*.pth")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -44,7 +45,7 @@ def open_directory(path: Path) -> Checkpoint:
         form = read_format(raw_config)
 
     def weights(*, keep_coded: bool = False) -> Weights:
-        read = decoding(text_tensors(read_weights(path), raw_config), form, keep_coded=keep_coded)
+        read = decoding(text_tensors(whole(read_weights(path)), raw_config), form, keep_coded=keep_coded)
         return apart(read, config)
 
     embedding = read_embedding(lambda name: _parsed(path / name), config.hidden_size)
@@ -127,6 +128,13 @@ def _named_files(path: Path) -> list[Path]:
 
 def _has_index(path: Path) -> bool:
     return (path / INDEX).exists() or (path / INDEX).is_symlink()
+
+
+def whole(weights: Weights) -> Weights:
+    """Return tensors by the names of a whole model. Embedding models are often saved without their head's part."""
+    if FIRST_OF_BODY not in weights:
+        return weights
+    return {name if name.startswith("lm_head.") else f"model.{name}": stored for name, stored in weights.items()}
 
 
 class _Slice(Protocol):

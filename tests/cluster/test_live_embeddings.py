@@ -92,6 +92,7 @@ def test_last_tokens_give_the_vectors_of_transformers(client: openai.OpenAI, ora
     assert given["float"].usage.prompt_tokens == given["float"].usage.total_tokens == sum(map(len, asked))
 
 
+@pytest.mark.long
 def test_means_give_the_vectors_of_transformers_though_prefixes_are_cached(
     oracle: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -140,37 +141,7 @@ def test_texts_and_their_tokens_are_the_same_input(client: openai.OpenAI) -> Non
     assert np.allclose(alone, listed, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("asked", "param", "text"),
-    [
-        ({"input": ""}, "input", "it is empty"),
-        ({"input": []}, "input", "a text, token ids, or a list of either is needed"),
-        ({"input": ["a", ""]}, "input[1]", "it is empty"),
-        ({"input": [[5, 6], []]}, "input[1]", "it is empty"),
-        ({"input": ["a", 5]}, "input", "is needed"),
-        ({"input": 5}, "input", "is needed"),
-        ({"input": [[5], [5] * 1024]}, "input[1]", "1024 tokens, over the limit of 1023"),
-        ({"input": [5] * 3000}, "input", "3000 ids are too many"),
-        ({"input": "word" * 9000}, "input", "maximum context length is 1024"),
-        ({"input": [VOCAB]}, "input", f"token id {VOCAB} at position 0 is outside"),
-        ({"input": "a", "dimensions": 65}, "dimensions", "65 is outside [1, 64]"),
-        ({"input": "a", "dimensions": 0}, "dimensions", "0 is outside"),
-        ({"input": "a", "dimensions": "many"}, "dimensions", "valid integer"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not truncated"),
-        ({"input": ["a"] * 2049}, "input", "2049 inputs are outside [1, 2048]"),
-        ({}, "input", "field required"),
-    ],
-)
-def test_bad_inputs_are_named(client: openai.OpenAI, asked: dict[str, object], param: str, text: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.post("/embeddings", cast_to=object, body={"model": "", **asked})
-    error = refused.value.body
-    assert isinstance(error, dict)
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert text in error["message"]
-
-
+@pytest.mark.long
 def test_chats_are_answered_while_texts_are_embedded(client: openai.OpenAI) -> None:
     asked = texts(400, seed=4, lengths=(100, 200, 300))
     with ThreadPoolExecutor(3) as pool:
@@ -184,6 +155,7 @@ def test_chats_are_answered_while_texts_are_embedded(client: openai.OpenAI) -> N
     assert num_answered >= 5
 
 
+@pytest.mark.long
 def test_a_killed_worker_costs_a_retry(cluster: LiveCluster, client: openai.OpenAI, oracle: PreTrainedModel) -> None:
     asked = texts(600, seed=5, lengths=(50, 300, 600))
     with ThreadPoolExecutor(1) as pool:

@@ -123,7 +123,10 @@ NONSENSE: dict[str, tuple[list[messages.Message], str]] = {
 FIRST = {
     "another message": (messages.Ping(), "ValidationError"),
     "a request": (arrive(), "the first message is Arrive"),
-    "version": (messages.Attached("frontend-0", PROTOCOL_VERSION + 1), "protocol version 2 of the frontend is not 1"),
+    "version": (
+        messages.Attached("frontend-0", PROTOCOL_VERSION + 1),
+        f"protocol version {PROTOCOL_VERSION + 1} of the frontend is not {PROTOCOL_VERSION}",
+    ),
     "no name": (messages.Attached("", PROTOCOL_VERSION), "the first message is Attached, and not"),
 }
 

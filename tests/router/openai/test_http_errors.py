@@ -156,7 +156,7 @@ async def test_openais_client_raises_its_own_kinds(start_http: StartHttp) -> Non
     with pytest.raises(openai.NotFoundError):
         await door.client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError):
-        await door.client.embeddings.create(model=MODEL, input="x")
+        await door.client.moderations.create(model=MODEL, input="x")
 
 
 async def test_other_paths_and_methods_have_openais_shape(start_http: StartHttp) -> None:
