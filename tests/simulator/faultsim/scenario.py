@@ -118,14 +118,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
         ),
         mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
         span_s=span_s,
-        wishes=converse(
-            seed,
-            _with_vectors(
-                seed,
-                _with_adapters(seed, _longer(seed, _wishes(rng, num_requests, span_s, calm), step_tokens), adapters),
-            ),
-            others,
-        ),
+        wishes=converse(seed, _changed(seed, _wishes(rng, num_requests, span_s, calm), step_tokens, adapters), others),
         faults=faults,
         num_faults=rng.randrange(3, 14),
         num_zombies=NUM_ZOMBIES if has_zombies else 0,
@@ -157,6 +150,10 @@ def _lacking(seed: int, num_prefill: int, num_decode: int) -> frozenset[str]:
     rng = random.Random(f"lacking {seed}")
     names = [f"p{number}" for number in range(1, num_prefill)] + [f"d{number}" for number in range(1, num_decode)]
     return frozenset([name for name in names if rng.random() < LACKING])
+
+
+def _changed(seed: int, wishes: list[Wish], step_tokens: int, adapters: Sequence[Adapter]) -> list[Wish]:
+    return _with_vectors(seed, _with_adapters(seed, _longer(seed, wishes, step_tokens), adapters))
 
 
 def _longer(seed: int, wishes: list[Wish], step_tokens: int) -> list[Wish]:
