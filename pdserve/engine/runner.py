@@ -167,8 +167,8 @@ class Runner:
     def follow(self, plan: StepPlan) -> None:
         """Do this rank's part of a step of another rank, which copies pages and samples."""
         batch = Batch.of(plan, self._pool)
-        if batch.scored:
-            self._scored(batch)
+        if batch.scored or batch.pooled:
+            self._beside(batch)
         else:
             self._logits(batch)
 

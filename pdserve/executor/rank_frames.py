@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.base.ids import PageId
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, Targets
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import SamplingParams
 
 MAX_BYTES = 1 << 30
@@ -42,6 +43,7 @@ class Part(msgspec.Struct, array_like=True):
     num_drafts: int
     is_prompt: bool
     targets: list[int] | None
+    pooling: Pooling | None = None
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -96,6 +98,7 @@ def parts_of(plan: StepPlan) -> list[Part]:
             num_drafts=chunk.num_drafts,
             is_prompt=chunk.phase is Phase.PROMPT,
             targets=None if chunk.targets is None else list(chunk.targets.token_ids),
+            pooling=chunk.pooling,
         )
         for chunk in plan.chunks
     ]
@@ -116,4 +119,5 @@ def _chunk(part: Part) -> Chunk:
         targets=None if part.targets is None else Targets(part.targets, 0),
         num_drafts=part.num_drafts,
         other_pages=tuple([[PageId(page) for page in pages] for pages in part.other_pages]),
+        pooling=part.pooling,
     )
