@@ -23,16 +23,24 @@ class Embedding:
 
     pooling: Pooling = Pooling("last", normalizes=True)  # noqa: RUF009 - it is a value
     max_tokens: int | None = None  # of a text, with the tokenizer's own; None: as many as the model takes
+    refusal: str = ""  # why no vectors are made; the model may be served all the same
 
 
 GENERATING = Embedding()
 
 
 def read_embedding(read: ReadJson, hidden_size: int) -> Embedding:
-    """Return what the files of a directory say; ConfigError names the file and key that is not served."""
+    """Return what the files of a directory say. What is not served is a refusal that names file and key."""
     listed = read(MODULES)
     if listed is None:
         return GENERATING
+    try:
+        return _read(listed, read, hidden_size)
+    except ConfigError as error:
+        return Embedding(refusal=str(error))
+
+
+def _read(listed: object, read: ReadJson, hidden_size: int) -> Embedding:
     if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
         raise ConfigError(f"{MODULES}: is not a list of modules")
     kinds = [str(each.get("type", "")).rpartition(".")[2] for each in listed]

@@ -65,6 +65,8 @@ def load_model(config: EndpointConfig) -> ServedModel:
             defaults = checkpoint.generation.within(vocab_size)
         if defaults != NO_DEFAULTS:
             logger.info("sampling defaults of the model's generation_config.json: %s", defaults.sampling())
+    if checkpoint.embedding.refusal:
+        logger.warning("/v1/embeddings is not served: %s", checkpoint.embedding.refusal)
     chat = checkpoint.chat()
     tool_chat = chat if checkpoint.tool_template is None else checkpoint.chat(with_tools=True)
     parser = config.tool_call_parser

@@ -33,6 +33,8 @@ class Embedder:
     async def embed(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/embeddings. Raises what `errors.refused_by` knows."""
         asked, headers, model = EmbeddingsRequest.model_validate_json(body), headers_of(scope), self._intake.model
+        if model.embedding.refusal:
+            raise invalid("model", f"it makes no vectors of texts: {model.embedding.refusal}")
         template = pooled_template(asked, headers, model.embedding.pooling)
         if asked.add_special_tokens is not None:
             template.add_special_tokens = asked.add_special_tokens
