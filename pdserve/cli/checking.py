@@ -11,7 +11,7 @@ import typer
 from pdserve.base.errors import ConfigError
 from pdserve.cli.models import fetched
 from pdserve.cli.options import AsJson
-from pdserve.settings.config import GPU_PAGE_SIZE, PAGE_SIZE, Device, Dtype, Quantization
+from pdserve.settings.config import GPU_PAGE_SIZE, MAX_RANKS, PAGE_SIZE, Device, Dtype, Quantization
 
 if TYPE_CHECKING:
     from pdserve.executor.footprint import Footprint
@@ -23,6 +23,7 @@ def check_model(
     dtype: Annotated[Dtype, typer.Option(help="Type of weights and KV.")] = "auto",
     quantization: Annotated[Quantization, typer.Option(help="Form of the weights.")] = "auto",
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a model is served, what it needs, and what fits on this machine. Starts nothing.
@@ -33,7 +34,9 @@ def check_model(
 
     size = page_size or (GPU_PAGE_SIZE if device == "cuda" else PAGE_SIZE)
     try:
-        fit = footprint_of(fetched(model), Choices(device, dtype, quantization, size))
+        fit = footprint_of(
+            fetched(model), Choices(device, dtype, quantization, size, tensor_parallel_size=tensor_parallel_size)
+        )
     except ConfigError as error:
         typer.echo(json.dumps({"model": model, "refused": str(error)}, indent=2) if as_json else f"not served: {error}")
         raise typer.Exit(1) from None
@@ -52,6 +55,8 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     yield "family", f"{fit.architecture}: served"
     yield "parameters", f"{fit.num_parameters:,}"
     yield "weights", f"{_size(fit.file_bytes)} in files, about {_size(fit.weight_bytes)} in memory"
+    if fit.tensor_parallel_size > 1:
+        yield "ranks", f"{fit.tensor_parallel_size}: at most {_size(fit.rank_weight_bytes)} of the weights in each"
     yield "form", f"{form} ({fit.because})"
     yield "context", f"{fit.max_model_len:,} tokens"
     yield "KV", f"{fit.num_layers} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"

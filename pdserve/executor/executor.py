@@ -1,6 +1,6 @@
 """What a worker knows of the device that computes its steps.
 
-Invariant: steps are computed in the order in which they were started, and all ranks of a step bring the same result. A
+Invariant: steps are computed in the order in which they were started, and a step is over when it is on all ranks. A
 worker that is served by several ranks knows them by their regions alone.
 """
 
@@ -24,7 +24,7 @@ class Executor(Protocol):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """One a rank: the memory that its mover registers. Page i is row i of each."""
+        """One a rank, or one that ranks share: the memory that its mover registers. Page i is row i of each."""
         ...
 
     def start(self, plan: StepPlan) -> Future[StepResult]:

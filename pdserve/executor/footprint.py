@@ -13,7 +13,7 @@ from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
-from pdserve.model.loading import needed_weights
+from pdserve.model.loading import largest_share, needed_weights
 from pdserve.model.weights import GROUP, Stored, Weights
 from pdserve.settings.config import PAGE_SIZE, STEP_TOKENS, Device, Dtype, Quantization
 from pdserve.settings.processor import choose_dtype, read_cpu_info
@@ -30,6 +30,7 @@ class Choices:
     quantization: Quantization = "auto"
     page_size: int = PAGE_SIZE
     step_tokens: int = max(STEP_TOKENS.values())
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ class Footprint:
     dtype: str
     because: str  # why it is that
     quantization: str
-    weight_bytes: int  # in memory, nearly
+    weight_bytes: int  # in memory, nearly, of all ranks
+    tensor_parallel_size: int
+    rank_weight_bytes: int  # of the rank that has the most
     max_model_len: int  # tokens
     num_layers: int
     num_kv_heads: int
@@ -91,7 +94,10 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
     weights = needed_weights(config, checkpoint.weights())
     layout = describe_layout(config, "", choices.page_size, dtype, device)
+    share = largest_share(config, choices.tensor_parallel_size)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
+    is_coded = quantization == checkpoint.coded_as
+    weight_bytes = file_bytes if is_coded else _weight_bytes(weights, quantization, dtype)
     return Footprint(
         name=checkpoint.name,
         path=str(checkpoint.path),
@@ -101,7 +107,9 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         dtype=dtype,
         because=because,
         quantization=quantization,
-        weight_bytes=file_bytes if quantization == checkpoint.coded_as else _weight_bytes(weights, quantization, dtype),
+        weight_bytes=weight_bytes,
+        tensor_parallel_size=choices.tensor_parallel_size,
+        rank_weight_bytes=int(share * weight_bytes),
         max_model_len=config.max_position_embeddings,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

@@ -94,7 +94,7 @@ def _ranked(
         eos_token_ids = sorted(frozenset(form.checkpoint.eos_token_ids))
         runner = Runner(model, num_pages, config.page_size, eos_token_ids, followers.pages)
         followers.meet()
-        name = device_name(config.device, read_cpu_info())
+        name = f"{config.tensor_parallel_size} ranks, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
         return RankedExecutor(runner, followers, thread, name, config.test_step_s)
     except BaseException:
         followers.close()

@@ -59,19 +59,24 @@ class Wanted:
 
     def __init__(self) -> None:
         self.shapes: Shapes = {}
+        self.num_elements = 0  # of the shards
 
     def take(
         self, name: str, shape: tuple[int, ...], shard: Shard | None = None, plus: float = 0.0, *, exact: bool = False
     ) -> Tensor:
-        del shard, plus, exact
+        del plus, exact
         self.shapes[name] = shape
+        span = slice(0, 1) if shard is None else shard.span(name, shape[shard.axis])
+        length = 1 if shard is None else shape[shard.axis]
+        self.num_elements += prod(shape) // length * (span.stop - span.start)
         return torch.empty(shape if len(shape) == 1 else (shape[0], 0))
 
     def take_matrix(
         self, name: str, outputs: int, inputs: int, *, bias: bool = False, shard: Shard | None = None
     ) -> Matrix:
         weight = self.take(f"{name}.weight", (outputs, inputs), shard)
-        return Dense(weight, self.take(f"{name}.bias", (outputs,)) if bias else None)
+        by_rows = None if shard is None or shard.axis == COLUMNS else shard
+        return Dense(weight, self.take(f"{name}.bias", (outputs,), by_rows) if bias else None)
 
 
 class Tensors:

@@ -18,7 +18,7 @@ from pdserve.model.ops_cpu import CpuOps
 from pdserve.model.parallel import Collective
 from pdserve.model.ranks import RankedOps
 from pdserve.model.sharding import check_divides
-from pdserve.model.weights import Part, Stored, Weights
+from pdserve.model.weights import Part, Rank, Stored, Weights
 
 DUMMY_STD = 0.02
 NAMED_AT_MOST = 3  # missing tensors that an error names; it counts the others
@@ -63,6 +63,17 @@ def shapes_of(config: ModelConfig) -> Shapes:
     wanted = Wanted()
     Decoder.build(config, wanted, TorchOps())
     return wanted.shapes
+
+
+def largest_share(config: ModelConfig, size: int) -> float:
+    """Return which share of a model's elements the rank has that has the most; ConfigError if it is not divided."""
+    check_divides(config, size)
+    counts = []
+    for rank in (Rank(), *(Rank(index, size) for index in range(size))):
+        wanted = Wanted()
+        Decoder.build(config, wanted, TorchOps(), rank)
+        counts.append(wanted.num_elements)
+    return max(counts[1:]) / counts[0]
 
 
 def needed_weights(config: ModelConfig, weights: Weights) -> Weights:
