@@ -37,7 +37,7 @@ from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-END_S = 5.0  # for a rank that has nothing more to do
+END_S = 2.0  # for a rank that has nothing more to do: one that is stuck in a sum never ends by itself
 
 
 class Followers:

@@ -132,9 +132,11 @@ def thread_defaults(
     Workers with a common folder of weights begin at different cores. Ranks of one worker share out its cores.
     """
     cores, seat, before = os.sched_getaffinity(0), None, set(environment)
-    if num_ranks > 1:
+    if num_threads is not None or "OMP_NUM_THREADS" in environment:
+        pass
+    elif num_ranks > 1:
         environment.update(_of_rank(environment, in_cores(cores), rank, num_ranks))
-    elif num_threads is None and "OMP_NUM_THREADS" not in environment:
+    else:
         if weights is not None and len(cores) > 1 and not PLACING & environment.keys():
             seat = take_seat(weights, cores)
         if seat is not None:
@@ -149,9 +151,7 @@ def thread_defaults(
 
 
 def _of_rank(environment: Mapping[str, str], cores: tuple[int, ...], rank: int, num_ranks: int) -> dict[str, str]:
-    """Return the variables with which a rank computes on its share of the cores, unless the user has set them."""
-    if "OMP_NUM_THREADS" in environment:
-        return {}
+    """Return the variables with which a rank computes on its share of the cores; none that bind if the user does so."""
     own = cores[rank * len(cores) // num_ranks : (rank + 1) * len(cores) // num_ranks]
     chosen = {"OMP_NUM_THREADS": str(max(1, len(own)))}
     if own and not PLACING & environment.keys():

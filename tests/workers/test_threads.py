@@ -1,6 +1,9 @@
 import os
 
-from pdserve.executor.threads import SPIN_COUNT, thread_defaults
+import pytest
+
+from pdserve.executor import threads
+from pdserve.executor.threads import SPIN_COUNT, given_environment, rank_threads, thread_defaults
 
 
 def test_the_users_thread_settings_come_before_ours() -> None:
@@ -27,3 +30,21 @@ def test_a_thread_that_loading_bound_is_free_again() -> None:
     with thread_defaults({}, None):
         os.sched_setaffinity(0, {min(cores)})
     assert os.sched_getaffinity(0) == cores
+
+
+def test_ranks_share_out_the_cores_and_children_learn_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(threads, "in_cores", tuple)
+    of_ranks: list[dict[str, str]] = [{}, {}]
+    for rank, environment in enumerate(of_ranks):
+        with thread_defaults(environment, None, rank=rank, num_ranks=2):
+            pass
+    found = [(each["OMP_NUM_THREADS"], each["OMP_PLACES"]) for each in of_ranks]
+    assert found == [("2", "{0},{1}"), ("3", "{2},{3},{4}")]
+    assert rank_threads(5, 2) == 2
+    assert rank_threads(1, 2) == 1
+    monkeypatch.setenv("OMP_PLACES", "as chosen above")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert "OMP_PLACES" not in given_environment()
+    assert given_environment()["MALLOC_ARENA_MAX"] == "1"

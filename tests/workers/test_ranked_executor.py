@@ -1,0 +1,115 @@
+"""A worker of two ranks: one in this process, and a child that is told what to compute and ends with it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from greedy_runs import spec
+
+from pdserve.base.errors import ConfigError, DeviceError
+from pdserve.base.ids import PageId
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
+from pdserve.executor import loading
+from pdserve.executor.executor import Executor
+from pdserve.executor.rank_frames import Part, parts_of, plan_of
+from pdserve.settings.config import WorkerConfig
+from pdserve.worker.boot import build_engine, open_model
+
+SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
+
+
+def config_of(folder: Path, size: int = 2, **settings: object) -> WorkerConfig:
+    model = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "max_position_embeddings": 64, **SHAPE}
+    (folder / "config.json").write_text(json.dumps(model))
+    given = {"model": str(folder), "worker_id": "w", "routers": ("host:1",), "secret_file": folder, "role": "decode"}
+    own = {"num_pages": 8, "load_format": "dummy", "dtype": "float32", "tensor_parallel_size": size}
+    return WorkerConfig.model_validate({**given, **own, **settings})
+
+
+@contextmanager
+def executor_of(config: WorkerConfig) -> Iterator[Executor]:
+    executor = build_engine(config, open_model(config), b"secret", lambda _: None).executor
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def ranks() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "pdserve.executor.rank" in child.cmdline()]
+
+
+def tokens_of(result: StepResult) -> list[list[int]]:
+    return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
+
+
+def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) -> None:
+    found = []
+    for size in (1, 2):
+        with executor_of(config_of(tmp_path, size)) as executor:
+            assert len(ranks()) == size - 1
+            (region,) = executor.regions
+            first = executor.start(PLAN)
+            copied = executor.start(StepPlan((Chunk((9,), 5, (PageId(4),), (spec((1,)),)),), ((PageId(3), PageId(4)),)))
+            tokens = tokens_of(first.result(60)), tokens_of(copied.result(60))
+            found.append((*tokens, [region.view[page].view("float32").copy() for page in (1, 3, 4)]))
+    (one, two) = found
+    assert one[:2] == two[:2]
+    assert all(abs(a - b).max() < 1e-6 for a, b in zip(one[2], two[2], strict=True))
+    assert not ranks()
+
+
+def test_a_step_that_fails_on_a_rank_is_a_broken_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Runner):
+        def run(self, plan: StepPlan) -> StepResult:
+            raise ZeroDivisionError(plan.num_tokens)
+
+    monkeypatch.setattr(loading, "Runner", Failing)
+    with executor_of(config_of(tmp_path)) as executor, pytest.raises(DeviceError, match="rank 0: ZeroDivisionError: 7"):
+        executor.start(PLAN).result(60)
+    assert not ranks()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"quantization": "int8"}, r"mlp\.down_proj\.weight: inputs 0 to 48 of 96 are not whole groups of 32"),
+        ({"tensor_parallel_size": 8}, "tensor_parallel_size: 8: 4 heads, 4 of them of keys"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path, settings: dict[str, object], problem: str) -> None:
+    shape = {"intermediate_size": 96, "hidden_size": 64}
+    config = config_of(tmp_path, **settings)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | shape))
+    with pytest.raises(ConfigError, match=problem):
+        build_engine(config, open_model(config), b"secret", lambda _: None)
+    assert not ranks()
+
+
+@pytest.mark.parametrize("device", ["cuda", "interpreter"])
+def test_ranks_on_devices_that_nobody_has_tried_are_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel_size: 2 is refused: a worker on {device} has one device"):
+        config_of(tmp_path, device=device)
+
+
+def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
+    targets = Targets((5, 6), 3)
+    pages, others = (PageId(3), PageId(4)), ((PageId(7),), (PageId(9), PageId(8)))
+    chunk = Chunk((1, 2, 3), 4, pages, (spec(), spec()), Phase.DECODE, None, targets, 2, others)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(parts_of(StepPlan((chunk,)))), type=list[Part])
+    (told,) = plan_of(sent).chunks
+    assert [len(told.samples), told.phase, told.num_drafts, told.start] == [2, Phase.DECODE, 2, 4]
+    assert (tuple(told.token_ids), tuple(told.pages)) == ((1, 2, 3), pages)
+    assert tuple(map(tuple, told.other_pages)) == others
+    assert told.targets is not None
+    assert tuple(told.targets.token_ids) == (5, 6)
+    known = {"token_ids", "start", "pages", "samples", "phase", "targets", "num_drafts", "other_pages"}
+    of_rank_0 = {"previous", "adapter"}  # put into token_ids before; refused so far
+    assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
