@@ -37,7 +37,7 @@ from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-END_S = 2.0  # for a rank that has nothing more to do: one that is stuck in a sum never ends by itself
+END_S = 5.0  # for a rank that has nothing to do
 
 
 class Followers:
@@ -49,6 +49,7 @@ class Followers:
         self._folder = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = False
+        self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         memory = new_pages(num_pages * page_bytes)
         store = str(self._folder / "store")
         try:
@@ -74,6 +75,7 @@ class Followers:
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
+        self.are_waiting = False
         parts = parts_of(plan)
         for index, (_, channel) in enumerate(self._children, start=1):
             try:
@@ -90,6 +92,7 @@ class Followers:
                 raise DeviceError(f"rank {index}: its process has ended") from error
             if ended.failure:
                 raise (ConfigError if ended.is_refusal else DeviceError)(ended.failure)
+        self.are_waiting = True
 
     def close(self) -> None:
         """End them; blocks."""
@@ -99,7 +102,7 @@ class Followers:
             channel.close()
         for process, _ in self._children:
             try:
-                process.wait(END_S)
+                process.wait(END_S if self.are_waiting else 0.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
