@@ -10,6 +10,7 @@ import msgspec
 import psutil
 import pytest
 from greedy_runs import spec
+from numpy import frombuffer
 
 from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
@@ -18,11 +19,14 @@ from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
 from pdserve.executor import loading
 from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Part, parts_of, plan_of
+from pdserve.protocol.pooling import Pooling
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
 
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
+POOLINGS = (Pooling("logits", (3, 9)), Pooling("last"), Pooling("mean"))
+VECTORS = StepPlan(tuple([Chunk((1, 2, 3), 0, (PageId(i),), (), pooling=of) for i, of in enumerate(POOLINGS)]))
 
 
 def config_of(folder: Path, size: int = 2, **settings: object) -> WorkerConfig:
@@ -51,18 +55,21 @@ def tokens_of(result: StepResult) -> list[list[int]]:
 
 
 def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) -> None:
-    found = []
+    found, vectors = [], []
     for size in (1, 2):
         with executor_of(config_of(tmp_path, size)) as executor:
             assert len(ranks()) == size - 1
             (region,) = executor.regions
             first = executor.start(PLAN)
             copied = executor.start(StepPlan((Chunk((9,), 5, (PageId(4),), (spec((1,)),)),), ((PageId(3), PageId(4)),)))
+            vectors.append([frombuffer(each, "<f4") for each in executor.start(VECTORS).result(60).pooled.values()])
             tokens = tokens_of(first.result(60)), tokens_of(copied.result(60))
             found.append((*tokens, [region.view[page].view("float32").copy() for page in (1, 3, 4)]))
     (one, two) = found
     assert one[:2] == two[:2]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(one[2], two[2], strict=True))
+    assert [len(each) for each in vectors[0]] == [2, 32, 32]
+    assert all(abs(a - b).max() < 1e-6 for a, b in zip(*vectors, strict=True))
     assert not ranks()
 
 
@@ -102,14 +109,15 @@ def test_ranks_on_devices_that_nobody_has_tried_are_refused(tmp_path: Path, devi
 def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     targets = Targets((5, 6), 3)
     pages, others = (PageId(3), PageId(4)), ((PageId(7),), (PageId(9), PageId(8)))
-    chunk = Chunk((1, 2, 3), 4, pages, (spec(), spec()), Phase.DECODE, None, targets, 2, others)
+    chunk = Chunk((1, 2, 3), 4, pages, (spec(), spec()), Phase.DECODE, None, targets, 2, others, pooling=POOLINGS[0])
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(parts_of(StepPlan((chunk,)))), type=list[Part])
     (told,) = plan_of(sent).chunks
     assert [len(told.samples), told.phase, told.num_drafts, told.start] == [2, Phase.DECODE, 2, 4]
     assert (tuple(told.token_ids), tuple(told.pages)) == ((1, 2, 3), pages)
     assert tuple(map(tuple, told.other_pages)) == others
+    assert told.pooling == POOLINGS[0]
     assert told.targets is not None
     assert tuple(told.targets.token_ids) == (5, 6)
-    known = {"token_ids", "start", "pages", "samples", "phase", "targets", "num_drafts", "other_pages"}
+    known = {"token_ids", "start", "pages", "samples", "phase", "targets", "num_drafts", "other_pages", "pooling"}
     of_rank_0 = {"previous", "adapter"}  # put into token_ids before; refused so far
     assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
