@@ -11,11 +11,12 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from pdserve.engine.batch import PoolShape
+from pdserve.engine.states import States
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup
-from pdserve.model.ops import Attention, QkNorm
+from pdserve.model.ops import Advance, Attends, QkNorm
 from pdserve.model.rope import Rope
 from pdserve.protocol.paging import PageShape, Paging
 
@@ -30,25 +31,31 @@ class LayerKind:
     ropes: tuple[Rope, ...]  # of each layer of the group
 
 
-A = TypeVar("A", bound=Attention)
-B = TypeVar("B", bound=Attention)
+A = TypeVar("A", bound=Attends)
+B = TypeVar("B", bound=Attends)
 
 
 @dataclass(frozen=True, slots=True)
 class ByLayer(Generic[A]):
-    """The attention of all layers of a model."""
+    """The attention of all layers of a model, and the states of those that keep one."""
 
     parts: tuple[A, ...]  # of each kind
     groups: tuple[int, ...]  # of each kind: whose pages it has
     places: tuple[tuple[int, int], ...]  # of each layer: its kind, and its place in its group
+    states: States | None = None
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
-        """Attend in one layer; see `pdserve.model.ops.Attention`."""
+        """Attend in one layer; see `pdserve.model.ops.Attends`."""
         kind, place = self.places[layer]
         return self.parts[kind].run(place, qkv, qk_norm, sinks)
 
+    def recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
+        """Compute a layer with a state; see `pdserve.model.ops.Attention`."""
+        assert self.states is not None, "the model has a group of states"
+        return self.states.recur(layer, rows, advance)
+
     def with_parts(self, parts: Iterable[B]) -> "ByLayer[B]":
-        return ByLayer(tuple(parts), self.groups, self.places)
+        return ByLayer(tuple(parts), self.groups, self.places, self.states)
 
 
 def by_layer(make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: Sequence[LayerGroup]) -> ByLayer[A]:
@@ -59,17 +66,22 @@ def by_layer(make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: S
     config, ropes = model.config, model.ropes
     heads = model.rank.kv_heads(config.num_kv_heads)
     kinds: dict[tuple[int, Scores], int] = {}
-    parts, places = list[A](), [(0, 0)] * config.num_layers
+    parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
     for number, group in enumerate(groups):
+        if group.has_states:
+            states = States(kv, group, config.design.state_sizes)
+            continue
         view = pages_of(kv, config, group)[:, :, :, heads]
         of_group = tuple([ropes[layer] for layer in group.layers])
         for place, layer in enumerate(group.layers):
-            scores = config.design.layers[layer].attention.scores
+            attention = config.design.attentions[layer]
+            assert attention is not None, "others have no KV"
+            scores = attention.scores
             if (number, scores) not in kinds:
                 kinds[number, scores] = len(parts)
                 parts.append(make(LayerKind(number, scores, view, of_group)))
             places[layer] = kinds[number, scores], place
-    return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places))
+    return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places), states)
 
 
 def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
@@ -89,7 +101,8 @@ def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup]) -> int:
     """Return the elements of a page, as `KvLayout.page_bytes` counts them."""
     unit = groups[0].page_size * config.head_dim
     token = config.kv_parts * config.num_kv_heads * config.head_dim  # of a layer
-    largest = max(len(group.layers) * group.page_size for group in groups) * token
+    own = [group.state_elements or len(group.layers) * group.page_size * token for group in groups]
+    largest = max(own)
     return -(-largest // unit) * unit
 
 
@@ -100,7 +113,7 @@ def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup) -> Tensor:
 
 
 def paging_of(groups: Sequence[LayerGroup]) -> Paging:
-    return Paging([PageShape(group.page_size, group.window) for group in groups])
+    return Paging([PageShape(group.page_size, group.window, group.has_states) for group in groups])
 
 
 def flat_rows(kv: Tensor, width: int) -> Tensor:

@@ -34,7 +34,6 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
-from pdserve.model.design import LatentAttention
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.ops_cpu import CompiledOps
@@ -108,8 +107,8 @@ class DecodePrograms:
 
 
 def is_compiled(model: Model) -> bool:
-    """Say whether all that a model computes of a step is the library's; of latent attention, torch computes a part."""
-    of_torch = any(isinstance(layer.attention, LatentAttention) for layer in model.config.design.layers)
+    """Say whether the library computes all of a step; of latent attention and of states, torch computes a part."""
+    of_torch = model.config.is_latent or model.config.has_states
     return not of_torch and all(isinstance(matrix, Tiles) for matrix in model.matrices())
 
 
@@ -158,6 +157,8 @@ class Runner:
                 logits = self._logits(batch)
             found = masks.result() if masks is not None else NO_MASKS
             tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples, found))
+            if self._attention.states is not None:
+                self._attention.states.commit()
             stuck = batch.of_chunks(found.stuck)
             ratios = self._balance.after(batch.num_tokens)
         elapsed_s = time.perf_counter() - started_s
@@ -206,6 +207,8 @@ class Runner:
         parts: Seq[TorchAttention | CompiledAttention] = self._attention.parts
         for part, group in zip(parts, self._attention.groups, strict=True):
             part.plan(batch.of_group(group))
+        if self._attention.states is not None:
+            self._attention.states.plan(batch.of_group(len(self.groups) - 1))
         return torch.from_numpy(batch.token_ids)
 
 

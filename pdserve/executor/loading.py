@@ -119,7 +119,7 @@ def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype
 
 def _kv_group(of: LayerGroup, model: ModelConfig) -> KvGroup:
     heads = (model.num_kv_heads, model.head_dim)
-    return KvGroup(of.name, len(of.layers), *heads, of.page_size, of.window, model.kv_parts)
+    return KvGroup(of.name, len(of.layers), *heads, of.page_size, of.window, model.kv_parts, of.state_elements)
 
 
 def page_digest(device: Device) -> PageDigest:
@@ -203,15 +203,14 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
-    if model.is_latent:
-        raise ConfigError(
-            f"device: {config.device} does not serve this model: its kernels have no latent attention yet"
-        )
+    if model.is_latent or model.has_states:
+        lacking = "no latent attention" if model.is_latent else "no layers with a state"
+        raise ConfigError(f"device: {config.device} does not serve this model: its kernels have {lacking} yet")
     try:
         specs = [
             attention_spec(model, scores, group.page_size, 1, dtype)
             for group in layer_groups(model, config.page_size, powers_of_two=True)
-            for scores in dict.fromkeys(model.design.layers[place].attention.scores for place in group.layers)
+            for scores in dict.fromkeys(each.scores for place in group.layers if (each := model.design.attentions[place]))
         ]
         for spec in specs:
             PagedAttention(spec, "meta", chip=device_of(str(device)))
@@ -231,7 +230,7 @@ def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) 
 
     prompts = None
     if config.attention_backend == "flashinfer":
-        (scores,) = {layer.attention.scores for layer in model.config.design.layers}  # `_check_kernels` has seen it
+        (scores,) = {each.scores for each in model.config.design.attentions if each}  # `_check_kernels` has seen it
         spec = attention_spec(model.config, scores, config.page_size, num_pages, model.dtype)
         prompts = FlashInferPrompts(spec, model.device)
     runner = CudaRunner(model, num_pages, config.page_size, limits, prompts)

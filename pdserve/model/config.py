@@ -13,11 +13,13 @@ from pdserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_L
 from pdserve.model.families.ernie import ERNIE
 from pdserve.model.families.exaone4 import EXAONE4
 from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from pdserve.model.families.gated_delta import QWEN3_5, QWEN3_NEXT
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
 from pdserve.model.families.glm4 import GLM4
 from pdserve.model.families.gpt_oss import GPT_OSS
 from pdserve.model.families.granite import GRANITE, GRANITE_MOE
 from pdserve.model.families.hunyuan import HUNYUAN
+from pdserve.model.families.lfm2 import LFM2
 from pdserve.model.families.nemotron import NEMOTRON
 from pdserve.model.families.olmo2 import OLMO2, OLMO3
 from pdserve.model.families.phi import PHI
@@ -41,6 +43,8 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen3ForCausalLM": llama.QWEN3,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
     "ApertusForCausalLM": APERTUS,
     "ArceeForCausalLM": ARCEE,
     "Cohere2ForCausalLM": COHERE2,
@@ -58,6 +62,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
+    "Lfm2ForCausalLM": LFM2,
     "NemotronForCausalLM": NEMOTRON,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
@@ -131,7 +136,7 @@ class ModelConfig:
         head_dim = _head_dim(fields, hidden_size, num_heads)
         bos = fields.token_ids("bos_token_id")
         design = family.read(fields)
-        if latents := {each.attention for each in design.layers if isinstance(each.attention, LatentAttention)}:
+        if latents := {each for each in design.attentions if isinstance(each, LatentAttention)}:
             (latent,) = latents
             num_kv_heads, head_dim = 1, latent.row_width  # as its absorbed form has them
         _check_ropes(fields, design, head_dim)
@@ -156,7 +161,12 @@ class ModelConfig:
     @property
     def is_latent(self) -> bool:
         """Say whether layers keep one row for a token, of which keys and values are made."""
-        return any(isinstance(layer.attention, LatentAttention) for layer in self.design.layers)
+        return any(isinstance(each, LatentAttention) for each in self.design.attentions)
+
+    @property
+    def has_states(self) -> bool:
+        """Say whether layers keep a state of a sequence, whose size does not depend on how long it is."""
+        return any(self.design.state_sizes)
 
     @property
     def kv_parts(self) -> int:
@@ -165,8 +175,8 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return how many tokens a token sees in each layer, itself among them; None: all of them."""
-        return tuple([layer.attention.scores.window for layer in self.design.layers])
+        """Return how many tokens a token sees in each layer with attention, itself among them; None: all of them."""
+        return tuple([each.scores.window for each in self.design.attentions if each is not None])
 
     def scale(self, scores: Scores) -> float:
         """Return what products of queries and keys are multiplied with."""
@@ -204,7 +214,7 @@ def _longest_context(fields: Fields, design: Design) -> int:
 
 def _check_ropes(fields: Fields, design: Design, head_dim: int) -> None:
     """Raise ConfigError if a rope does not fit the heads."""
-    for rope in {layer.attention.rope for layer in design.layers}:
+    for rope in {each.rope for each in design.attentions if each is not None}:
         turning = rope.turning(head_dim)
         if turning % 2 or (turning == 0 and rope.share > 0.0):
             raise fields.unsupported("partial_rotary_factor", f"an even number of {head_dim} features")

@@ -129,6 +129,8 @@ def ignores(name: str, config: ModelConfig) -> bool:
     """Say whether checkpoints may hold a tensor of this name that the model does not read."""
     if name.endswith((ANGLES, *XIELU_CONSTANTS)):
         return True
+    if config.design.guessing is not None and name.startswith(config.design.guessing):
+        return True
     more = range(config.num_layers, config.num_layers + config.design.num_more_layers)
     if any(name.startswith(f"model.layers.{index}.") for index in more):
         return True
@@ -150,6 +152,7 @@ def _embedding_scale(of: design.Embedding, dtype: torch.dtype) -> float:
 
 
 def _ropes(config: ModelConfig, device: torch.device) -> tuple[Rope, ...]:
-    configs = [layer.attention.rope for layer in config.design.layers]
-    ropes = {each: Rope(config.head_dim, each, device) for each in dict.fromkeys(configs)}
-    return tuple(ropes[each] for each in configs)
+    """Return the rope of each layer; of one without attention, another's."""
+    configs = [None if each is None else each.rope for each in config.design.attentions]
+    ropes = {each: Rope(config.head_dim, each, device) for each in dict.fromkeys(configs) if each is not None}
+    return tuple(next(iter(ropes.values())) if each is None else ropes[each] for each in configs)

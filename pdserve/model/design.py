@@ -81,6 +81,7 @@ class SelfAttention:
     fused: bool = False  # the file has one `qkv_proj`
     o: str = "o_proj"
     scores: Scores = Scores()
+    gated: bool = False  # each head's queries come with a gate, whose sigmoid multiplies what the head attends to
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,46 @@ class LatentAttention:
     @property
     def row_width(self) -> int:
         return self.kv_rank + self.turning
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A convolution over each feature of the last tokens, between two gates (LFM2, 2025). It has no attention."""
+
+    channels: int
+    kernel: int  # tokens
+    bias: bool = False
+
+    @property
+    def state_size(self) -> int:
+        """Return how many float32 values a sequence has of it, whatever its length."""
+        return self.channels * (self.kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta net (Yang, Kautz, Hatamizadeh 2024), after a convolution of q, k and v. It has no attention."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens
+    eps: float  # of the norm of each head's result
+    by_key_head: bool  # the file has two matrices in the place of four, whose rows come by key head
+
+    @property
+    def channels(self) -> int:
+        """Return how many features are convolved."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Return how many float32 values a sequence has of it, whatever its length."""
+        return self.channels * (self.kernel - 1) + self.value_heads * self.key_dim * self.value_dim
+
+
+Recurrent = ShortConv | GatedDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +227,12 @@ class Around:
 class Sequential:
     """A layer whose MLP sees what its attention has added."""
 
-    attention: SelfAttention | LatentAttention
+    attention: SelfAttention | LatentAttention | Recurrent
     mlp: Mlp
     norm: Norm
     around_attention: Around = Around("input_layernorm")
     around_mlp: Around = Around("post_attention_layernorm")
+    mlp_name: str = "mlp"  # of an MLP that is no mixture
     residual_scale: float = 1.0  # of what attention and MLP add; only where no norm comes after them
 
 
@@ -234,13 +276,25 @@ class Design:
     head: Head
     embedding: Embedding = field(default_factory=Embedding)
     num_more_layers: int = 0  # in the file after these: they guess tokens, and are not used
+    guessing: str | None = None  # what names of tensors begin with that guess tokens: they are not used
 
     @property
     def has_experts(self) -> bool:
         return any(isinstance(layer.mlp, Experts) for layer in self.layers)
 
     @property
+    def attentions(self) -> tuple[SelfAttention | LatentAttention | None, ...]:
+        """Return the attention of each layer, where it has one."""
+        return tuple(None if isinstance(layer.attention, Recurrent) else layer.attention for layer in self.layers)
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Return of each layer how many float32 values a sequence has whatever its length; 0: none."""
+        found = (layer.attention for layer in self.layers)
+        return tuple(each.state_size if isinstance(each, Recurrent) else 0 for each in found)
+
+    @property
     def longest_context(self) -> int | None:
         """Return the most tokens that the ropes serve, where they say so."""
-        ends = [layer.attention.rope.longest_context for layer in self.layers]
+        ends = [each.rope.longest_context for each in self.attentions if each is not None]
         return min((end for end in ends if end is not None), default=None)

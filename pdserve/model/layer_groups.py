@@ -4,6 +4,9 @@ All pages of a pool have the same number of bytes (`protocol.paging`). Layers th
 with a window come second if their pages can be filled: where there are r times as many of them, a page of the first
 group holds r times as many tokens. Other layers with windows stay in the first group: what they see is the same, but
 their pages are kept.
+
+Layers that keep a state of a sequence are a group, too (`engine/states.py`). Its page holds one state, so pages of the
+first group hold as many tokens as take the bytes of a state. A layer may be in both groups.
 """
 
 import math
@@ -12,6 +15,8 @@ from pdserve.base.values import value
 from pdserve.model.config import ModelConfig
 from pdserve.protocol.kvlayout import MOST_UNUSED
 
+STATE_WINDOW = 2  # a token needs the state after the one before it
+STATE_ITEM = 2  # elements of a pool that hold a float32; those of float32 have room to spare
 LARGEST_POWER = 128  # tokens in a page, as kernels on GPUs have it
 
 
@@ -19,10 +24,15 @@ LARGEST_POWER = 128  # tokens in a page, as kernels on GPUs have it
 class LayerGroup:
     """Layers whose KV lies in the same pages."""
 
-    name: str  # "full", "window"
+    name: str  # "full", "window", "state"
     layers: tuple[int, ...]  # places in the model, rising
     page_size: int  # tokens
     window: int | None = None  # that all of them have; None: their pages are kept
+    state_elements: int = 0  # of a page, of two bytes; 0: it has a row for each token
+
+    @property
+    def has_states(self) -> bool:
+        return self.state_elements > 0
 
 
 def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = False) -> tuple[LayerGroup, ...]:
@@ -30,6 +40,8 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
 
     powers_of_two: page sizes are powers of two up to 128, as kernels on GPUs want them: some may be smaller, then.
     """
+    if config.has_states:
+        return _with_states(config, page_size)
     of_layers = config.windows
     found = {window for window in of_layers if window is not None}
     full = tuple(place for place, window in enumerate(of_layers) if window is None)
@@ -47,3 +59,14 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
                 LayerGroup("window", sliding, page_size, window),
             )
     return (LayerGroup("full", tuple(range(config.num_layers)), page_size),)
+
+
+def _with_states(config: ModelConfig, page_size: int) -> tuple[LayerGroup, ...]:
+    """Return the groups of a model some of whose layers keep a state."""
+    sizes, attentions = config.design.state_sizes, config.design.attentions
+    full = tuple(place for place, each in enumerate(attentions) if each is not None)
+    elements = STATE_ITEM * sum(sizes)
+    token = len(full) * config.kv_parts * config.num_kv_heads * config.head_dim
+    page_size *= -(-elements // (token * page_size))
+    keeping = tuple(place for place, size in enumerate(sizes) if size)
+    return LayerGroup("full", full, page_size), LayerGroup("state", keeping, page_size, STATE_WINDOW, elements)

@@ -26,6 +26,7 @@ from pdserve.model.ops import (
 )
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
+from pdserve.model.recurrent import build_recurrent
 from pdserve.model.rope import order
 
 
@@ -46,6 +47,7 @@ class SelfAttention:
     o: Linear
     head_dim: int
     sinks: Tensor | None = None  # float32 [num_heads]
+    gate: Linear | None = None  # [num_heads * head_dim, hidden_size]
 
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return what each token attends to, before `o`: [num_tokens, num_heads * head_dim]."""
@@ -55,17 +57,24 @@ class SelfAttention:
             ops.norm_(qkv[:, :q_width], norm.q)
             ops.norm_(qkv[:, q_width : q_width + k_width], norm.k)
             norm = None
-        return attention.run(index, qkv.view(len(qkv), -1, self.head_dim), norm, self.sinks)
+        attended = attention.run(index, qkv.view(len(qkv), -1, self.head_dim), norm, self.sinks)
+        return attended if self.gate is None else attended.mul_(ops.linear(x, self.gate).sigmoid_())
 
     def matrices(self) -> Iterator[Linear]:
         yield from (self.qkv, self.o)
+        if self.gate is not None:
+            yield self.gate
 
     @classmethod
     def build(cls, of: design.SelfAttention, parts: Parts) -> Self:
         config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}self_attn."
         head_dim, features = config.head_dim, order(config.head_dim, of.rope)
         unit = rank.query_unit(config.num_heads, config.num_kv_heads)
-        matrices = _qkv(of, parts, prefix, unit * head_dim)
+        matrices, gate = _qkv(of, parts, prefix, unit * head_dim), None
+        if of.gated:
+            heads = torch.arange(config.num_heads * 2 * head_dim).view(-1, 2, head_dim)
+            queries, gate = (rows_of(matrices[0], heads[:, place].flatten()) for place in (0, 1))
+            matrices[0] = queries
         if features is not None:
             matrices[:2] = [rows_of(matrix, _in_each_head(features, matrix)) for matrix in matrices[:2]]
         norm = _qk_norm(of.qk_norm, parts, prefix, features)
@@ -79,8 +88,9 @@ class SelfAttention:
         sinks = None
         if of.scores.has_sinks:
             sinks = parts.tensors.take(f"{prefix}sinks", (config.num_heads,), rank.rows(unit), exact=True)
-        held = row_parallel(parts.ops.held(o), rank)
-        return cls(parts.ops.held(joined(*matrices)), norm, held, head_dim, sinks)
+        held = parts.ops.held
+        gate_held = None if gate is None else held(gate)
+        return cls(held(joined(*matrices)), norm, row_parallel(held(o), rank), head_dim, sinks, gate_held)
 
 
 class MixesTokens(Protocol):
@@ -137,7 +147,7 @@ class Sequential:
             attention=_attention(of.attention, parts),
             after_attention=parts.after(first.after, of.norm),
             before_mlp=parts.norm_or_none(second.before, of.norm),
-            mlp=_mlp(of.mlp, parts),
+            mlp=_mlp(of.mlp, parts, of.mlp_name),
             after_mlp=parts.after(second.after, of.norm),
             residual_scale=of.residual_scale,
         )
@@ -175,10 +185,14 @@ def build_layer(of: design.Layer, parts: Parts) -> Layer:
     return Sequential.build(of, parts) if isinstance(of, design.Sequential) else Parallel.build(of, parts)
 
 
-def _attention(of: design.SelfAttention | design.LatentAttention, parts: Parts) -> MixesTokens:
-    return (
-        LatentAttention.build(of, parts) if isinstance(of, design.LatentAttention) else SelfAttention.build(of, parts)
-    )
+def _attention(of: design.SelfAttention | design.LatentAttention | design.Recurrent, parts: Parts) -> MixesTokens:
+    match of:
+        case design.SelfAttention():
+            return SelfAttention.build(of, parts)
+        case design.LatentAttention():
+            return LatentAttention.build(of, parts)
+        case _:
+            return build_recurrent(of, parts)
 
 
 def _normed(ops: Ops, x: Tensor, norm: Norm | None) -> Tensor:
@@ -189,18 +203,18 @@ def _chosen(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _mlp(of: design.Mlp, parts: Parts) -> Mlp:
-    block = of.block if isinstance(of, design.Experts) else "mlp"
+def _mlp(of: design.Mlp, parts: Parts, name: str = "mlp") -> Mlp:
+    block = of.block if isinstance(of, design.Experts) else name
     return build_mlp(f"{parts.prefix}{block}.", of, parts.config.hidden_size, parts.tensors, parts.ops, parts.rank)
 
 
 def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, unit: int) -> list[Matrix]:
     """Return the rank's matrices of q, k and v. unit: features of queries that stay together."""
     config, tensors, hidden = parts.config, parts.tensors, parts.config.hidden_size
-    kv = config.num_kv_heads * config.head_dim
-    widths = {"q": config.num_heads * config.head_dim, "k": kv, "v": kv}
+    kv, each_query = config.num_kv_heads * config.head_dim, 2 if of.gated else 1
+    widths = {"q": config.num_heads * config.head_dim * each_query, "k": kv, "v": kv}
     kv_rows = parts.rank.kv_rows(config.num_kv_heads, config.head_dim)
-    shards = {"q": parts.rank.rows(unit), "k": kv_rows, "v": kv_rows}
+    shards = {"q": parts.rank.rows(unit * each_query), "k": kv_rows, "v": kv_rows}
     if not of.fused:
         return [
             tensors.take_matrix(f"{prefix}{each}_proj", width, hidden, bias=of.qkv_bias, shard=shards[each])

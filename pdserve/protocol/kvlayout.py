@@ -1,7 +1,8 @@
 """How a worker's KV pages are laid out, how two layouts differ, and on which tier pages lie.
 
 A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]` of the layers of one group. Latent attention keeps
-one row for a token, of which keys and values are made: there, pages are `[layer][slot][head_dim]`.
+one row for a token, of which keys and values are made: there, pages are `[layer][slot][head_dim]`. A page of states
+holds a run of float32 values for each layer, whatever the number of tokens.
 """
 
 from dataclasses import dataclass
@@ -31,16 +32,19 @@ class Tier(Enum):
 class KvGroup:
     """Layers whose KV lies in the same pages."""
 
-    name: str  # "full", "window"; for people
+    name: str  # "full", "window", "state"; for people
     num_layers: int
     num_kv_heads: int
     head_dim: int
     page_size: int  # token slots in a page
     window: int | None = None  # tokens that a query sees, its own included; None: all
     kv_parts: int = 2  # K and V; 1: one latent row for both
+    state_elements: int = 0  # of a page that holds the state of a sequence; 0: it has a row for each token
 
     @property
     def page_elements(self) -> int:
+        if self.state_elements:
+            return self.state_elements
         return self.num_layers * self.kv_parts * self.num_kv_heads * self.page_size * self.head_dim
 
 
@@ -66,7 +70,8 @@ class KvLayout:
 
     @property
     def paging(self) -> Paging:
-        return Paging((PageShape(self.page_size), *(PageShape(group.page_size, group.window) for group in self.others)))
+        others = (PageShape(of.page_size, of.window, of.state_elements > 0) for of in self.others)
+        return Paging((PageShape(self.page_size), *others))
 
     @property
     def page_bytes(self) -> int:
@@ -78,7 +83,7 @@ class KvLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of a token's KV, as if there were no windows."""
+        """Return the bytes of a token's KV, as if there were no windows; what states take is not of a token."""
         page_bytes = self.page_bytes
         return sum([page_bytes // size for size in self._sizes])
 
@@ -110,13 +115,13 @@ class KvLayout:
         largest = self.page_bytes // DTYPE_BYTES[self.dtype]
         own = KvGroup("full", self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, kv_parts=self.kv_parts)
         for group in (own, *self.others):
-            if group.page_elements < largest * (1 - MOST_UNUSED):
+            if not group.state_elements and group.page_elements < largest * (1 - MOST_UNUSED):
                 filled = f"{group.page_elements} of {largest} elements of a page"
                 raise ConfigError(f"page_size: {group.page_size} tokens of the {group.name} layers fill {filled}")
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        return (self.page_size, *[group.page_size for group in self.others])
+        return (self.page_size, *[group.page_size for group in self.others if not group.state_elements])
 
     def difference(self, other: "KvLayout") -> str | None:
         """Return the first field in which two layouts differ, or None: pages can be copied between them."""

@@ -21,7 +21,7 @@ FAILURE_NUMBERS = {failure: number for number, failure in FAILURES.items()}
 MAX_KV_GROUPS = 64
 KV_PARTS = {1, 2}
 _LAYOUT_FIELDS = tuple(name for name in KvLayout.__slots__ if name != "others")
-_GROUP_FIELDS = ("name", "num_layers", "num_kv_heads", "head_dim", "page_size", "kv_parts")
+_GROUP_FIELDS = ("name", "num_layers", "num_kv_heads", "head_dim", "page_size", "kv_parts", "state_elements")
 
 
 def layout_to_proto(layout: KvLayout) -> link.KvLayout:
@@ -56,7 +56,7 @@ def layout_from_proto(message: link.KvLayout) -> KvLayout:
 
 def paging_from_proto(layout: link.KvLayout) -> Paging:
     """Return the page sizes and windows of a layout that a router has checked."""
-    others = [PageShape(group.page_size, group.window or None) for group in layout.others]
+    others = [PageShape(group.page_size, group.window or None, group.state_elements > 0) for group in layout.others]
     return Paging([PageShape(layout.page_size), *others])
 
 

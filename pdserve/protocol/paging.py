@@ -28,6 +28,7 @@ class PageShape:
 
     page_size: int  # tokens
     window: int | None = None  # how many tokens a query sees, its own included; None: all
+    is_state: bool = False  # a page holds what is kept of all tokens up to its last, and is sent and held whole
 
 
 class Paging:
@@ -39,6 +40,7 @@ class Paging:
         self.sizes = tuple(shape.page_size for shape in self.shapes)
         self.span = max(self.sizes)
         self.has_windows = any(shape.window is not None for shape in self.shapes)
+        self.has_states = any(shape.is_state for shape in self.shapes)
         self.is_single = len(self.shapes) == 1
         if any(size < 1 or self.span % size for size in self.sizes):
             raise ConfigError(f"page_size: {self.sizes} are not all divisors of the largest")
@@ -52,8 +54,8 @@ class Paging:
 
     @property
     def pages_a_token(self) -> float:
-        """Return which part of pages a token fills, as if there were no windows."""
-        return sum([1 / size for size in self.sizes])
+        """Return which part of pages a token fills, as if there were no windows. States grow by none."""
+        return sum([1 / shape.page_size for shape in self.shapes if not shape.is_state])
 
     def whole_tokens(self, num_pages: int) -> int:
         """Return how many tokens so many pages hold, as if there were no windows."""
@@ -97,9 +99,12 @@ class Paging:
     def mean_pages(self, num_tokens: float, num_sequences: float) -> float:
         """Return how many pages decoding sequences have that have so many tokens together, but for begun pages.
 
-        They are taken to be of one length. Of several lengths they have no more.
+        They are taken to be of one length. Of several lengths they have no more. Where there are states, pages are
+        large, and begun ones are counted.
         """
         each, pages = num_tokens / num_sequences, 0.0
+        if self.has_states:
+            return (-(-each // self.span) + 1) * num_sequences
         for group, size in enumerate(self.sizes):
             most = self._most_live(group, 1)
             pages += each / size if most is None else min(each / size, most)
@@ -113,6 +118,8 @@ class Paging:
 
     def sent_pages(self, num_tokens: float) -> float:
         """Return how many pages the last tokens of a prompt fill that a hand-off sends, but for begun pages."""
+        if self.has_states:
+            return -(-num_tokens // self.span) + 1
         return sum([min(num_tokens, shape.window or num_tokens) / shape.page_size for shape in self.shapes])
 
     def _most_live(self, group: int, step_tokens: int) -> int | None:

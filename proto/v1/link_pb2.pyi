@@ -571,6 +571,7 @@ class KvGroup(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     KV_PARTS_FIELD_NUMBER: _builtins.int
+    STATE_ELEMENTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For people, such as "window"."""
     num_layers: _builtins.int
@@ -585,6 +586,8 @@ class KvGroup(_message.Message):
     """Tokens that a query sees, its own included; 0: all."""
     kv_parts: _builtins.int
     """As in KvLayout."""
+    state_elements: _builtins.int
+    """Elements of a page that holds the state of a sequence; 0: a page has a row for each token."""
     def __init__(
         self,
         *,
@@ -595,10 +598,11 @@ class KvGroup(_message.Message):
         page_size: _builtins.int = ...,
         window: _builtins.int = ...,
         kv_parts: _builtins.int = ...,
+        state_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "kv_parts", b"kv_parts", "name", b"name", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "kv_parts", b"kv_parts", "name", b"name", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "state_elements", b"state_elements", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,29 +43,35 @@ def _read_mixtral(fields: Fields) -> Design:
 
 
 def _read_qwen3(fields: Fields) -> Design:
-    return with_experts(llama.QWEN3.read(fields), _qwen_experts(fields, 128, 8), _are_sparse(fields))
+    return with_experts(llama.QWEN3.read(fields), qwen_experts(fields, 128, 8), are_sparse(fields))
 
 
 def _read_qwen2(fields: Fields) -> Design:
     require(fields, qkv_bias=True)
-    shared = GatedMlp(fields.positive("shared_expert_intermediate_size", 5632))
-    experts = replace(
-        _qwen_experts(fields, 60, 4), shared=shared, shared_name="shared_expert", shared_gate="shared_expert_gate"
-    )
-    return with_experts(llama.QWEN2.read(fields), experts, _are_sparse(fields))
+    experts = with_shared(fields, qwen_experts(fields, 60, 4), usual_size=5632)
+    return with_experts(llama.QWEN2.read(fields), experts, are_sparse(fields))
 
 
-def _qwen_experts(fields: Fields, usual_count: int, usually_chosen: int) -> Experts:
+def with_shared(fields: Fields, experts: Experts, usual_size: int) -> Experts:
+    """Return experts with the shared one of Qwen2-MoE."""
+    shared = GatedMlp(fields.positive("shared_expert_intermediate_size", usual_size))
+    return replace(experts, shared=shared, shared_name="shared_expert", shared_gate="shared_expert_gate")
+
+
+def qwen_experts(
+    fields: Fields, usual_count: int, usually_chosen: int, usual_size: int = 1408, *, normalized: bool = False
+) -> Experts:
+    """Read the experts of Qwen's models, without a shared one. normalized: where the config does not say."""
     pass_over_training(fields)
     activation(fields, Activation.SILU)
     count = num_experts(fields, "num_experts" if fields.has("num_experts") else "num_local_experts", usual_count)
     routing = Routing(
-        num_chosen(fields, count, usually_chosen), normalized=fields.flag("norm_topk_prob", default=False)
+        num_chosen(fields, count, usually_chosen), normalized=fields.flag("norm_topk_prob", default=normalized)
     )
-    return Experts(count, GatedMlp(fields.positive("moe_intermediate_size", 1408)), routing)
+    return Experts(count, GatedMlp(fields.positive("moe_intermediate_size", usual_size)), routing)
 
 
-def _are_sparse(fields: Fields) -> Callable[[int], bool]:
+def are_sparse(fields: Fields) -> Callable[[int], bool]:
     """Return what says of a layer whether it has experts."""
     dense = fields.numbers("mlp_only_layers") if fields.has("mlp_only_layers") else ()
     step = fields.positive("decoder_sparse_step", 1)

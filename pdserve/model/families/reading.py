@@ -45,15 +45,21 @@ def windows(fields: Fields, slides: Callable[[int], bool]) -> tuple[int | None, 
 
     slides: says of a layer whether it has one, where `layer_types` does not. ConfigError for another kind of layer.
     """
-    given, count = fields.texts("layer_types"), fields.num_layers
-    kinds = given or tuple(SLIDING if slides(layer) else FULL for layer in range(count))
-    if len(kinds) != count or not {SLIDING, FULL}.issuperset(kinds):
-        raise fields.unsupported("layer_types", f"{FULL} or {SLIDING} for each of {count} layers")
+    kinds = kinds_of_layers(fields, (FULL, SLIDING), lambda layer: SLIDING if slides(layer) else FULL)
     if SLIDING not in kinds:
         fields.optional_int("sliding_window")
-        return (None,) * count
+        return (None,) * len(kinds)
     size = fields.positive("sliding_window")
     return tuple(size if kind == SLIDING else None for kind in kinds)
+
+
+def kinds_of_layers(fields: Fields, served: tuple[str, ...], usual: Callable[[int], str]) -> tuple[str, ...]:
+    """Return the kind of each layer: by `layer_types`, or the usual one. ConfigError for a kind that is not served."""
+    count = fields.num_layers
+    kinds = fields.texts("layer_types") or tuple(map(usual, range(count)))
+    if len(kinds) != count or not set(served).issuperset(kinds):
+        raise fields.unsupported("layer_types", f"{' or '.join(served)} for each of {count} layers")
+    return kinds
 
 
 def layers_by_window(windows: tuple[int | None, ...], full: Layer, sliding: Layer) -> tuple[Layer, ...]:

@@ -1,0 +1,47 @@
+"""LFM2 (Liquid AI, 2025): gated convolutions over few tokens, and attention in some layers."""
+
+from dataclasses import replace
+
+from pdserve.model.design import Around, Design, GatedMlp, Head, HeadNorms, RmsNorm, SelfAttention, Sequential, ShortConv
+from pdserve.model.families.reading import Family, kinds_of_layers
+from pdserve.model.fields import Fields
+from pdserve.model.rope_config import read_rope
+
+CONV, FULL = "conv", "full_attention"
+
+
+def _read(fields: Fields) -> Design:
+    eps, count = fields.number("norm_eps", 1e-5), fields.num_layers
+    norms = HeadNorms(eps, "q_layernorm", "k_layernorm")
+    full = Sequential(
+        SelfAttention(read_rope(fields), qk_norm=norms, o="out_proj"),
+        GatedMlp(_inner_size(fields), names=("w1", "w3", "w2")),
+        RmsNorm(eps),
+        around_attention=Around("operator_norm"),
+        around_mlp=Around("ffn_norm"),
+        mlp_name="feed_forward",
+    )
+    kernel, bias = fields.positive("conv_L_cache", 3), fields.flag("conv_bias", default=False)
+    if kernel < 2:
+        raise fields.unsupported("conv_L_cache", "at least 2")
+    for key in ("conv_dim", "conv_dim_out"):
+        fields.must_be(key, fields.positive("hidden_size"))
+    fields.must_be("conv_use_xavier_init", True)
+    conv = replace(full, attention=ShortConv(fields.positive("hidden_size"), kernel, bias))
+    attending = fields.numbers("full_attn_idxs") if fields.has("full_attn_idxs") else range(count)
+    kinds = kinds_of_layers(fields, (FULL, CONV), lambda layer: FULL if layer in attending else CONV)
+    layers = tuple(full if kind == FULL else conv for kind in kinds)
+    return Design(layers, Head(full.norm, "model.embedding_norm"))
+
+
+def _inner_size(fields: Fields) -> int:
+    """Return how many features the MLPs have; the config states another number, unless it says that this is it."""
+    size = fields.positive("block_ff_dim", fields.positive("intermediate_size", 12288))
+    multiple, factor = fields.positive("block_multiple_of", 256), fields.number("block_ffn_dim_multiplier", 1.0)
+    if not fields.flag("block_auto_adjust_ff_dim", default=True):
+        return size
+    size = int(factor * int(2 * size / 3))
+    return -(-size // multiple) * multiple
+
+
+LFM2 = Family(_read, {"tie_word_embeddings": True, "rope_theta": 1e6, "num_key_value_heads": 8})

@@ -1,0 +1,211 @@
+"""Layers without attention: what a token sees of those before it is in a state whose size does not grow with them.
+
+A state is a row of float32 values for each sequence: the last inputs of a convolution, then the memory of heads if
+there are any. `Attention.recur` brings each piece of a sequence together with the state before it, and keeps the state
+after it: a piece of several tokens leaves the same state as these tokens one by one, but for rounding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.base.errors import ConfigError
+from pdserve.model import design
+from pdserve.model.ops import Attention, Linear, Matrix, Ops, joined, rows_of
+from pdserve.model.parts import Parts
+
+BLOCK = 64  # tokens of the delta rule that are solved for at once
+NORM_EPS = 1e-6  # of the lengths of q and k
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """Weighs each feature of a token and of those just before it."""
+
+    weight: Tensor  # float32 [kernel, channels]; the last is that of the token itself
+    bias: Tensor | None  # float32 [channels]
+
+    @property
+    def state_size(self) -> int:
+        return (len(self.weight) - 1) * self.weight.shape[1]
+
+    def of(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums, float32, and the last inputs.
+
+        x: [sequences, tokens, channels]; state: [sequences, state_size], the inputs before them.
+        """
+        kernel, channels = self.weight.shape
+        inputs = torch.cat((state.view(len(state), kernel - 1, channels), x.float()), 1)
+        count = x.shape[1]
+        sums = inputs[:, :count] * self.weight[0]
+        for place in range(1, kernel):
+            sums.addcmul_(inputs[:, place : place + count], self.weight[place])
+        return sums if self.bias is None else sums.add_(self.bias), inputs[:, count:].flatten(1)
+
+    @classmethod
+    def build(cls, name: str, kernel: int, channels: int, parts: Parts, *, bias: bool) -> Self:
+        weight = parts.tensors.take(f"{name}.weight", (channels, 1, kernel)).float()
+        added = parts.tensors.take(f"{name}.bias", (channels,)).float() if bias else None
+        return cls(weight.flatten(1).t().contiguous(), added)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated convolution over few tokens (LFM2)."""
+
+    taken: Linear  # [3 * channels, hidden_size]: a gate of inputs, one of outputs, and inputs
+    convolution: Convolution
+    o: Linear
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return the outputs of all tokens, before `o`: [num_tokens, channels]."""
+        before, after, inputs = ops.linear(x, self.taken).chunk(3, -1)
+        sums = attention.recur(index, before * inputs, self.convolution.of)
+        return after * sums.to(x.dtype)
+
+    def matrices(self) -> Iterator[Linear]:
+        yield from (self.taken, self.o)
+
+    @classmethod
+    def build(cls, of: design.ShortConv, parts: Parts) -> Self:
+        _refuse_ranks(parts)
+        prefix, hidden = f"{parts.prefix}conv.", parts.config.hidden_size
+        taken = parts.tensors.take_matrix(f"{prefix}in_proj", 3 * of.channels, hidden, bias=of.bias)
+        convolution = Convolution.build(f"{prefix}conv", of.kernel, of.channels, parts, bias=of.bias)
+        o = parts.tensors.take_matrix(f"{prefix}out_proj", hidden, of.channels, bias=of.bias)
+        return cls(parts.ops.held(taken), convolution, parts.ops.held(o))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta net: a memory of keys and values for each head, which forgets, and corrects what it recalls."""
+
+    of: design.GatedDelta
+    taken: Linear  # [channels + value_heads * (value_dim + 2), hidden_size]: q, k, v, the gate z, then b and a
+    convolution: Convolution
+    rate: Tensor  # float32 [value_heads], below 0: of forgetting
+    rate_bias: Tensor  # float32 [value_heads], added to a
+    norm: Tensor  # [value_dim]: of each head's result
+    o: Linear
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return the outputs of all tokens, before `o`: [num_tokens, value_heads * value_dim]."""
+        of = self.of
+        width = of.value_heads * of.value_dim
+        qkv, z, b, a = ops.linear(x, self.taken).split((of.channels, width, of.value_heads, of.value_heads), -1)
+        decay = self.rate * functional.softplus(a.float() + self.rate_bias)
+        rows = torch.cat((qkv.float(), b.float().sigmoid(), decay), -1)
+        made = attention.recur(index, rows, self._advance).view(len(x), of.value_heads, of.value_dim)
+        normed = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + of.eps)
+        gated = normed.to(x.dtype) * self.norm * functional.silu(z.float()).view_as(made)
+        return gated.to(x.dtype).view(len(x), width)
+
+    def matrices(self) -> Iterator[Linear]:
+        yield from (self.taken, self.o)
+
+    def _advance(self, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        of, shape = self.of, rows.shape[:2]
+        qkv, beta, decay = rows.split((of.channels, of.value_heads, of.value_heads), -1)
+        inputs, memory = state.split((self.convolution.state_size, state.shape[1] - self.convolution.state_size), 1)
+        convolved, inputs = self.convolution.of(qkv, inputs)
+        keys = of.key_heads * of.key_dim
+        q, k, v = functional.silu(convolved).split((keys, keys, of.value_heads * of.value_dim), -1)
+        q, k = (_unit(each.reshape(*shape, of.key_heads, of.key_dim)) for each in (q, k))
+        shared = of.value_heads // of.key_heads
+        q, k = (each.repeat_interleave(shared, 2) for each in (q * of.key_dim**-0.5, k))
+        parts = (q, k, v.reshape(*shape, of.value_heads, of.value_dim), beta[..., None], decay[..., None])
+        q, k, v, beta, decay = (each.transpose(1, 2) for each in parts)
+        made, memory = delta_rule(q, k, v, beta, decay, memory.view(len(state), of.value_heads, of.key_dim, -1))
+        return made.transpose(1, 2).flatten(2), torch.cat((inputs, memory.flatten(1)), 1)
+
+    @classmethod
+    def build(cls, of: design.GatedDelta, parts: Parts) -> Self:
+        _refuse_ranks(parts)
+        prefix, tensors, hidden = f"{parts.prefix}linear_attn.", parts.tensors, parts.config.hidden_size
+        width, heads = of.value_heads * of.value_dim, (of.value_heads,)
+        taken = _by_key_head(of, parts, prefix) if of.by_key_head else _apart(of, parts, prefix)
+        return cls(
+            of=of,
+            taken=parts.ops.held(taken),
+            convolution=Convolution.build(f"{prefix}conv1d", of.kernel, of.channels, parts, bias=False),
+            rate=-tensors.take(f"{prefix}A_log", heads, exact=True).exp(),
+            rate_bias=tensors.take(f"{prefix}dt_bias", heads, exact=True),
+            norm=tensors.take(f"{prefix}norm.weight", (of.value_dim,)),
+            o=parts.ops.held(tensors.take_matrix(f"{prefix}out_proj", hidden, width)),
+        )
+
+
+Recurrent = ShortConv | GatedDelta
+
+
+def build_recurrent(of: design.Recurrent, parts: Parts) -> Recurrent:
+    return ShortConv.build(of, parts) if isinstance(of, design.ShortConv) else GatedDelta.build(of, parts)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what each token reads of a memory [..., key_dim, value_dim], and the memory after the last.
+
+    For each token, memory = exp(decay) * memory; memory += k (beta * (v - k memory)); and it reads q memory. Here many
+    tokens come at once, by the products of Yang, Wang, Zhang, Shen, Kim 2024.
+
+    q, k: float32 [..., tokens, key_dim]; v: [..., tokens, value_dim]; beta, decay: [..., tokens, 1], decay at most 0.
+    """
+    made = []
+    for parts in zip(*(each.split(BLOCK, -2) for each in (q, k, v, beta, decay)), strict=True):
+        out, memory = _block(*parts, memory)
+        made.append(out)
+    return torch.cat(made, -2), memory
+
+
+def _block(  # noqa: PLR0913, PLR0917
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = decay.cumsum(-2)
+    weighted, grown = k * beta, total.exp()
+    if q.shape[-2] == 1:
+        new = v * beta - (weighted * grown) @ memory
+        memory = memory * grown + k.transpose(-1, -2) @ new
+        return q @ memory, memory
+    between = (total - total.transpose(-1, -2)).tril().exp().tril()
+    lower = (weighted @ k.transpose(-1, -2) * between).tril(-1)
+    known = torch.cat((v * beta, weighted * grown), -1)
+    solved = torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
+    new = solved[..., : v.shape[-1]] - solved[..., v.shape[-1] :] @ memory
+    out = (q * grown) @ memory + (q @ k.transpose(-1, -2) * between) @ new
+    last = total[..., -1:, :]
+    return out, memory * last.exp() + (k * (last - total).exp()).transpose(-1, -2) @ new
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _apart(of: design.GatedDelta, parts: Parts, prefix: str) -> Matrix:
+    """Return the four matrices of a file side by side."""
+    widths = {"qkv": of.channels, "z": of.value_heads * of.value_dim, "b": of.value_heads, "a": of.value_heads}
+    take, hidden = parts.tensors.take_matrix, parts.config.hidden_size
+    return joined(*(take(f"{prefix}in_proj_{name}", width, hidden) for name, width in widths.items()))
+
+
+def _by_key_head(of: design.GatedDelta, parts: Parts, prefix: str) -> Matrix:
+    """Return two matrices of a file side by side, whose rows come by key head there: q, k, v and z; b and a."""
+    shared = of.value_heads // of.key_heads
+    values = shared * of.value_dim
+    take, hidden = parts.tensors.take_matrix, parts.config.hidden_size
+    matrices = []
+    for name, widths in (("qkvz", (of.key_dim, of.key_dim, values, values)), ("ba", (shared, shared))):
+        matrix = take(f"{prefix}in_proj_{name}", of.key_heads * sum(widths), hidden)
+        rows = torch.arange(of.key_heads * sum(widths)).view(of.key_heads, -1).split(widths, 1)
+        matrices.append(rows_of(matrix, torch.cat([each.flatten() for each in rows])))
+    return joined(*matrices)
+
+
+def _refuse_ranks(parts: Parts) -> None:
+    if parts.rank.size > 1:
+        raise ConfigError(f"{parts.prefix}: a layer with a state is not split over {parts.rank.size} ranks yet")
