@@ -11,6 +11,7 @@ count twice. So states are written at the end of a step, by `commit`.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -88,13 +89,12 @@ class States:
         """Cut chunks at the ends of spans; first pieces come first, and those of equal lengths together."""
         found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         ends, size = batch.kv_lens.tolist(), self._span
-        for chunk, (start, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
-            shift, number = int(batch.query_starts[chunk]) - start, 0
-            while start < end:
-                stop = min(end, (start // size + 1) * size)
+        for chunk, (first, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
+            shift = int(batch.query_starts[chunk]) - first
+            cuts = [first, *range((first // size + 1) * size, end, size), end]
+            for number, (start, stop) in enumerate(pairwise(cuts)):
                 page = int(batch.page_table[chunk, start // size])
                 found.setdefault((number, stop - start), []).append((chunk, start + shift, page))
-                start, number = stop, number + 1
         pieces = []
         for key in sorted(found):
             chunks, firsts, pages = torch.tensor(found[key]).unbind(1)

@@ -210,7 +210,7 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
         specs = [
             attention_spec(model, scores, group.page_size, 1, dtype)
             for group in layer_groups(model, config.page_size, powers_of_two=True)
-            for scores in dict.fromkeys(each.scores for place in group.layers if (each := model.design.attentions[place]))
+            for scores in dict.fromkeys(model.design.scores_of(group.layers))
         ]
         for spec in specs:
             PagedAttention(spec, "meta", chip=device_of(str(device)))

@@ -3,6 +3,7 @@
 `decoder.py` builds a model of them and computes with it. A family is a way to read a config.json as a `Design`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -286,6 +287,11 @@ class Design:
     def attentions(self) -> tuple[SelfAttention | LatentAttention | None, ...]:
         """Return the attention of each layer, where it has one."""
         return tuple(None if isinstance(layer.attention, Recurrent) else layer.attention for layer in self.layers)
+
+    def scores_of(self, layers: Iterable[int]) -> list[Scores]:
+        """Return what becomes of scores in those of some layers that have attention."""
+        attentions = self.attentions
+        return [each.scores for layer in layers if (each := attentions[layer]) is not None]
 
     @property
     def state_sizes(self) -> tuple[int, ...]:

@@ -118,8 +118,8 @@ class GatedDelta:
         shared = of.value_heads // of.key_heads
         q, k = (each.repeat_interleave(shared, 2) for each in (q * of.key_dim**-0.5, k))
         parts = (q, k, v.reshape(*shape, of.value_heads, of.value_dim), beta[..., None], decay[..., None])
-        q, k, v, beta, decay = (each.transpose(1, 2) for each in parts)
-        made, memory = delta_rule(q, k, v, beta, decay, memory.view(len(state), of.value_heads, of.key_dim, -1))
+        tokens = DeltaTokens(*(each.transpose(1, 2) for each in parts))
+        made, memory = delta_rule(tokens, memory.view(len(state), of.value_heads, of.key_dim, -1))
         return made.transpose(1, 2).flatten(2), torch.cat((inputs, memory.flatten(1)), 1)
 
     @classmethod
@@ -146,40 +146,50 @@ def build_recurrent(of: design.Recurrent, parts: Parts) -> Recurrent:
     return ShortConv.build(of, parts) if isinstance(of, design.ShortConv) else GatedDelta.build(of, parts)
 
 
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class DeltaTokens:
+    """What each token brings to the delta rule; all float32."""
+
+    q: Tensor  # [..., tokens, key_dim]
+    k: Tensor
+    v: Tensor  # [..., tokens, value_dim]
+    beta: Tensor  # [..., tokens, 1]
+    decay: Tensor  # [..., tokens, 1], at most 0
+
+    def blocks(self) -> "Iterator[DeltaTokens]":
+        parts = (self.q, self.k, self.v, self.beta, self.decay)
+        return (DeltaTokens(*each) for each in zip(*(part.split(BLOCK, -2) for part in parts), strict=True))
+
+
+def delta_rule(tokens: DeltaTokens, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Return what each token reads of a memory [..., key_dim, value_dim], and the memory after the last.
 
     For each token, memory = exp(decay) * memory; memory += k (beta * (v - k memory)); and it reads q memory. Here many
     tokens come at once, by the products of Yang, Wang, Zhang, Shen, Kim 2024.
-
-    q, k: float32 [..., tokens, key_dim]; v: [..., tokens, value_dim]; beta, decay: [..., tokens, 1], decay at most 0.
     """
     made = []
-    for parts in zip(*(each.split(BLOCK, -2) for each in (q, k, v, beta, decay)), strict=True):
-        out, memory = _block(*parts, memory)
+    for block in tokens.blocks():
+        out, memory = _block(block, memory)
         made.append(out)
     return torch.cat(made, -2), memory
 
 
-def _block(  # noqa: PLR0913, PLR0917
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor]:
-    total = decay.cumsum(-2)
-    weighted, grown = k * beta, total.exp()
-    if q.shape[-2] == 1:
-        new = v * beta - (weighted * grown) @ memory
-        memory = memory * grown + k.transpose(-1, -2) @ new
-        return q @ memory, memory
+def _block(of: DeltaTokens, memory: Tensor) -> tuple[Tensor, Tensor]:
+    total = of.decay.cumsum(-2)
+    weighted, grown = of.k * of.beta, total.exp()
+    if total.shape[-2] == 1:
+        new = of.v * of.beta - (weighted * grown) @ memory
+        memory = memory * grown + of.k.transpose(-1, -2) @ new
+        return of.q @ memory, memory
     between = (total - total.transpose(-1, -2)).tril().exp().tril()
-    lower = (weighted @ k.transpose(-1, -2) * between).tril(-1)
-    known = torch.cat((v * beta, weighted * grown), -1)
+    lower = (weighted @ of.k.transpose(-1, -2) * between).tril(-1)
+    known = torch.cat((of.v * of.beta, weighted * grown), -1)
     solved = torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
-    new = solved[..., : v.shape[-1]] - solved[..., v.shape[-1] :] @ memory
-    out = (q * grown) @ memory + (q @ k.transpose(-1, -2) * between) @ new
+    values, keys = solved.split((of.v.shape[-1], of.k.shape[-1]), -1)
+    new = values - keys @ memory
+    out = (of.q * grown) @ memory + (of.q @ of.k.transpose(-1, -2) * between) @ new
     last = total[..., -1:, :]
-    return out, memory * last.exp() + (k * (last - total).exp()).transpose(-1, -2) @ new
+    return out, memory * last.exp() + (of.k * (last - total).exp()).transpose(-1, -2) @ new
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
-from model_zoo import LATENT, MORE_FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
+from model_zoo import IN_TORCH, MORE_FAMILIES, STATES, VOCAB, first_disagreement, load_oracle, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 
@@ -23,7 +23,19 @@ from pdserve.engine.runner import DecodePrograms, Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.design import Activation, Around, Design, Embedding, Experts, HeadNorms, RmsNorm, Scores, Sequential
+from pdserve.model.design import (
+    Activation,
+    Around,
+    Design,
+    Embedding,
+    Experts,
+    HeadNorms,
+    RmsNorm,
+    Scores,
+    SelfAttention,
+    Sequential,
+    ShortConv,
+)
 from pdserve.model.family import Model, Tensors
 from pdserve.model.loading import load_model
 from pdserve.model.ops import TorchOps
@@ -138,8 +150,8 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
     model = load_model(config_of(folder), in_form(weights_of(folder), form), dtype)
     if not is_compiled(model):
-        assert form == "none" or family in LATENT
-        pytest.skip("this processor has no products of bfloat16, or torch computes a part of the attention")
+        assert form == "none" or family in IN_TORCH
+        pytest.skip("this processor has no products of bfloat16, or torch computes a part of the step")
     prompts = [tokens(length) for length in (1, 20, 33)]
     texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8)
     assert program_rows.count(3) > 4
@@ -154,7 +166,7 @@ def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders
     folder = folders(family)
     config, weights = config_of(folder), in_form(weights_of(folder), "int8")
     compiled = load_model(config, weights, torch.float32)
-    assert is_compiled(compiled) == (family not in LATENT)
+    assert is_compiled(compiled) == (family not in IN_TORCH)
     plain = Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps())
     found, expected = logits_of(compiled), logits_of(plain)
     torch.testing.assert_close(found, expected, atol=5e-2, rtol=0.0)  # inputs of products are coded
@@ -178,6 +190,30 @@ def rope(**changes: object) -> Change:
         return replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, **changes)))
 
     return lambda of: each_layer(of, changed)
+
+
+def attending(**changes: object) -> Change:
+    """Change the attention of layers that have one."""
+
+    def changed(layer: Of) -> Of:
+        if not isinstance(layer.attention, SelfAttention):
+            return layer
+        return replace(layer, attention=replace(layer.attention, **changes))
+
+    return lambda of: each_layer(of, changed)
+
+
+def without_conv_bias(layer: Of) -> Of:
+    return (
+        replace(layer, attention=replace(layer.attention, bias=False))
+        if isinstance(layer.attention, ShortConv)
+        else layer
+    )
+
+
+def wholly_turning(of: Design) -> Design:
+    (found,) = {each.rope for each in of.attentions if each is not None}
+    return attending(rope=replace(found, share=1.0))(of)
 
 
 def mlp(**changes: object) -> Change:
@@ -323,6 +359,14 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("granite-moe", "the scores' multiplier"): attention(scores=Scores()),
     ("granite-moe", "the residuals' multiplier"): layers(residual_scale=1.0),
     ("granite-moe", "weights that sum to 1"): experts(normalized=False),
+    ("lfm2", "norms of q and k"): attending(qk_norm=None),
+    ("lfm2", "biases of convolutions"): lambda of: each_layer(of, without_conv_bias),
+    ("qwen3-next", "1 + weight"): without_norm_weights_plus_one,
+    ("qwen3-next", "features that stay"): wholly_turning,
+    ("qwen3-next", "the shared expert's gate"): mlp_of_experts(shared_gate=None),
+    ("qwen3-next", "weights that sum to 1"): experts(normalized=False),
+    ("qwen3.5", "1 + weight of q and k"): attending(qk_norm=HeadNorms(1e-6)),
+    ("qwen3.5", "features that stay"): wholly_turning,
     ("glm4", "norms after attention"): layers(around_attention=Around("input_layernorm")),
     ("glm4", "norms after MLPs"): layers(around_mlp=Around("post_attention_layernorm")),
     ("glm4", "features that stay"): rope(share=1.0),
@@ -397,6 +441,10 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
 
     if family.startswith(("olmo", "minimax")):
         with pytest.raises(ConfigError, match=r"q_norm: a norm over all heads cannot be split over 2 ranks"):
+            built(Rank(0, 2))
+        return
+    if family in STATES:
+        with pytest.raises(ConfigError, match="a layer with a state is not split over 2 ranks"):
             built(Rank(0, 2))
         return
     whole, halves = built(Rank()), [built(Rank(index, 2)) for index in range(2)]

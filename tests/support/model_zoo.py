@@ -30,6 +30,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     HunYuanDenseV1Config,
+    Lfm2Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -46,8 +47,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -81,6 +84,13 @@ LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
     "long_factor": [4.0] * 6,
     "original_max_position_embeddings": 1024,
+}
+
+DELTA_HEADS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 
 
@@ -258,6 +268,23 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         norm_topk_prob=True,
     ),
     "qwen2-windows": causal(Qwen2Config, use_sliding_window=True, sliding_window=96, max_window_layers=2),
+    "lfm2": causal(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
+    "qwen3-next": causal(
+        Qwen3NextConfig,
+        num_hidden_layers=4,
+        head_dim=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=40,
+        **DELTA_HEADS,
+    ),
+    "qwen3.5": causal(
+        Qwen3_5TextConfig,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        head_dim=32,
+        **DELTA_HEADS,
+    ),
     "seed-oss": causal(SeedOssConfig, head_dim=32, attention_out_bias=True),
     "smollm3": causal(SmolLM3Config, no_rope_layer_interval=2),
     "starcoder2": causal(Starcoder2Config, tie_word_embeddings=False),
@@ -287,7 +314,20 @@ WITH_IMAGES = {
     "mistral3-images": seeing(Mistral3Config, "mistral", "pixtral", sliding_window=None),
 }
 LATENT = ("deepseek-v2", "deepseek-v3", "glm4-lite")
-WITH_EXPERTS = (*LATENT, "glm4-moe", "gpt-oss", "granite-moe", "minimax-m2", "mixtral", "qwen2-moe", "qwen3-moe")
+DELTA_NETS = ("qwen3-next", "qwen3.5")
+STATES = (*DELTA_NETS, "lfm2")
+IN_TORCH = (*LATENT, *STATES)  # of which torch computes a part
+WITH_EXPERTS = (
+    *LATENT,
+    "glm4-moe",
+    "gpt-oss",
+    "granite-moe",
+    "minimax-m2",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "qwen3-next",
+)
 
 
 def write_model(family: str, folder: Path, **shape: int) -> Path:
@@ -296,7 +336,10 @@ def write_model(family: str, folder: Path, **shape: int) -> Path:
     model = {**FAMILIES, **MORE_FAMILIES, **WITH_IMAGES}[family](shape).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            (_scale if family in FAMILIES else _spread)(name, parameter)
+            if family in FAMILIES:
+                _scale(name, parameter)
+            else:
+                _spread(name, parameter, 6.0 if family in DELTA_NETS else 12.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
@@ -312,12 +355,16 @@ def _scale(name: str, parameter: torch.Tensor) -> None:
         parameter.normal_(std=0.5)
 
 
-def _spread(name: str, parameter: torch.Tensor) -> None:
-    """Let nothing be all ones or zeros, which would hide what is left out."""
+def _spread(name: str, parameter: torch.Tensor, factor: float) -> None:
+    """Let nothing be all ones or zeros, which would hide what is left out.
+
+    A factor of 12 lets states amplify how float32 rounds: by 5e-3 of a logit between a prompt at once and token by
+    token, within transformers.
+    """
     if "embed_tokens" in name or "lm_head" in name:
         parameter.normal_()
     elif parameter.ndim > 1 and not name.endswith("bias"):
-        parameter.mul_(12.0)
+        parameter.mul_(factor)
     else:
         parameter.add_(torch.randn_like(parameter) * 0.2)
 

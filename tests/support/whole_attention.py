@@ -20,4 +20,6 @@ def torch_attention(
     batch = Batch.of(plan, pool_shape(config, len(kv), groups))
     for part, group in zip(attention.parts, attention.groups, strict=True):
         part.plan(batch.of_group(group))
+    if attention.states is not None:
+        attention.states.plan(batch.of_group(len(groups) - 1))
     return attention

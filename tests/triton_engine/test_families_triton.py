@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import spec
-from model_zoo import LATENT, MORE_FAMILIES, prompt, write_model
+from model_zoo import IN_TORCH, MORE_FAMILIES, prompt, write_model
 from torch import Tensor
 from whole_attention import torch_attention
 from whole_triton import triton_attention
@@ -87,7 +87,7 @@ ALWAYS = ("gemma2", "glm4", "gpt-oss", "granite", "hunyuan", "smollm3")
     [
         pytest.param(each, marks=() if each in ALWAYS else pytest.mark.long)
         for each in MORE_FAMILIES
-        if each not in LATENT  # which the kernels do not have
+        if each not in IN_TORCH  # which the kernels do not have
     ],
 )
 def test_logits_over_kernels_are_those_of_plain_torch(family: str, tmp_path: Path) -> None:

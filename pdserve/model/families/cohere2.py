@@ -3,10 +3,8 @@
 Three of four layers have a window and rope of neighbouring features; the fourth sees all tokens, without rope.
 """
 
-from dataclasses import replace
-
 from pdserve.model.design import Design, Head, LayerNorm, Parallel, SelfAttention
-from pdserve.model.families.reading import Family, layers_by_window, require, swiglu, windows
+from pdserve.model.families.reading import Family, layers_by_window, require, swiglu, windows, with_rope
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import NO_ROPE, read_rope
 
@@ -20,7 +18,7 @@ def _read(fields: Fields) -> Design:
         swiglu(fields),
         LayerNorm(fields.number("layer_norm_eps", 1e-5), bias=False),
     )
-    full = replace(sliding, attention=replace(sliding.attention, rope=NO_ROPE))
+    full = with_rope(sliding, NO_ROPE)
     every = fields.positive("sliding_window_pattern", 4)
     of_layers = windows(fields, lambda index: (index + 1) % every != 0)
     head = Head(sliding.norm, scale=fields.number("logit_scale", 0.0625))

@@ -5,10 +5,9 @@ tokens, with rope.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from pdserve.model.design import Around, Design, Head, HeadNorms, RmsNorm, SelfAttention, Sequential
-from pdserve.model.families.reading import Family, layers_by_window, swiglu, windows
+from pdserve.model.families.reading import Family, layers_by_window, swiglu, windows, with_rope
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import NO_ROPE, read_rope
 
@@ -25,7 +24,7 @@ def _read(fields: Fields) -> Design:
     if not fields.has("sliding_window"):
         fields.must_be("sliding_window_pattern", 0)
         return Design(layers_by_window(windows(fields, lambda _: False), sliding, sliding), Head(sliding.norm))
-    full = replace(sliding, attention=replace(sliding.attention, rope=NO_ROPE))
+    full = with_rope(sliding, NO_ROPE)
     of_layers = windows(fields, _by_pattern(fields))
     return Design(layers_by_window(of_layers, full, sliding), Head(sliding.norm))
 

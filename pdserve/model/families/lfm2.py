@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from pdserve.model.design import Around, Design, GatedMlp, Head, HeadNorms, RmsNorm, SelfAttention, Sequential, ShortConv
+from pdserve.model.design import (
+    Around,
+    Design,
+    GatedMlp,
+    Head,
+    HeadNorms,
+    RmsNorm,
+    SelfAttention,
+    Sequential,
+    ShortConv,
+)
 from pdserve.model.families.reading import Family, kinds_of_layers
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope

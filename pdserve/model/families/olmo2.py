@@ -3,8 +3,6 @@
 OLMo 3 adds a window in three of four layers, where its rope is not scaled.
 """
 
-from dataclasses import replace
-
 from pdserve.model.design import (
     Around,
     Design,
@@ -14,7 +12,7 @@ from pdserve.model.design import (
     Sequential,
     WideNorms,
 )
-from pdserve.model.families.reading import Family, layers_by_window, repeated, swiglu, windows
+from pdserve.model.families.reading import Family, layers_by_window, repeated, swiglu, windows, with_rope
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import RopeConfig, read_rope, read_ropes
 
@@ -27,7 +25,7 @@ def _read(fields: Fields) -> Design:
 def _read_3(fields: Fields) -> Design:
     full, local = read_ropes(fields)
     layer = _layer(fields, full)
-    sliding = replace(layer, attention=replace(layer.attention, rope=local))
+    sliding = with_rope(layer, local)
     of_layers = windows(fields, lambda index: (index + 1) % 4 != 0)
     return Design(layers_by_window(of_layers, layer, sliding), Head(layer.norm))
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from pdserve.model.design import Activation, Design, GatedMlp, Layer, SelfAttention
 from pdserve.model.fields import Fields
+from pdserve.model.rope_config import RopeConfig
 
+L = TypeVar("L", bound=Layer)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -68,9 +71,18 @@ def layers_by_window(windows: tuple[int | None, ...], full: Layer, sliding: Laye
 
 
 def _with_window(layer: Layer, window: int) -> Layer:
-    attention = layer.attention
-    assert isinstance(attention, SelfAttention), "no other has windows"
+    attention = _self_attention(layer)
     return replace(layer, attention=replace(attention, scores=replace(attention.scores, window=window)))
+
+
+def with_rope(layer: L, rope: RopeConfig) -> L:
+    """Return a layer with self-attention under another rope."""
+    return replace(layer, attention=replace(_self_attention(layer), rope=rope))
+
+
+def _self_attention(layer: Layer) -> SelfAttention:
+    assert isinstance(layer.attention, SelfAttention), "no other has windows, or several ropes"
+    return layer.attention
 
 
 def require(fields: Fields, **values: object) -> None:

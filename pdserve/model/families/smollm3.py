@@ -1,9 +1,7 @@
 """SmolLM3 (Hugging Face 2025): a Llama without rope in each fourth layer (Yang et al. 2025, RNoPE)."""
 
-from dataclasses import replace
-
 from pdserve.model.design import Design, Head, RmsNorm, SelfAttention, Sequential
-from pdserve.model.families.reading import Family, require, swiglu
+from pdserve.model.families.reading import Family, require, swiglu, with_rope
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import NO_ROPE, read_rope
 
@@ -20,7 +18,7 @@ def _read(fields: Fields) -> Design:
         swiglu(fields, bias=fields.flag("mlp_bias", default=False)),
         RmsNorm(fields.number("rms_norm_eps", 1e-6)),
     )
-    unrotated = replace(layer, attention=replace(layer.attention, rope=NO_ROPE))
+    unrotated = with_rope(layer, NO_ROPE)
     return Design(tuple(layer if rotates else unrotated for rotates in _with_rope(fields)), Head(layer.norm))
 
 
