@@ -59,9 +59,11 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
         yield "ranks", f"{fit.tensor_parallel_size}: at most {_size(fit.rank_weight_bytes)} of the weights in each"
     yield "form", f"{form} ({fit.because})"
     yield "context", f"{fit.max_model_len:,} tokens"
-    yield "KV", f"{fit.num_layers} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"
+    yield "KV", f"{len(fit.windows)} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"
     sizes = " or ".join(map(str, fit.page_sizes))
     yield "KV bytes", f"{fit.token_bytes:,} a token, {fit.page_bytes:,} a page of {sizes} tokens"
+    if fit.state_bytes:
+        yield "state", f"{fit.state_bytes:,} bytes a sequence, in one page whatever its length"
     yield "", f"{_size(fit.sequence_bytes)} a sequence of full length{_spared(fit)}"
     room = f"KV of {fit.num_tokens:,} tokens, {fit.num_sequences:,} sequences of full length"
     yield f"this {fit.device}", f"{_size(fit.free_bytes)} free: beside the weights {room}"

@@ -18,6 +18,7 @@ from pdserve.model.weights import GROUP, Stored, Weights
 from pdserve.settings.config import PAGE_SIZE, STEP_TOKENS, Device, Dtype, Quantization
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
+STATE_BYTES = 4  # of a float32
 SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
 
 
@@ -52,9 +53,10 @@ class Footprint:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]  # of each layer: tokens that a query sees; None: all
+    windows: tuple[int | None, ...]  # of each layer with attention: tokens that a query sees; None: all
+    state_bytes: int  # of a sequence, whatever its length
     token_bytes: int  # of KV, as if there were no windows
-    page_sizes: tuple[int, ...]  # tokens, of each group of layers
+    page_sizes: tuple[int, ...]  # tokens, of each group of layers but states
     page_bytes: int
     sequence_pages: int  # that a sequence of the greatest length needs at most, in steps of the workers' default
     device: str
@@ -115,8 +117,9 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         windows=config.windows,
+        state_bytes=STATE_BYTES * sum(config.design.state_sizes),
         token_bytes=layout.token_bytes,
-        page_sizes=layout.paging.sizes,
+        page_sizes=layout.page_sizes,
         page_bytes=layout.page_bytes,
         sequence_pages=layout.most_pages(config.max_position_embeddings, choices.step_tokens),
         device="cpu" if device == "auto" else device,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.base.errors import ConfigError
 from pdserve.model import design
 from pdserve.model.ops import Attention, Linear, Matrix, Ops, joined, rows_of
 from pdserve.model.parts import Parts
@@ -72,7 +71,6 @@ class ShortConv:
 
     @classmethod
     def build(cls, of: design.ShortConv, parts: Parts) -> Self:
-        _refuse_ranks(parts)
         prefix, hidden = f"{parts.prefix}conv.", parts.config.hidden_size
         taken = parts.tensors.take_matrix(f"{prefix}in_proj", 3 * of.channels, hidden, bias=of.bias)
         convolution = Convolution.build(f"{prefix}conv", of.kernel, of.channels, parts, bias=of.bias)
@@ -124,7 +122,6 @@ class GatedDelta:
 
     @classmethod
     def build(cls, of: design.GatedDelta, parts: Parts) -> Self:
-        _refuse_ranks(parts)
         prefix, tensors, hidden = f"{parts.prefix}linear_attn.", parts.tensors, parts.config.hidden_size
         width, heads = of.value_heads * of.value_dim, (of.value_heads,)
         taken = _by_key_head(of, parts, prefix) if of.by_key_head else _apart(of, parts, prefix)
@@ -214,8 +211,3 @@ def _by_key_head(of: design.GatedDelta, parts: Parts, prefix: str) -> Matrix:
         rows = torch.arange(of.key_heads * sum(widths)).view(of.key_heads, -1).split(widths, 1)
         matrices.append(rows_of(matrix, torch.cat([each.flatten() for each in rows])))
     return joined(*matrices)
-
-
-def _refuse_ranks(parts: Parts) -> None:
-    if parts.rank.size > 1:
-        raise ConfigError(f"{parts.prefix}: a layer with a state is not split over {parts.rank.size} ranks yet")

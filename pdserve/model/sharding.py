@@ -35,6 +35,8 @@ def check_divides(config: ModelConfig, size: int) -> None:
 def _undivided(layer: design.Layer) -> str:
     """Return what of a layer no rank has a part of; empty if there is nothing."""
     attention = layer.attention
+    if isinstance(attention, design.Recurrent):
+        return "layers with a state"
     if not isinstance(attention, design.SelfAttention):
         return "latents"
     if isinstance(attention.qk_norm, design.WideNorms):

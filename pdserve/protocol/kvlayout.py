@@ -85,7 +85,7 @@ class KvLayout:
     def token_bytes(self) -> int:
         """Return the bytes of a token's KV, as if there were no windows; what states take is not of a token."""
         page_bytes = self.page_bytes
-        return sum([page_bytes // size for size in self._sizes])
+        return sum([page_bytes // size for size in self.page_sizes])
 
     def most_pages(self, num_tokens: int, step_tokens: int = 1) -> int:
         """Return how many pages a sequence needs at most until it has so many tokens; by default one that decodes.
@@ -120,7 +120,8 @@ class KvLayout:
                 raise ConfigError(f"page_size: {group.page_size} tokens of the {group.name} layers fill {filled}")
 
     @property
-    def _sizes(self) -> tuple[int, ...]:
+    def page_sizes(self) -> tuple[int, ...]:
+        """Return how many tokens pages of each group hold, but of states."""
         return (self.page_size, *[group.page_size for group in self.others if not group.state_elements])
 
     def difference(self, other: "KvLayout") -> str | None:

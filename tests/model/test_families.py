@@ -39,6 +39,7 @@ from pdserve.model.design import (
 from pdserve.model.family import Model, Tensors
 from pdserve.model.loading import load_model
 from pdserve.model.ops import TorchOps
+from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Rank, Weights
 
 pytestmark = pytest.mark.slow
@@ -444,8 +445,8 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
             built(Rank(0, 2))
         return
     if family in STATES:
-        with pytest.raises(ConfigError, match="a layer with a state is not split over 2 ranks"):
-            built(Rank(0, 2))
+        with pytest.raises(ConfigError, match="tensor_parallel_size: 2: layers with a state are not divided"):
+            check_divides(config, 2)
         return
     whole, halves = built(Rank()), [built(Rank(index, 2)) for index in range(2)]
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
