@@ -136,6 +136,8 @@ class ModelConfig:
         head_dim = _head_dim(fields, hidden_size, num_heads)
         bos = fields.token_ids("bos_token_id")
         design = family.read(fields)
+        if not any(design.attentions):
+            raise fields.unsupported("layer_types", "attention in at least one layer")
         if latents := {each for each in design.attentions if isinstance(each, LatentAttention)}:
             (latent,) = latents
             num_kv_heads, head_dim = 1, latent.row_width  # as its absorbed form has them

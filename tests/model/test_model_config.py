@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import FAMILIES, INERT, INERT_PREFIXES, ModelConfig
-from pdserve.model.design import Activation, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential
+from pdserve.model.design import Activation, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential, ShortConv
 from pdserve.model.rope_config import LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
 
 LLAMA = {
@@ -222,12 +222,14 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "MixtralForCausalLM": {"num_local_experts"},
     "Qwen2MoeForCausalLM": {"num_local_experts"},
     "Qwen3MoeForCausalLM": {"num_local_experts"},
+    "Qwen3NextForCausalLM": {"num_local_experts"},
     "GraniteForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling"},
     "SmolLM3ForCausalLM": {"no_rope_layers"},
     "HunYuanDenseV1ForCausalLM": {"use_qk_norm"},
 }
 OWN_EPS = {  # keys of norms in the place of `rms_norm_eps`
     "Cohere2ForCausalLM": {"rms_norm_eps": None},
+    "Lfm2ForCausalLM": {"rms_norm_eps": None},
     "NemotronForCausalLM": {"rms_norm_eps": None},
     "PhiForCausalLM": {"rms_norm_eps": None},
     "Starcoder2ForCausalLM": {"rms_norm_eps": None},
@@ -291,6 +293,8 @@ KEYS = [
     *("no_rope_layer_interval", "hidden_act", "attention_multiplier", "logits_scaling", "residual_multiplier"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window_pattern"),
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "mlp_only_layers"),
+    *("conv_L_cache", "full_attn_idxs", "block_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim"),
     *("embedding_multiplier", "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id", "bos_token_id"),
 ]
 VALUES = st.one_of(
@@ -374,3 +378,36 @@ def test_deepseek_v3_is_read_as_it_is_published() -> None:
     scale = first.attention.scores.scale
     assert scale is not None
     assert math.isclose(scale, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
+    conv, full = ModelConfig.from_hf(
+        LLAMA | {"architectures": ["Lfm2ForCausalLM"], "rms_norm_eps": None, "layer_types": ["conv", "full_attention"]}
+    ).design.layers
+    assert conv.attention == ShortConv(channels=64, kernel=3)
+    assert (conv.attention.state_size, full.mlp) == (128, GatedMlp(256, names=("w1", "w3", "w2")))
+    config = read(architectures=["Qwen3NextForCausalLM"], num_hidden_layers=48, num_experts=512)
+    state = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)
+    assert config.design.state_sizes == (state, state, state, 0) * 12
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "key"),
+    [
+        ("Lfm2ForCausalLM", {"conv_L_cache": 1}, "conv_L_cache"),
+        ("Lfm2ForCausalLM", {"conv_dim": 32}, "conv_dim"),
+        ("Lfm2ForCausalLM", {"block_ffn_dim_multiplier": 1e9}, "block_ffn_dim_multiplier"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "sliding_attention"]}, "layer_types"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "conv"]}, "layer_types"),
+        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 3}, "linear_num_value_heads"),
+        ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, "attn_output_gate"),
+        ("Qwen3_5ForCausalLM", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+    ],
+)
+def test_what_layers_with_a_state_do_not_compute_is_refused(
+    architecture: str, changes: dict[str, object], key: str
+) -> None:
+    own = {"architectures": [architecture], **OWN_EPS.get(architecture, {})}
+    with pytest.raises(ConfigError, match=rf"^{key}: .* is not supported"):
+        read(**{**own, **changes})

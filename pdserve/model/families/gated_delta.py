@@ -17,6 +17,7 @@ GUESSING = "mtp."  # begins names of tensors that guess tokens
 
 
 def _read_next(fields: Fields) -> Design:
+    fields.must_be("use_sliding_window", False)
     experts = with_shared(fields, qwen_experts(fields, 512, 10, usual_size=512, normalized=True), usual_size=512)
     return with_experts(_read(fields, by_key_head=True), experts, are_sparse(fields))
 

@@ -13,10 +13,11 @@ from pdserve.model.design import (
     Sequential,
     ShortConv,
 )
-from pdserve.model.families.reading import Family, kinds_of_layers
+from pdserve.model.families.reading import Family, kinds_of_layers, require
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
 
+MOST_FACTOR = 64.0
 CONV, FULL = "conv", "full_attention"
 
 
@@ -31,17 +32,26 @@ def _read(fields: Fields) -> Design:
         around_mlp=Around("ffn_norm"),
         mlp_name="feed_forward",
     )
-    kernel, bias = fields.positive("conv_L_cache", 3), fields.flag("conv_bias", default=False)
+    hidden, kernel = fields.positive("hidden_size"), fields.positive("conv_L_cache", 3)
     if kernel < 2:
         raise fields.unsupported("conv_L_cache", "at least 2")
-    for key in ("conv_dim", "conv_dim_out"):
-        fields.must_be(key, fields.positive("hidden_size"))
-    fields.must_be("conv_use_xavier_init", True)
-    conv = replace(full, attention=ShortConv(fields.positive("hidden_size"), kernel, bias))
+    _pass_over_twins(fields, hidden, eps)
+    conv = replace(full, attention=ShortConv(hidden, kernel, fields.flag("conv_bias", default=False)))
     attending = fields.numbers("full_attn_idxs") if fields.has("full_attn_idxs") else range(count)
     kinds = kinds_of_layers(fields, (FULL, CONV), lambda layer: FULL if layer in attending else CONV)
     layers = tuple(full if kind == FULL else conv for kind in kinds)
     return Design(layers, Head(full.norm, "model.embedding_norm"))
+
+
+def _pass_over_twins(fields: Fields, hidden_size: int, eps: float) -> None:
+    """Raise ConfigError if keys that say again what others say, as published configs have them, say something else."""
+    require(fields, block_dim=hidden_size, conv_dim=hidden_size, conv_dim_out=hidden_size, block_norm_eps=eps)
+    require(fields, num_heads=fields.positive("num_attention_heads"), theta=fields.number("rope_theta", 1e6))
+    require(fields, block_use_swiglu=True, use_pos_enc=True)
+    for key in ("block_mlp_init_scale", "block_out_init_scale"):
+        fields.optional_number(key)
+    for key in ("block_use_xavier_init", "conv_use_xavier_init"):
+        fields.flag(key, default=True)
 
 
 def _inner_size(fields: Fields) -> int:
@@ -50,7 +60,9 @@ def _inner_size(fields: Fields) -> int:
     multiple, factor = fields.positive("block_multiple_of", 256), fields.number("block_ffn_dim_multiplier", 1.0)
     if not fields.flag("block_auto_adjust_ff_dim", default=True):
         return size
-    size = int(factor * int(2 * size / 3))
+    if not 0.0 < factor <= MOST_FACTOR:
+        raise fields.unsupported("block_ffn_dim_multiplier", f"above 0 and at most {MOST_FACTOR:g}")
+    size = max(1, int(factor * int(2 * size / 3)))
     return -(-size // multiple) * multiple
 
 
