@@ -227,11 +227,13 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "SmolLM3ForCausalLM": {"no_rope_layers"},
     "HunYuanDenseV1ForCausalLM": {"use_qk_norm"},
 }
-OWN_EPS = {  # keys of norms in the place of `rms_norm_eps`
+OWN_VALUES = {  # such as keys of norms in the place of `rms_norm_eps`
     "Cohere2ForCausalLM": {"rms_norm_eps": None},
     "Lfm2ForCausalLM": {"rms_norm_eps": None},
     "NemotronForCausalLM": {"rms_norm_eps": None},
     "PhiForCausalLM": {"rms_norm_eps": None},
+    "Qwen3NextForCausalLM": {"full_attention_interval": 2},
+    "Qwen3_5ForCausalLM": {"full_attention_interval": 2},
     "Starcoder2ForCausalLM": {"rms_norm_eps": None},
 }
 
@@ -260,7 +262,7 @@ OWN_EPS = {  # keys of norms in the place of `rms_norm_eps`
 def test_a_key_that_a_family_does_not_know_is_refused_by_name(architecture: str, key: tuple[str, object]) -> None:
     if key[0] in OWN_KEYS.get(architecture, ()):
         return
-    known = {"architectures": [architecture], **OWN_EPS.get(architecture, {})}
+    known = {"architectures": [architecture], **OWN_VALUES.get(architecture, {})}
     with pytest.raises(ConfigError, match=f"^{key[0]}: .* is not supported"):
         read(**known, **dict([key]))
     read(**known, **{key[0]: None})
@@ -306,7 +308,7 @@ VALUES = st.one_of(
 @pytest.mark.parametrize("architecture", FAMILIES)
 @given(data=st.data())
 def test_whatever_a_key_holds_a_config_is_read_or_refused_by_name(architecture: str, data: st.DataObject) -> None:
-    known = {"architectures": [architecture], **OWN_EPS.get(architecture, {})}
+    known = {"architectures": [architecture], **OWN_VALUES.get(architecture, {})}
     read(**known)
     with suppress(ConfigError):
         config = read(**(known | {data.draw(st.sampled_from(KEYS)): data.draw(VALUES)}))
@@ -408,6 +410,6 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
 def test_what_layers_with_a_state_do_not_compute_is_refused(
     architecture: str, changes: dict[str, object], key: str
 ) -> None:
-    own = {"architectures": [architecture], **OWN_EPS.get(architecture, {})}
+    own = {"architectures": [architecture], **OWN_VALUES.get(architecture, {})}
     with pytest.raises(ConfigError, match=rf"^{key}: .* is not supported"):
         read(**{**own, **changes})
