@@ -70,7 +70,7 @@ class CompiledAttention:
             self._grouped.plan(batch, num_rows)
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
-        """Attend in one layer; see `pdserve.model.ops.Attends`."""
+        """Attend in one layer; see `pdserve.model.attention.Attends`."""
         out = self._planned.run(layer, qkv, qk_norm, sinks)
         if self._grouped is None or self._num_rows == len(qkv):
             return out

@@ -79,7 +79,7 @@ class TorchAttention:
         self._grouped.plan(batch, 0)
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
-        """Attend in one layer; see `pdserve.model.ops.Attends`."""
+        """Attend in one layer; see `pdserve.model.attention.Attends`."""
         step = self._step
         if step is None:
             raise RuntimeError("run before plan")

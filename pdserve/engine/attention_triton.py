@@ -118,7 +118,7 @@ class TritonAttention:
         self._step = _Step(positions, slots, tuple(parts))
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
-        """Attend in one layer; see `pdserve.model.ops.Attention`."""
+        """Attend in one layer; see `pdserve.model.attention.Attention`."""
         step = self._step
         if step is None:
             raise RuntimeError("run before plan")

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from pdserve.engine.batch import PoolShape
 from pdserve.engine.states import States
+from pdserve.model.attention import Advance, Attends
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup
-from pdserve.model.ops import Advance, Attends, QkNorm
+from pdserve.model.ops import QkNorm
 from pdserve.model.rope import Rope
 from pdserve.protocol.paging import PageShape, Paging
 
@@ -45,12 +46,12 @@ class ByLayer(Generic[A]):
     states: States | None = None
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
-        """Attend in one layer; see `pdserve.model.ops.Attends`."""
+        """Attend in one layer; see `pdserve.model.attention.Attends`."""
         kind, place = self.places[layer]
         return self.parts[kind].run(place, qkv, qk_norm, sinks)
 
     def recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
-        """Compute a layer with a state; see `pdserve.model.ops.Attention`."""
+        """Compute a layer with a state; see `pdserve.model.attention.Attention`."""
         assert self.states is not None, "the model has a group of states"
         return self.states.recur(layer, rows, advance)
 

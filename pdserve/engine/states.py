@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.batch import Batch, Ints
+from pdserve.model.attention import Advance
 from pdserve.model.layer_groups import LayerGroup
-from pdserve.model.ops import Advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class States:
         self._written = []
 
     def recur(self, layer: int, rows: Tensor, advance: Advance) -> Tensor:
-        """Compute one layer; see `pdserve.model.ops.Attention`."""
+        """Compute one layer; see `pdserve.model.attention.Attention`."""
         step, columns = self._step, self._columns[layer]
         if step is None:
             raise RuntimeError("recur before plan")

@@ -11,11 +11,12 @@ from torch import Tensor
 from pdserve.base.errors import ConfigError
 from pdserve.kernels.cpu.experts import TiledExperts
 from pdserve.model import design
+from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import TensorSource
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.mlp import CompiledExperts, Experts
-from pdserve.model.ops import Attention, DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
+from pdserve.model.ops import DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
 from pdserve.model.parallel import vocab_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.rope import Rope

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
+from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
-from pdserve.model.ops import Attention, Dense, GateUp, Linear, Matrix, Ops, Quantized
+from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Ops, Quantized
 from pdserve.model.rope import Rope
 from pdserve.model.weights import COLUMNS, Rank, Shard, Weights
 

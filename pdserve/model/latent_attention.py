@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pdserve.model import design
-from pdserve.model.ops import Attention, Linear, Ops, RmsNorm, decoded
+from pdserve.model.attention import Attention
+from pdserve.model.ops import Linear, Ops, RmsNorm, decoded
 from pdserve.model.parts import Parts
 from pdserve.model.rope import order
 

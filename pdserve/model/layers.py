@@ -9,21 +9,10 @@ from torch import Tensor
 
 from pdserve.base.errors import ConfigError
 from pdserve.model import design
+from pdserve.model.attention import Attention
 from pdserve.model.latent_attention import LatentAttention
 from pdserve.model.mlp import Mlp, build_mlp
-from pdserve.model.ops import (
-    Attention,
-    GateUp,
-    Linear,
-    Matrix,
-    Norm,
-    Ops,
-    QkNorm,
-    Quantized,
-    RmsNorm,
-    joined,
-    rows_of,
-)
+from pdserve.model.ops import GateUp, Linear, Matrix, Norm, Ops, QkNorm, Quantized, RmsNorm, joined, rows_of
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.recurrent import build_recurrent

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.model import design
-from pdserve.model.ops import Attention, Linear, Matrix, Ops, joined, rows_of
+from pdserve.model.attention import Attention
+from pdserve.model.ops import Linear, Matrix, Ops, joined, rows_of
 from pdserve.model.parts import Parts
 
 BLOCK = 64  # tokens of the delta rule that are solved for at once
