@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster
-from model_zoo import FAMILIES, VOCAB, WITH_EXPERTS, first_disagreement, load_oracle, write_model
+from model_zoo import FAMILIES, STATES, VOCAB, WITH_EXPERTS, first_disagreement, load_oracle, write_model
 from one_engine import OneEngine
 from transformers import PreTrainedModel
 
@@ -63,7 +63,7 @@ def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, asked: list[lis
     "family",
     [
         pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long)
-        for name in (*FAMILIES, *WITH_WINDOWS, *WITH_EXPERTS)
+        for name in dict.fromkeys((*FAMILIES, *WITH_WINDOWS, *WITH_EXPERTS, *STATES))
     ],
 )
 def test_each_family_in_float32_answers_as_transformers_does(family: str, tmp_path: Path) -> None:

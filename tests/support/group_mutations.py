@@ -7,10 +7,14 @@ from breaking import Original, breaks, mutation, wrap
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.prompt_room import PromptRoom
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
 from pdserve.prefill_worker import sender
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.protocol.page_tables import Pages, PageTables
 from pdserve.protocol.paging import PageOrder, Paging
+from pdserve.worker import core
+from pdserve.worker.tasks import Task
 
 
 @breaks(Paging, "first_needed")
@@ -72,3 +76,22 @@ def read_announced_pages_without_a_hold() -> Iterator[object]:
 @breaks(PromptRoom, "_refill")
 def let_a_prompt_begin_that_cannot_be_finished(*_: object) -> None:
     """Replace no page that leaves a window."""
+
+
+@breaks(core, "final_pages")
+def send_a_state_before_its_last_step(
+    original: Original, scheduler: Scheduler, task: Task, sequence: Sequence
+) -> Pages:
+    """Announce the span that a prompt is in the middle of, where there are states."""
+    paging = scheduler.cache.paging
+    if not paging.has_states or not sequence.computed:
+        pages: Pages = original(scheduler, task, sequence)
+        return pages
+    return sequence.pages.ordered(PageOrder(paging, len(task.job.token_ids)), sequence.computed)
+
+
+@breaks(Scheduler, "hold")
+def send_a_state_while_a_step_changes_it(original: Original, self: Scheduler, sequence: Sequence) -> bool:
+    """Let a continuation leave that is in a running step: its KV is final, but its state is not."""
+    is_idle: bool = original(self, sequence)
+    return is_idle or self.cache.paging.has_states

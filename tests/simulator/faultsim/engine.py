@@ -2,9 +2,12 @@
 
 Each group of layers after the first has the same chain, told apart by the group's number. A token depends on what a
 query sees of it: with a window, on its last tokens. With an adapter, the chain begins elsewhere.
+
+A group of states has the end of the chain alone, in the page of its span, and goes on from what the page before holds.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from struct import Struct, pack, unpack
 from zlib import crc32
 
@@ -128,15 +131,35 @@ class FakeRunner:
     def _write_others(self, chunk: Chunk, fresh: bytes) -> None:
         states = [int.from_bytes(fresh[place : place + SIZE], "little") for place in range(0, len(fresh), SIZE)]
         for group, (shape, rows) in enumerate(zip(self._others, chunk.other_pages, strict=True), 1):
+            if shape.is_state:
+                self._write_states(group, shape, rows, chunk)
+                continue
             width = self.page_bytes // shape.page_size
             for position, state in enumerate(states, chunk.start):
                 number, slot = divmod(position, shape.page_size)
                 self._pages[rows[number]][slot * width : (slot + 1) * width] = group_slot(group, state, width)
 
+    def _write_states(self, group: int, shape: PageShape, rows: Sequence[PageId], chunk: Chunk) -> None:
+        """Go on from the state before a chunk, and leave one at the end of each span."""
+        state, stop = beginning(chunk.adapter), chunk.start + len(chunk.token_ids)
+        if chunk.start:
+            state = self._state_after(group, shape, rows, chunk.start)
+        ends = [*range((chunk.start // shape.page_size + 1) * shape.page_size, stop, shape.page_size), stop]
+        for start, end in pairwise([chunk.start, *ends]):
+            slots = chain(state, chunk.token_ids[start - chunk.start : end - chunk.start])
+            state = int.from_bytes(slots[-SIZE:], "little")
+            self._pages[rows[start // shape.page_size]][:] = group_slot(group, state, self.page_bytes)
+
+    def _state_after(self, group: int, shape: PageShape, rows: Sequence[PageId], num_tokens: int) -> int:
+        return _state(group, bytes(self._pages[rows[(num_tokens - 1) // shape.page_size]]))
+
     def _read_others(self, chunk: Chunk, num_tokens: int) -> list[list[int]]:
         """Return what a query at the last of so many tokens sees in each group after the first."""
         seen: list[list[int]] = []
         for group, (shape, rows) in enumerate(zip(self._others, chunk.other_pages, strict=True), 1):
+            if shape.is_state:
+                seen.append([self._state_after(group, shape, rows, num_tokens)])
+                continue
             width, first = self.page_bytes // shape.page_size, max(0, num_tokens - (shape.window or num_tokens))
             places = [divmod(position, shape.page_size) for position in range(first, num_tokens)]
             slots = [bytes(self._pages[rows[number]][slot * width : (slot + 1) * width]) for number, slot in places]
@@ -181,6 +204,8 @@ def expected_vector(
 
 def cut(states: list[int], shape: PageShape) -> list[int]:
     """Return which of the last states a query sees."""
+    if shape.is_state:
+        return states[-1:]
     return states if shape.window is None else states[-shape.window :]
 
 

@@ -87,9 +87,12 @@ class Memory:
 
     def _due_in(self, group: int, prefix_hash: PrefixHash) -> bytes:
         """Return what the pages of a span hold in a group."""
-        due, width = self._due[prefix_hash], self.page_bytes // self._cache.paging.sizes[group]
+        due, shape = self._due[prefix_hash], self._cache.paging.shapes[group]
         if group == 0:
             return due
+        if shape.is_state:
+            return group_slot(group, int.from_bytes(due[-SIZE:], "little"), self.page_bytes)
+        width = self.page_bytes // shape.page_size
         states = [int.from_bytes(due[place : place + SIZE], "little") for place in range(0, len(due), SIZE)]
         return b"".join([group_slot(group, state, width) for state in states])
 

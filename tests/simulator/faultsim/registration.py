@@ -35,7 +35,10 @@ class Size:
 
     @property
     def layout(self) -> KvLayout:
-        groups = (KvGroup("other", self.page_size // s.page_size, 1, 1, s.page_size, s.window) for s in self.others)
+        groups = (
+            KvGroup("other", self.page_size // s.page_size, 1, 1, s.page_size, s.window, state_elements=2 * s.is_state)
+            for s in self.others
+        )
         return KvLayout("weights", 1, 1, 1, self.page_size, "float32", others=tuple(groups))
 
     @property

@@ -20,6 +20,8 @@ NO_ROUTE_SEEDS = 0.4  # share of the seeds with faults
 
 # Groups of layers after the first, in half of the seeds.
 GROUPS = ((), (), (PageShape(2, window=6),), (PageShape(4, window=3), PageShape(2)))
+# In a part of the other seeds there are states; then nothing guesses, since a state cannot be taken back.
+STATES, STATES_SEEDS = (PageShape(4, window=2, is_state=True),), 0.4
 # Tokens of a prefill worker's step. In short steps, most pages of a prompt leave its windows while it is computed.
 STEP_TOKENS = (32, 12, 8)
 MORE_TOKENS = (0, 0, 20, 40)  # in these seeds, of some prompts
@@ -82,6 +84,8 @@ def draw(seed: int, num_requests: int) -> Scenario:
     step_s = rng.choice((0.002, 0.004, 0.008))
     max_model_len, most_drafts = MAX_MODEL_LEN, random.Random(f"guesses {seed}").choice((0, 0, 1, 3))
     others = random.Random(f"groups {seed}").choice(GROUPS)
+    if not others and random.Random(f"states {seed}").random() < STATES_SEEDS:
+        others, most_drafts = STATES, 0
     adapters = ADAPTERS if random.Random(f"adapters {seed}").random() < 0.5 else ()
     step_tokens = random.Random(f"chunks {seed}").choice(STEP_TOKENS) if others else STEP_TOKENS[0]
     prefill_pages, decode_pages = (_pages_for_one(others, count) for count in (step_tokens, STEP_TOKENS[0]))
