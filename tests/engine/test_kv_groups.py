@@ -144,3 +144,48 @@ def test_pages_that_do_not_follow_those_before_are_not_taken_for_others() -> Non
     order, tables = PageOrder(Paging(SHAPES), 20), PageTables(([], [PageId(9)]))
     with pytest.raises(InvariantError, match="group 1"):
         tables.add(order, tuple(map(PageId, range(order.count(24)))), 0, 24)
+
+
+STATE = PageShape(4, window=2, is_state=True)
+prompts = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+
+
+@given(prompts, st.integers(24, 40), st.integers(1, 3), st.booleans())
+def test_states_give_the_same_text_however_few_pages_there_are_and_whatever_is_cached(
+    lengths: list[int], num_pages: int, num_chunk_spans: int, ahead: bool
+) -> None:
+    """Sequences are preempted, prefixes are found again, and steps are planned ahead."""
+    engine = Engine(num_pages, STATE, step_tokens=4 * num_chunk_spans - 1, ahead=ahead)
+    for _ in range(2):
+        for length in lengths:
+            engine.add([3 * i % VOCAB for i in range(length)], max_tokens=9)
+        engine.finish()
+
+
+def test_a_state_takes_one_page_and_one_more_while_it_passes_the_end_of_a_span() -> None:
+    engine = Engine(60, STATE)
+    sequence = engine.add([1, 2, 3], max_tokens=50)
+    while sequence.num_output_tokens < 45:
+        engine.step()
+        if sequence.pages:
+            assert len(sequence.pages.runs[1]) <= 2
+            assert sequence.pages.find(1, (sequence.computed - 1) // 4) is not None
+
+
+def test_a_prefix_goes_on_from_the_snapshot_at_its_end() -> None:
+    engine = Engine(40, STATE)
+    prompt = list(range(24))
+    engine.answer(prompt, 3)
+    sequence = engine.add([*prompt[:16], 77, 78], max_tokens=2)
+    engine.step()
+    assert sequence.num_cached_tokens == 16
+    assert sequence.pages.firsts == [0, 3]
+    engine.finish()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 2), (4, 2), (5, 3), (400, 101)])
+def test_pages_of_states_are_counted_whole_where_workers_are_compared(num_tokens: int, num_pages: int) -> None:
+    paging = Paging((PageShape(4), STATE))
+    assert paging.mean_pages(3 * num_tokens, 3) == 3 * num_pages
+    assert paging.sent_pages(num_tokens) == num_pages
+    assert paging.whole_tokens(10) == 40
