@@ -14,9 +14,10 @@ from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.answer import Answer, Outcome, Pace, Sink
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, Visit
-from pdserve.router.frontend.prompts import Loosen, Prompts, check_terms, with_tokens
+from pdserve.router.frontend.prompts import Loosen, Prompts, with_tokens
 from pdserve.router.frontend.records import Opened, Records
 from pdserve.router.frontend.served import ServedModel
+from pdserve.router.frontend.terms import check_terms
 from pdserve.router.requests.events import RequestArrived
 from pdserve.text.stop import OutputText
 

@@ -1,4 +1,4 @@
-"""Prepares a request before the core knows it: checks its terms, and makes token ids of its prompt.
+"""Makes token ids of a request's prompt before the core knows it.
 
 Long prompts are tokenized in threads, so that other requests need not wait. A short prompt takes less time than the
 way to a thread and back. A text whose length alone says that it has too many tokens is refused without tokenizing it.
@@ -6,34 +6,26 @@ Errors name the field, its value and the limit.
 """
 
 import asyncio
-import math
-import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pdserve.base.collector import trim_memory
-from pdserve.base.errors import GrammarError, echo
-from pdserve.base.ids import new_request_id
-from pdserve.checkpoint.checkpoint import GenerationDefaults
+from pdserve.base.errors import GrammarError
 from pdserve.grammar.checker import Checker
 from pdserve.grammar.plain import Plain, plain
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.protocol.inference import given_params
 from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
-from pdserve.protocol.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
+from pdserve.protocol.sampling import StructuredOutput
 from pdserve.protocol.token_ids import TokenIds, largest, pack
 from pdserve.router.frontend.conversations import message_of, options_of
 from pdserve.router.frontend.served import ServedModel
 from pdserve.router.requests.events import RequestArrived
-from pdserve.text.stop import check_stops
+from pdserve.text.chat import ChatTemplate
 
-MAX_TENANT_BYTES = 64
-MAX_LABEL_BYTES = 128
-MAX_ANSWER_TOKENS = 2**31 - 1
 NUM_THREADS = 2
 INLINE_BYTES = 2048  # of a request tokenized on the event loop, in under half a millisecond
 INLINE_BAD_WORDS = 8  # of a request tokenized on the event loop; each word is tokenized twice
@@ -66,8 +58,17 @@ class Prompts:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._grammars.close()
 
-    async def tokenize(self, request: inference.GenerateRequest, max_model_len: int, remaining_s: float) -> TokenIds:
-        """Return a request's prompt as token ids; RefusedError if there is no prompt, or it cannot be served."""
+    async def tokenize(
+        self,
+        request: inference.GenerateRequest,
+        max_model_len: int,
+        remaining_s: float,
+        template: ChatTemplate | None = None,
+    ) -> TokenIds:
+        """Return a request's prompt as token ids; RefusedError if there is no prompt, or it cannot be served.
+
+        template: of a conversation, in place of the model's.
+        """
         match request.WhichOneof("prompt"):
             case "token_ids":
                 return await self._checked(request.token_ids.ids, max_model_len)
@@ -78,9 +79,9 @@ class Prompts:
                 self._check_length("text", request.text, max_model_len)
                 return await self._encoded(request, self._encode_text, remaining_s)
             case "chat":
-                if self._model.chat is None:
+                if (template or self._model.chat) is None:
                     raise invalid("chat", "the model has no chat template; send text or token_ids")
-                return await self._encoded(request, partial(self._encode_chat, max_model_len), remaining_s)
+                return await self._encoded(request, partial(self._encode_chat, max_model_len, template), remaining_s)
             case _:
                 raise invalid("prompt", "none was given; exactly one of text, token_ids and chat is needed")
 
@@ -169,10 +170,12 @@ class Prompts:
         add_special = not request.HasField("add_special_tokens") or request.add_special_tokens
         return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=add_special)), "text")
 
-    def _encode_chat(self, max_model_len: int, request: inference.GenerateRequest) -> TokenIds:
+    def _encode_chat(
+        self, max_model_len: int, template: ChatTemplate | None, request: inference.GenerateRequest
+    ) -> TokenIds:
         messages, options = [message_of(message) for message in request.chat.messages], options_of(request.chat)
         model = self._model
-        chat = model.tool_chat or model.chat if options.tools else model.chat
+        chat = template or (model.tool_chat or model.chat if options.tools else model.chat)
         assert chat is not None
         keep_text = None if model.allow_special_tokens_in_text else model.tokenizer.special_texts
         prompt = chat.prompt(messages, options, keep_text)
@@ -232,51 +235,6 @@ def check_ids(ids: Iterable[int], field: str, vocab_size: int) -> None:
             raise invalid(field, f"token id {token_id} at position {position} is outside [0, {vocab_size - 1}]")
 
 
-def check_terms(
-    request: inference.GenerateRequest, model: ServedModel, max_deadline_ms: int, received_s: float, remaining_s: float
-) -> RequestArrived:
-    """Return a request for the core, with defaults filled in and without its tokens.
-
-    `remaining_s`: until the call's own deadline. RefusedError names the first field out of range.
-    """
-    pools = request.sampling.HasField("pooling")
-    params = _pooling(request) if pools else _sampling(request.sampling, model.defaults)
-    params.validate(model.vocab_size)
-    check_stops(request.stop)
-    _check_bad_words(request.sampling.bad_words)
-    num_bytes = len(request.tenant.encode())
-    if num_bytes > MAX_TENANT_BYTES:
-        raise invalid("tenant", f"{num_bytes} bytes are over the limit of {MAX_TENANT_BYTES}")
-    _check_label(request.request_label)
-    deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else max_deadline_ms
-    if not 0 < deadline_ms <= max_deadline_ms:
-        raise invalid("deadline_ms", f"{deadline_ms} is outside [1, {max_deadline_ms}]")
-    return RequestArrived(
-        request_id=new_request_id(),
-        token_ids=(),
-        params=params,
-        received_s=received_s,
-        deadline_s=received_s + min(deadline_ms / 1e3, remaining_s),
-        priority=request.priority,
-        tenant=request.tenant,
-        ttft_slo_s=_slo_s(request.slo, "ttft_ms"),
-        tpot_slo_s=_slo_s(request.slo, "tpot_ms"),
-    )
-
-
-def usable_label(label: str) -> str:
-    """Return a client's name for a request, empty if the name cannot be kept."""
-    return label if len(label) <= MAX_LABEL_BYTES and label.isascii() and label.isprintable() else ""
-
-
-def _check_label(label: str) -> None:
-    if usable_label(label) == label:
-        return
-    if len(label) > MAX_LABEL_BYTES:
-        raise invalid("request_label", f"{len(label)} characters are over the limit of {MAX_LABEL_BYTES}")
-    raise invalid("request_label", f"{echo(label, repr)} is not printable ASCII")
-
-
 def with_tokens(
     event: RequestArrived, request: inference.GenerateRequest, token_ids: TokenIds, max_model_len: int
 ) -> RequestArrived:
@@ -307,41 +265,3 @@ def with_tokens(
 def too_long(problem: str, max_model_len: int) -> str:
     """Return a problem with the words by which OpenAI's clients know that a prompt has to be shortened."""
     return f"{problem}; this model's maximum context length is {max_model_len} tokens (max_model_len)"
-
-
-def _check_bad_words(words: Seq[str]) -> None:
-    if len(words) > MAX_BAD_WORDS:
-        raise invalid("bad_words", f"{len(words)} are over the limit of {MAX_BAD_WORDS}")
-    for word in words:
-        num_bytes = len(word.encode())
-        if not word.strip() or num_bytes > MAX_BAD_WORD_BYTES:
-            limits = f"1 to {MAX_BAD_WORD_BYTES}, not all of them spaces, are needed"
-            raise invalid("bad_words", f"{echo(word, repr)} has {num_bytes} bytes; {limits}")
-
-
-def _slo_s(slo: inference.Slo, field: Literal["ttft_ms", "tpot_ms"]) -> float | None:
-    if not slo.HasField(field):
-        return None
-    milliseconds: float = getattr(slo, field)
-    if not math.isfinite(milliseconds) or milliseconds <= 0:
-        raise invalid(f"slo.{field}", f"{milliseconds} is not a number of milliseconds over 0")
-    return milliseconds / 1e3
-
-
-def _pooling(request: inference.GenerateRequest) -> SamplingParams:
-    """Return what takes the place of sampling where a vector is wanted; RefusedError for fields of sampling."""
-    given = [field.name for field, _ in request.sampling.ListFields()] + ["stop"] * bool(request.stop)
-    if others := [name for name in given if name != "pooling"]:
-        raise invalid(others[0], "does not go with pooling, for which nothing is generated")
-    return SamplingParams(max_tokens=1, **given_params(request.sampling))
-
-
-def _sampling(asked: inference.SamplingParams, defaults: GenerationDefaults) -> SamplingParams:
-    """Return the request's values over the defaults. The model's max_tokens limits the request's, too."""
-    given = given_params(asked)
-    if asked.fill_model_len and not asked.HasField("max_tokens"):
-        given["max_tokens"] = MAX_ANSWER_TOKENS
-    params = SamplingParams(**{"seed": secrets.randbits(64)} | defaults.sampling() | given)
-    if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
-        return params
-    return replace(params, max_tokens=defaults.max_tokens)

@@ -21,7 +21,7 @@ from pdserve.protocol.refusal import Refused
 from pdserve.protocol.reports import FINISH_REASONS, Stage
 from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.answer import Answer, Outcome
-from pdserve.router.frontend.prompts import MAX_LABEL_BYTES
+from pdserve.router.frontend.terms import MAX_LABEL_BYTES
 from pdserve.router.requests.commands import Finished
 from pdserve.router.requests.timeline import parts
 

@@ -13,6 +13,7 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.router.config import EndpointConfig
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.reasoning import Reasoning, reasoning_of
+from pdserve.text.scoring import Scoring, scoring_of
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.text.tool_calls import FORMATS, ToolFormat, format_of
 
@@ -40,6 +41,7 @@ class ServedModel:
     tool_chat: ChatTemplate | None = None  # for conversations with tools; None: `chat`
     embedding: Embedding = GENERATING
     hidden_size: int = 0  # numbers in its vectors
+    scoring: Scoring | None = None  # how it scores documents; None: it does not
     archived: Callable[[], bytes] | None = None  # makes a ZIP archive of the tokenizer's files; takes a moment
 
     @property
@@ -90,5 +92,6 @@ def load_model(config: EndpointConfig) -> ServedModel:
         architectures=(checkpoint.config.architecture,),
         embedding=checkpoint.embedding,
         hidden_size=checkpoint.config.hidden_size,
+        scoring=scoring_of(tokenizer),
         archived=partial(tokenizer_archive, checkpoint),
     )

@@ -14,8 +14,9 @@ from pdserve.protocol.refusal import RefusedError, Status
 from pdserve.protocol.token_ids import TokenIds
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend import endpoints
-from pdserve.router.frontend.prompts import Loosen, Prompts, check_terms
+from pdserve.router.frontend.prompts import Loosen, Prompts
 from pdserve.router.frontend.served import ServedModel, load_model
+from pdserve.router.frontend.terms import check_terms
 from pdserve.router.requests.events import RequestArrived
 from pdserve.text.chat import ChatTemplate
 

@@ -13,7 +13,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import invalid
 from pdserve.protocol.sampling import PromptLogprobs
 from pdserve.router.frontend.answer import Gain, Outcome
-from pdserve.router.frontend.prompts import usable_label
+from pdserve.router.frontend.terms import usable_label
 from pdserve.router.requests.commands import Finished
 
 Params: TypeAlias = vllm.SamplingParams

@@ -26,7 +26,9 @@ from pdserve.router.frontend.openai.document import (
     COUNT_TOKENS,
     EMBEDDINGS,
     MESSAGES,
+    RERANK,
     RESPONSES,
+    SCORE,
     with_generation,
 )
 from pdserve.router.frontend.openai.embeddings import Embedder
@@ -44,13 +46,15 @@ from pdserve.router.frontend.openai.generation import (
     visiting,
 )
 from pdserve.router.frontend.openai.reply import respond
+from pdserve.router.frontend.openai.scores import Scorer
 from pdserve.router.frontend.openai.sites import Sites, adding, check_json
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page import Page
-from pdserve.router.frontend.prompts import check_ids, too_long, usable_label
+from pdserve.router.frontend.prompts import check_ids, too_long
 from pdserve.router.frontend.responses.door import Responses
 from pdserve.router.frontend.responses.response import body_of as responses_body_of
 from pdserve.router.frontend.responses.routes import KeptConversations, KeptResponses
+from pdserve.router.frontend.terms import usable_label
 from pdserve.text.tokenizer import Tokenizer
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no API key
@@ -68,7 +72,7 @@ class App:
     """The ASGI application."""
 
     def __init__(self, intake: Intake, config: EndpointConfig, responses: Responses) -> None:
-        generator = Generator(intake)
+        generator, scorer = Generator(intake), Scorer(intake)
         self._sites = Sites(config)
         self._generation: dict[str, Serve] = {
             "/v1/chat/completions": generator.chat,
@@ -78,6 +82,8 @@ class App:
             RESPONSES: responses.create,
             COUNT_INPUT: responses.count,
             EMBEDDINGS: Embedder(intake).embed,
+            **dict.fromkeys((RERANK, "/rerank", "/v2/rerank"), scorer.rerank),
+            **dict.fromkeys((SCORE, "/score"), scorer.score),
         }
         self._intake = intake
         self._page = Page(intake.backend, intake.clients)

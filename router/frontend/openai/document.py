@@ -7,12 +7,19 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest
-from pdserve.router.frontend.openai.fields import Body, ChatRequest, CompletionRequest, EmbeddingsRequest
+from pdserve.router.frontend.openai.fields import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, COUNT_INPUT = "/v1/responses", "/v1/responses/input_tokens"
-EMBEDDINGS = "/v1/embeddings"
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
 GENERATION: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -21,6 +28,8 @@ GENERATION: dict[str, type[Body]] = {
     RESPONSES: ResponseRequest,
     COUNT_INPUT: CountInputRequest,
     EMBEDDINGS: EmbeddingsRequest,
+    RERANK: RerankRequest,
+    SCORE: ScoreRequest,
 }
 REF = "#/components/schemas/{model}"
 ERRORS = {

@@ -3,22 +3,21 @@
 import asyncio
 import base64
 import struct
-from collections.abc import Sequence
 from math import sqrt
 
 from starlette.types import Scope, Send
 
-from pdserve.base.ids import new_request_id
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.pooling import FLOAT_BYTES
 from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.dialect import Json, encode, ledger_of, summed
-from pdserve.router.frontend.openai.errors import JSON, Header
+from pdserve.router.frontend.openai.dialect import Json, encode
+from pdserve.router.frontend.openai.errors import JSON
 from pdserve.router.frontend.openai.fields import EmbeddingsRequest
-from pdserve.router.frontend.openai.generation import REQUEST_ID, headers_of, ignored_names, visiting
+from pdserve.router.frontend.openai.generation import headers_of
 from pdserve.router.frontend.openai.pooled import PooledCall, pooled_template
-from pdserve.router.frontend.openai.reply import ROUTERS_ID, respond
-from pdserve.router.frontend.openai.translate import label_of, prompts_of, with_prompt
+from pdserve.router.frontend.openai.reply import respond
+from pdserve.router.frontend.openai.translate import prompts_of, with_prompt
 
 MAX_INPUTS = 2048
 WRITTEN_INLINE = 2**16  # bytes of vectors that are written on the event loop, in a millisecond
@@ -41,42 +40,27 @@ class Embedder:
         if asked.dimensions is not None and not 1 <= asked.dimensions <= model.hidden_size:
             raise invalid("dimensions", f"{asked.dimensions} is outside [1, {model.hidden_size}]")
         inputs = prompts_of(asked.input, "input", MAX_INPUTS)
-        call = PooledCall(self._intake, scope["state"]["connection"], _name if len(inputs) > 1 else _alone)
-        label = label_of(asked, headers) or new_request_id().hex()
-        own: list[Header] = [(REQUEST_ID, label.encode()), *ignored_names(asked.ignored)]
-        scope["state"]["headers"] = own
-        async with visiting(self._intake, scope) as visit:
-            requests = (with_prompt(template, each) for each in inputs)
-            if not await call.run(requests, visit, scope["state"]["received_s"]):
-                return
-        own.append((ROUTERS_ID, call.first_id.encode()))
-        shown = self._shown(asked, call)
+
+        async def request_of(place: int) -> inference.GenerateRequest:
+            return with_prompt(template, inputs[place])
+
+        call = PooledCall(self._intake, asked, scope, _name if len(inputs) > 1 else _alone, request_of)
+        if not await call.run(len(inputs)):
+            return
         if sum(map(len, call.vectors)) <= WRITTEN_INLINE:
-            written = self._written(asked, call.vectors, shown)
+            written = self._written(asked, call)
         else:
-            written = await asyncio.to_thread(self._written, asked, call.vectors, shown)
-        await respond(send, 200, written, [*JSON, *own])
+            written = await asyncio.to_thread(self._written, asked, call)
+        await respond(send, 200, written, [*JSON, *call.headers])
 
-    def _shown(self, asked: EmbeddingsRequest, call: PooledCall) -> Json:
-        """Return what a response has besides vectors; of a single input also the ledger."""
-        usage = summed([each.usage for each in call.finished])
-        counts: Json = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-        names = self._intake.model.names
-        shown: Json = {"object": "list", "model": asked.model if asked.model and asked.model not in names else names[0]}
-        shown["usage"] = counts
-        if len(call.finished) == 1:
-            shown["pdserve"] = ledger_of(call.first_id, call.finished[0].ledger)
-        return shown
-
-    def _written(self, asked: EmbeddingsRequest, vectors: Sequence[bytes], shown: Json) -> bytes:
+    def _written(self, asked: EmbeddingsRequest, call: PooledCall) -> bytes:
         data: list[Json] = []
         normalizes = self._intake.model.embedding.pooling.normalizes
-        for index, vector in enumerate(vectors):
+        for index, vector in enumerate(call.vectors):
             cut = vector if asked.dimensions is None else shortened(vector, asked.dimensions, normalizes=normalizes)
             embedding = base64.b64encode(cut).decode() if asked.encoding_format == "base64" else numbers(cut)
             data.append({"object": "embedding", "index": index, "embedding": embedding})
-        return encode({**shown, "data": data})
+        return encode({"object": "list", **call.shown(), "data": data})
 
 
 def _alone(_place: int) -> str:

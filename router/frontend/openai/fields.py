@@ -197,6 +197,22 @@ class CompletionRequest(Generation):
     suffix: str | None = None
 
 
+class Text(Body):
+    """A document, as Cohere's and Jina's clients may write it."""
+
+    text: str
+
+
+_RANKING = {
+    "max_chunks_per_doc": "documents are not cut",
+    "max_tokens_per_doc": "documents are not cut",
+    "rank_fields": "documents are texts",
+    "use_activation": "scores are probabilities",
+    "activation": "scores are probabilities",
+    "softmax": "scores are probabilities",
+}
+
+
 class EmbeddingsRequest(Served):
     """POST /v1/embeddings."""
 
@@ -216,6 +232,28 @@ class EmbeddingsRequest(Served):
         "use_activation": "vectors are as the model's files say",
         "input_type": "write the model's instruction into the input",
     }
+
+
+class RerankRequest(Served):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: list[str | Text]
+    top_n: int | None = Field(None, ge=0, description="Results that are returned, the best first; 0: all.")
+    return_documents: bool | None = Field(None, description="False: results have no documents.")
+    instruction: str | None = Field(None, description="The task; by default that of the model's card.")
+
+    REFUSED: ClassVar[dict[str, str]] = {**Served.REFUSED, **_RANKING}
+
+
+class ScoreRequest(Served):
+    """POST /v1/score."""
+
+    text_1: str | list[str] = Field(description="Queries: one, or as many as text_2 has.")
+    text_2: str | list[str] = Field(description="Documents.")
+    instruction: str | None = Field(None, description="The task; by default that of the model's card.")
+
+    REFUSED: ClassVar[dict[str, str]] = {**Served.REFUSED, **_RANKING}
 
 
 class TokenizeRequest(Body):

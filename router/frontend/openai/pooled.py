@@ -5,9 +5,12 @@ and once a call cannot be answered, none of its prompts goes on.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from starlette.types import Scope
+
+from pdserve.base.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.inference import pooling_to_proto
 from pdserve.protocol.pooling import Pooling
@@ -16,13 +19,17 @@ from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.clients import Visit
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.connection import Connection
+from pdserve.router.frontend.openai.dialect import Json, ledger_of, summed
+from pdserve.router.frontend.openai.errors import Header
 from pdserve.router.frontend.openai.fields import Served
-from pdserve.router.frontend.openai.translate import PRIORITY, Headers, served_request
+from pdserve.router.frontend.openai.generation import REQUEST_ID, headers_of, ignored_names, visiting
+from pdserve.router.frontend.openai.reply import ROUTERS_ID
+from pdserve.router.frontend.openai.translate import PRIORITY, Headers, label_of, served_request
 from pdserve.router.requests.commands import Finished
 
 MAX_UNDER_WAY = 64
 BEHIND = -1  # priority of prompts that ask for none: whoever waits for a chat is served first
-_OURS = ("text: ", "token_ids: ", "prompt: ")  # names of a prompt in errors of the intake
+_OURS = ("text: ", "token_ids: ", "prompt: ", "chat: ")  # names of a prompt in errors of the intake
 
 
 def pooled_template(asked: Served, headers: Headers, pooling: Pooling) -> inference.GenerateRequest:
@@ -58,30 +65,56 @@ class PooledCall:
     """A call while it is served: the connection tells it when the client is lost."""
 
     intake: Intake
-    connection: Connection
+    asked: Served
+    scope: Scope
     name_of: Callable[[int], str]  # of a prompt's field
+    request_of: Callable[[int], Awaitable[inference.GenerateRequest]]
     vectors: list[bytes] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     first_id: str = ""
+    _label: str = field(default_factory=lambda: new_request_id().hex())
     _under_way: set[_Part] = field(default_factory=set)
     _refused: Refused | None = None
     _is_lost: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, requests: Iterable[inference.GenerateRequest], visit: Visit, received_s: float) -> bool:
-        """Serve the requests; False if the client is lost. RefusedError where one has ended without its vector."""
-        self._is_lost = self.connection.transport.is_closing()
-        self.connection.reply = self
+    @property
+    def headers(self) -> list[Header]:
+        """The headers of the response, also of a refusal."""
+        own: list[Header] = [(REQUEST_ID, self._label.encode()), *ignored_names(self.asked.ignored)]
+        return [*own, (ROUTERS_ID, self.first_id.encode())] if self.first_id else own
+
+    async def run(self, count: int) -> bool:
+        """Serve so many requests; False if the client is lost. RefusedError where one has ended without its vector."""
+        self._label = label_of(self.asked, headers_of(self.scope)) or self._label
+        self.scope["state"]["headers"] = self.headers
+        async with visiting(self.intake, self.scope) as visit:
+            return await self._run(count, visit)
+
+    def shown(self) -> Json:
+        """Return what a response has besides its results: model and usage, and the ledger of a single request."""
+        usage, name, own = summed([each.usage for each in self.finished]), self.asked.model, self.intake.model
+        counts: Json = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+        shown: Json = {"model": name if name and name not in own.names else own.name, "usage": counts}
+        if len(self.finished) == 1:
+            shown["pdserve"] = ledger_of(self.first_id, self.finished[0].ledger)
+        return shown
+
+    async def _run(self, count: int, visit: Visit) -> bool:
+        connection: Connection = self.scope["state"]["connection"]
+        self._is_lost = connection.transport.is_closing()
+        connection.reply = self
         try:
-            for place, request in enumerate(requests):
+            for place in range(count):
                 await self._until_fewer_than(MAX_UNDER_WAY)
                 if self._is_over:
                     break
-                await self._begin(place, request, visit, received_s)
+                await self._begin(place, visit)
             await self._until_fewer_than(1)
         finally:
-            if self.connection.reply is self:
-                self.connection.reply = None
+            if connection.reply is self:
+                connection.reply = None
             for part in self._under_way:
                 if part.answer is not None:
                     self.intake.leave(part.answer)
@@ -89,10 +122,12 @@ class PooledCall:
             raise RefusedError(self._refused)
         return not self._is_lost
 
-    async def _begin(self, place: int, request: inference.GenerateRequest, visit: Visit, received_s: float) -> None:
+    async def _begin(self, place: int, visit: Visit) -> None:
+        received_s = self.scope["state"]["received_s"]
         part = _Part(self, place)
         self.vectors.append(b"")
         try:
+            request = await self.request_of(place)
             part.answer = await self.intake.accept(request, part, visit, received_s=received_s)
         except RefusedError as error:
             raise RefusedError(self._named(error.refused, place)) from None

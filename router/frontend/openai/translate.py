@@ -17,7 +17,7 @@ from pdserve.router.frontend.openai.fields import (
     TokenizeRequest,
 )
 from pdserve.router.frontend.openai.tools import offered
-from pdserve.router.frontend.prompts import usable_label
+from pdserve.router.frontend.terms import usable_label
 
 SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
