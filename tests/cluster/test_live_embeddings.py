@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -14,7 +15,11 @@ import pytest
 import torch
 from live_cluster import LiveCluster, all_ready, is_idle, live_cluster
 from model_zoo import VOCAB, load_oracle, write_model
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import PreTrainedModel
+
+from pdserve.text.scoring import NO, WORDS, YES
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +55,26 @@ def of_mean(folder: Path) -> Path:
     return folder
 
 
+def write_vocabulary(path: Path) -> None:
+    """Write a tokenizer of bytes that has the tokens of a reranker's prompt, too."""
+    special = [word for word in WORDS if word not in (YES, NO)]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ye", YES, NO, *special]
+    tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, [("y", "e"), ("ye", "s"), ("n", "o")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(path))
+
+
 def client_of(cluster: LiveCluster) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{cluster.state.http}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("qwen3", tmp_path_factory.mktemp("model"))
+    folder = write_model("qwen3", tmp_path_factory.mktemp("model"))
+    write_vocabulary(folder / "tokenizer.json")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +157,33 @@ def test_texts_and_their_tokens_are_the_same_input(client: openai.OpenAI) -> Non
     alone = client.embeddings.create(model="", input=text).data[0].embedding
     listed = client.embeddings.create(model="", input=[text, "another"]).data[0].embedding
     assert np.allclose(alone, listed, atol=2e-6)
+
+
+@torch.inference_mode()
+def test_scores_are_those_of_the_models_card(client: openai.OpenAI, model: Path, oracle: PreTrainedModel) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    prefix = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    task, query = "Given a web search query, retrieve relevant passages that answer the query", "Which capital?"
+    documents = ["Paris is.", "A cat sat on a mat.", "Rome", "The capital of Peru is Lima. " * 5]
+    expected = []
+    for document in documents:
+        pair = f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}"
+        ids = [i for part in (prefix, pair, suffix) for i in tokenizer.encode(part, add_special_tokens=False).ids]
+        logits = oracle(torch.tensor([ids])).logits[0, -1]
+        words = logits[[tokenizer.token_to_id(YES), tokenizer.token_to_id(NO)]]
+        expected.append(float(words.softmax(0)[0]))
+    given: Any = client.post("/rerank", cast_to=object, body={"query": query, "documents": documents, "top_n": 3})
+    best = sorted(range(4), key=lambda place: -expected[place])[:3]
+    assert [result["index"] for result in given["results"]] == best
+    assert [result["relevance_score"] for result in given["results"]] == pytest.approx(
+        [expected[place] for place in best], abs=1e-5
+    )
+    scores: Any = client.post("/score", cast_to=object, body={"text_1": query, "text_2": documents})
+    assert [each["score"] for each in scores["data"]] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.long

@@ -34,6 +34,8 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.served import ServedModel
 from pdserve.router.server import Addresses, run
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.scoring import TEMPLATE as SCORED
+from pdserve.text.scoring import Scoring
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -86,6 +88,11 @@ def tokens_of(prompt: Sequence[int], num_tokens: int, index: int = 0) -> list[in
 def vector_of(prompt: Sequence[int]) -> bytes:
     """Return what the fake model makes of a prompt: its length, its first and its last token, and 1."""
     return struct.pack("<4f", len(prompt), prompt[0], prompt[-1], 1.0)
+
+
+def logits_of(prompt: Sequence[int]) -> tuple[float, float]:
+    """Return the fake model's logits of yes and no: a longer prompt is a better one."""
+    return len(prompt) / 64, 5.0
 
 
 class FakeWorker:
@@ -255,6 +262,8 @@ class FakeWorker:
         prompt = token_ids_of(spec)[: spec.num_prompt_tokens]
         if spec.sampling.HasField("pooling"):
             done, pooled = inference.FINISH_REASON_STOP, vector_of(prompt)
+            if spec.sampling.pooling.kind == inference.POOLING_KIND_LOGITS:
+                pooled = struct.pack("<2f", *logits_of(prompt))
             return link.TokenDelta(request_id=spec.request_id, attempt=spec.attempt, finish_reason=done, pooled=pooled)
         top = [inference.TokenLogprob(token_id=i, logprob=-1.0) for i in range(self.logprobs_per_token)]
         token, finish_reason = token_of(prompt, index, position), inference.FINISH_REASON_UNSPECIFIED
@@ -433,6 +442,7 @@ async def running_router(
         archived=archived,
         aliases=config.served_model_aliases,
         hidden_size=4,
+        scoring=None if template is None else Scoring(ChatTemplate(SCORED, {}), (LETTERS[24], LETTERS[13])),
     )
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
