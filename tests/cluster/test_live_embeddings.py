@@ -59,6 +59,7 @@ def write_vocabulary(path: Path) -> None:
     """Write a tokenizer of bytes that has the tokens of a reranker's prompt, too."""
     special = [word for word in WORDS if word not in (YES, NO)]
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ye", YES, NO, *special]
+    pieces += [f"word{i}" for i in range(len(pieces), VOCAB)]
     tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, [("y", "e"), ("ye", "s"), ("n", "o")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
