@@ -7,7 +7,6 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from pdserve.base.errors import ConfigError
 from pdserve.model import design
 from pdserve.model.attention import Attention
 from pdserve.model.latent_attention import LatentAttention
@@ -15,6 +14,7 @@ from pdserve.model.mlp import Mlp, build_mlp
 from pdserve.model.ops import GateUp, Linear, Matrix, Norm, Ops, QkNorm, Quantized, RmsNorm, joined, rows_of
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
+from pdserve.model.ranks import PartNorm
 from pdserve.model.recurrent import build_recurrent
 from pdserve.model.rope import order
 
@@ -236,10 +236,18 @@ def _qk_norm(
         if features is not None:
             q, k = q[features], k[features]
         return QkNorm(q, k, of.eps, of.after_rope)
-    if parts.rank.size > 1:
-        raise ConfigError(f"{prefix}{of.q}: a norm over all heads cannot be split over {parts.rank.size} ranks")
-    norms = []
-    for name, heads in ((of.q, config.num_heads), (of.k, config.num_kv_heads)):
-        weight = tensors.take(f"{prefix}{name}.weight", (heads * config.head_dim,))
-        norms.append(RmsNorm(weight if features is None else weight.view(heads, -1)[:, features].flatten(), of.eps))
-    return WideNorm(*norms)
+    return WideNorm(*_wide_norms(of, parts, prefix, features))
+
+
+def _wide_norms(of: design.WideNorms, parts: Parts, prefix: str, features: Tensor | None) -> Iterator[RmsNorm]:
+    """Yield the norms of q and k, over the heads of all ranks; with fewer KV heads than ranks, several have each."""
+    config, rank = parts.config, parts.rank
+    num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    of_q = rank.rows(rank.query_unit(num_heads, num_kv_heads) * head_dim)
+    of_k = rank.kv_rows(num_kv_heads, head_dim)
+    for name, heads, shard in ((of.q, num_heads, of_q), (of.k, num_kv_heads, of_k)):
+        weight = parts.tensors.take(f"{prefix}{name}.weight", (heads * head_dim,), shard)
+        if features is not None:
+            weight = weight.view(-1, head_dim)[:, features].flatten()
+        whole = max(heads, rank.size) if name == of.k else heads
+        yield RmsNorm(weight, of.eps) if rank.size == 1 else PartNorm(weight, of.eps, whole * head_dim)

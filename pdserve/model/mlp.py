@@ -1,7 +1,7 @@
 """The MLPs of a model's layers, as values. A layer knows no more of its MLP than this protocol."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol, Self
 
@@ -62,6 +62,7 @@ class GatedMlp:
     def build(
         cls, prefix: str, of: design.GatedMlp, hidden_size: int, tensors: TensorSource, ops: DeviceOps, rank: Rank
     ) -> Self:
+        """Put it together; its products are those of the rank's features."""
         inner, rows = of.inner_size, rank.rows()
         gate_name, up_name, down_name = of.names
 
@@ -75,7 +76,7 @@ class GatedMlp:
         else:
             gate, up = taken(gate_name), taken(up_name)
         down = tensors.take_matrix(f"{prefix}{down_name}", hidden_size, inner, bias=of.bias, shard=rank.columns())
-        return cls(ops.held_gate_up(gate, up), of.activation, row_parallel(ops.held(down), rank))
+        return cls(ops.held_gate_up(gate, up), of.activation, ops.held(down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ class Experts:
     """A mixture: each token takes the MLPs that the router chooses for it.
 
     Experts come one after the other, each with all tokens that have chosen it, so only their weights are read. What a
-    token gets is summed in the order of the experts, whoever is in the step beside it.
+    token gets is summed in the order of the experts, whoever is in the step beside it. Ranks divide the features of
+    each expert, and sum what all experts have made.
     """
 
     router: Dense  # [num_experts, hidden_size]
@@ -149,7 +151,7 @@ class Experts:
         if self.shared is not None:
             made, gate = self.shared.mlp.forward(ops, x, None).float(), self.shared.gate
             out += made if gate is None else made * torch.sigmoid(functional.linear(x.float(), gate.float()))
-        out = out.mul_(scale).to(x.dtype)
+        out = ops.all_reduce(out.mul_(scale).to(x.dtype))
         return out if residual is None else residual.add_(out)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
@@ -235,7 +237,8 @@ def build_mlp(
     parts = (hidden_size, tensors, ops, rank)
     match of:
         case design.GatedMlp():
-            return GatedMlp.build(prefix, of, *parts)
+            mlp = GatedMlp.build(prefix, of, *parts)
+            return replace(mlp, down=row_parallel(mlp.down, rank))
         case design.PlainMlp():
             return PlainMlp.build(prefix, of, *parts)
         case design.Experts():

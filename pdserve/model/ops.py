@@ -138,6 +138,10 @@ class Ops(Protocol):
         """Return linear(x) * scale + residual, which may be overwritten."""
         ...
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of what each has made; x may be overwritten."""
+        ...
+
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the experts, int64, that each token takes: [num_tokens, num_chosen]."""
         ...
@@ -237,6 +241,9 @@ class TorchOps:
         if isinstance(weight, Packed) and scale == 1.0:
             return _binary(x, residual, weight.data, weight.bias, "add")
         return times(self.linear(x, weight), scale).add_(residual)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
 
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         added = None if router.bias is None else router.bias.float()

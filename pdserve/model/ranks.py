@@ -1,5 +1,7 @@
 """The operations of one rank of several: those of its device, and sums over all ranks where a matrix is divided."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,6 +11,13 @@ from pdserve.model.activations import MlpActivation
 from pdserve.model.design import Activation, Routing
 from pdserve.model.ops import Dense, GateUp, Linear, Mixture, Norm, Ops, RmsNorm, times
 from pdserve.model.parallel import Collective, RowParallel, VocabParallel
+
+
+@dataclass(frozen=True, slots=True)
+class PartNorm(RmsNorm):
+    """A norm over more features than the rank has: over those of all ranks."""
+
+    width: int
 
 
 class RankedOps:
@@ -25,15 +34,18 @@ class RankedOps:
         span = weight.spans[self._ranks.rank.index]
         others = (token_ids < span.start) | (token_ids >= span.stop)
         own = (token_ids - span.start).masked_fill_(others, 0)
-        rows = self._ops.embed(own, weight.weight, scale).masked_fill_(others[:, None], 0.0)
-        self._ranks.all_reduce(rows)
-        return rows
+        return self.all_reduce(self._ops.embed(own, weight.weight, scale).masked_fill_(others[:, None], 0.0))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.norm(x, norm)
 
     def norm_(self, x: Tensor, norm: RmsNorm) -> None:
-        self._ops.norm_(x, norm)
+        if not isinstance(norm, PartNorm):
+            self._ops.norm_(x, norm)
+            return
+        wide = x.float()
+        squares = self.all_reduce(wide.square().sum(-1, keepdim=True))
+        x.copy_((wide * (squares / norm.width + norm.eps).rsqrt()).to(x.dtype) * norm.weight)
 
     def norm_add(self, x: Tensor, norm: RmsNorm, residual: Tensor) -> Tensor:
         return self._ops.norm_add(x, norm, residual)
@@ -41,9 +53,7 @@ class RankedOps:
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         if not isinstance(weight, RowParallel):
             return self._ops.linear(x, weight)
-        out = self._ops.linear(x, weight.weight)
-        self._ranks.all_reduce(out)
-        return out
+        return self.all_reduce(self._ops.linear(x, weight.weight))
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
         """Let the first rank add the residual, and sum."""
@@ -53,8 +63,7 @@ class RankedOps:
             out = self._ops.linear_add(x, weight.weight, residual, scale)
         else:
             out = times(self._ops.linear(x, weight.weight), scale)
-        self._ranks.all_reduce(out)
-        return out
+        return self.all_reduce(out)
 
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         """Return the logits of the whole vocabulary on the first rank; what others return means nothing."""
@@ -66,13 +75,18 @@ class RankedOps:
             return own.new_empty((len(own), sum(widths)))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._ranks.all_reduce(x)
+        return x
+
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         return self._ops.route(x, router, bias, routing)
 
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
-        raise TypeError("experts are not divided")
+        added = residual if self._ranks.rank.index == 0 else None
+        return self.all_reduce(self._ops.mix(x, experts, shared, added, scale))
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         return self._ops.gated(x, weight, activation)

@@ -25,25 +25,11 @@ def check_divides(config: ModelConfig, size: int) -> None:
     if size == 1:
         return
     for layer in config.design.layers:
-        if lacks := _undivided(layer):
-            raise _refusal(size, f"{lacks} are not divided between ranks yet")
+        if not isinstance(layer.attention, design.SelfAttention):
+            raise _refusal(size, f"{type(layer.attention).__name__} is not divided between ranks yet")
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if size > kv_heads and (size % kv_heads or heads % size):
         raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")
-
-
-def _undivided(layer: design.Layer) -> str:
-    """Return what of a layer no rank has a part of; empty if there is nothing."""
-    attention = layer.attention
-    if isinstance(attention, design.Recurrent):
-        return "layers with a state"
-    if not isinstance(attention, design.SelfAttention):
-        return "latents"
-    if isinstance(attention.qk_norm, design.WideNorms):
-        return "norms over all heads"
-    if attention.scores.has_sinks:
-        return "sinks"
-    return "experts" if isinstance(layer.mlp, design.Experts) else ""
 
 
 def _refusal(size: int, reason: str) -> ConfigError:
