@@ -12,6 +12,7 @@ import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
 from model_zoo import IN_TORCH, MORE_FAMILIES, STATES, VOCAB, first_disagreement, load_oracle, write_model
+from thread_ranks import Apart
 from torch import Tensor
 from whole_attention import torch_attention
 
@@ -39,6 +40,7 @@ from pdserve.model.design import (
 from pdserve.model.family import Model, Tensors
 from pdserve.model.loading import load_model
 from pdserve.model.ops import TorchOps
+from pdserve.model.ranks import RankedOps
 from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Rank, Weights
 
@@ -420,7 +422,7 @@ def check_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list[Of]) -
 
 def check_latent_ranks(config: ModelConfig, x: Tensor, whole: Of, of_ranks: list[Of]) -> None:
     """Ranks have the same rows, and queries, products and outputs of their own heads."""
-    ops, (_, row_width, value_dim) = TorchOps(), whole.out_of_rows.shape
+    ops, (_, row_width, value_dim) = RankedOps(TorchOps(), Apart()), whole.out_of_rows.shape
     queries = torch.cat([each.queries.of(ops, x) for each in of_ranks], -1)
     torch.testing.assert_close(queries, whole.queries.of(ops, x), atol=1e-5, rtol=1e-5)
     for name in ("into_rows", "out_of_rows"):
@@ -440,17 +442,13 @@ def test_a_rank_has_its_heads_and_its_part_of_the_mlp(family: str, folders: Call
     def built(rank: Rank) -> Decoder:
         return Decoder.build(config, Tensors(weights, torch.float32, CPU), TorchOps(), rank)
 
-    if family.startswith(("olmo", "minimax")):
-        with pytest.raises(ConfigError, match=r"q_norm: a norm over all heads cannot be split over 2 ranks"):
-            built(Rank(0, 2))
-        return
     if family in STATES:
         with pytest.raises(ConfigError, match="tensor_parallel_size: 2: layers with a state are not divided"):
             check_divides(config, 2)
         return
     whole, halves = built(Rank()), [built(Rank(index, 2)) for index in range(2)]
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    ops = TorchOps()
+    ops = RankedOps(TorchOps(), Apart())
     for index, layer in enumerate(whole.layers):
         parts = [half.layers[index] for half in halves]
         of_ranks = [each.attention for each in parts]

@@ -13,9 +13,10 @@ from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner, is_compiled
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
+from pdserve.model.design import GatedMlp as GatedDesign
 from pdserve.model.family import Tensors
 from pdserve.model.loading import dummy_weights, load_model, ops_for
-from pdserve.model.mlp import Mlp, build_mlp
+from pdserve.model.mlp import GatedMlp, Mlp
 from pdserve.model.ops import GateUp, Linear, Ops, weight_bytes
 from pdserve.model.weights import Rank
 
@@ -66,7 +67,8 @@ def models(form: ChosenQuantization) -> tuple[Decoder, Decoder]:
         ranks = enumerate(tensors)
         prefix = f"model.layers.{layer}.mlp."
         of = CONFIG.design.layers[layer].mlp
-        return Parted(tuple(build_mlp(prefix, of, 64, each, ops, Rank(index, 2)) for index, each in ranks))
+        assert isinstance(of, GatedDesign)
+        return Parted(tuple(GatedMlp.build(prefix, of, 64, each, ops, Rank(index, 2)) for index, each in ranks))
 
     layers = tuple(replace(layer, mlp=parted(index)) for index, layer in enumerate(dense.layers))
     return dense, replace(dense, layers=layers)

@@ -103,7 +103,7 @@ def test_quantized_matrices_are_divided_in_whole_groups(opened: Callable[..., Ch
 
 @pytest.mark.parametrize("family", LATENT)
 def test_what_no_rank_has_a_part_of_is_refused_by_name(opened: Callable[..., Checkpoint], family: str) -> None:
-    with pytest.raises(ConfigError, match="^tensor_parallel_size: 2: LatentAttention is not divided"):
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: LatentAttention is not divided"):
         check_divides(opened(family).config, 2)
 
 

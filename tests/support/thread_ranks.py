@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from pdserve.engine.runner import Runner, zeroed
@@ -18,6 +19,17 @@ from pdserve.model.loading import load_rank
 from pdserve.model.weights import Rank, Weights
 
 SWITCH_S = 1e-4  # threads that wait for each other would each wait for Python's lock
+
+
+class Apart:
+    """The others of a rank that are asked for nothing: it computes its own part."""
+
+    rank = Rank(0, 2)
+
+    def all_reduce(self, x: Tensor) -> None: ...
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
 
 
 class ThreadRanks:
