@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.model import design
 from pdserve.model.attention import Attention
 from pdserve.model.ops import Linear, Ops, RmsNorm, decoded
+from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.rope import order
 
@@ -78,7 +79,8 @@ class LatentAttention:
         shard = rank.columns(of.value_dim)
         o = tensors.take_matrix(f"{prefix}o_proj", hidden, num_heads * of.value_dim, bias=of.bias, shard=shard)
         queries = _queries(of, parts, prefix)
-        return cls(queries, held(row), norm, features.to(expanding.device), into, out_of, held(o))
+        o_held = row_parallel(held(o), rank)
+        return cls(queries, held(row), norm, features.to(expanding.device), into, out_of, o_held)
 
 
 def _queries(of: design.LatentAttention, parts: Parts, prefix: str) -> Queries:

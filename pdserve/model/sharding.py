@@ -24,9 +24,8 @@ def check_divides(config: ModelConfig, size: int) -> None:
     """Raise ConfigError unless so many ranks serve a model."""
     if size == 1:
         return
-    for layer in config.design.layers:
-        if not isinstance(layer.attention, design.SelfAttention):
-            raise _refusal(size, f"{type(layer.attention).__name__} is not divided between ranks yet")
+    if any(isinstance(layer.attention, design.Recurrent) for layer in config.design.layers):
+        raise _refusal(size, "layers with a state are not divided between ranks yet")
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if size > kv_heads and (size % kv_heads or heads % size):
         raise _refusal(size, f"{heads} heads, {kv_heads} of them of keys and values, cannot be divided like this")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from greedy_runs import greedy_texts
-from model_zoo import LATENT, MORE_FAMILIES, load_oracle, prompt, write_model
+from model_zoo import MORE_FAMILIES, STATES, load_oracle, prompt, write_model
 from thread_ranks import thread_ranks
 
 from pdserve.base.errors import ConfigError
@@ -83,7 +83,7 @@ def test_ranks_draw_the_tokens_of_one_rank_and_of_transformers(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", sorted({*MORE_FAMILIES, "mistral"} - {*LATENT}))
+@pytest.mark.parametrize("family", sorted({*MORE_FAMILIES, "mistral"} - {*STATES}))
 def test_ranks_draw_the_tokens_of_one_rank_in_each_family(opened: Callable[..., Checkpoint], family: str) -> None:
     assert_ranks_are_as_one(opened(family), 2)
 
@@ -101,9 +101,9 @@ def test_quantized_matrices_are_divided_in_whole_groups(opened: Callable[..., Ch
     assert texts(checkpoint.config, in_groups, 2) == texts(checkpoint.config, in_groups, 1)
 
 
-@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize("family", STATES)
 def test_what_no_rank_has_a_part_of_is_refused_by_name(opened: Callable[..., Checkpoint], family: str) -> None:
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: LatentAttention is not divided"):
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2: layers with a state are not divided"):
         check_divides(opened(family).config, 2)
 
 
