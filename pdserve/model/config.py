@@ -13,6 +13,7 @@ from pdserve.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_L
 from pdserve.model.families.ernie import ERNIE
 from pdserve.model.families.exaone4 import EXAONE4
 from pdserve.model.families.experts import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from pdserve.model.families.falcon_h1 import FALCON_H1
 from pdserve.model.families.gated_delta import QWEN3_5, QWEN3_NEXT
 from pdserve.model.families.gemma import GEMMA, GEMMA_2, GEMMA_3
 from pdserve.model.families.glm4 import GLM4
@@ -52,6 +53,7 @@ FAMILIES: Mapping[str, Family] = {  # by architecture
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Ernie4_5ForCausalLM": ERNIE,
     "Exaone4ForCausalLM": EXAONE4,
+    "FalconH1ForCausalLM": FALCON_H1,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA_2,
     "Gemma3ForCausalLM": GEMMA_3,

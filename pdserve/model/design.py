@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.model.rope_config import RopeConfig
+from pdserve.model.state_design import GatedDelta, Recurrent, ShortConv, StateSpace
 
 
 class Activation(StrEnum):
@@ -109,43 +110,17 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv:
-    """A convolution over each feature of the last tokens, between two gates (LFM2, 2025). It has no attention."""
+class Beside:
+    """Attention and a state space over the same input, whose outputs are added (Falcon-H1, 2025)."""
 
-    channels: int
-    kernel: int  # tokens
-    bias: bool = False
-
-    @property
-    def state_size(self) -> int:
-        """Return how many float32 values a sequence has of it, whatever its length."""
-        return self.channels * (self.kernel - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDelta:
-    """A gated delta net (Yang, Kautz, Hatamizadeh 2024), after a convolution of q, k and v. It has no attention."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int  # tokens
-    eps: float  # of the norm of each head's result
-    by_key_head: bool  # the file has two matrices in the place of four, whose rows come by key head
-
-    @property
-    def channels(self) -> int:
-        """Return how many features are convolved."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    attention: SelfAttention
+    space: StateSpace
+    attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and of its output
+    space_scale: float = 1.0  # of its output
 
     @property
     def state_size(self) -> int:
-        """Return how many float32 values a sequence has of it, whatever its length."""
-        return self.channels * (self.kernel - 1) + self.value_heads * self.key_dim * self.value_dim
-
-
-Recurrent = ShortConv | GatedDelta
+        return self.space.state_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +132,8 @@ class GatedMlp:
     bias: bool = False
     fused: bool = False  # the file has one `gate_up_proj`
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    input_scale: float = 1.0
+    output_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +201,14 @@ class Around:
     after: str | None = None
 
 
+Mixer = SelfAttention | LatentAttention | Recurrent | Beside
+
+
 @dataclass(frozen=True, slots=True)
 class Sequential:
     """A layer whose MLP sees what its attention has added."""
 
-    attention: SelfAttention | LatentAttention | Recurrent
+    attention: Mixer
     mlp: Mlp
     norm: Norm
     around_attention: Around = Around("input_layernorm")
@@ -286,7 +266,7 @@ class Design:
     @property
     def attentions(self) -> tuple[SelfAttention | LatentAttention | None, ...]:
         """Return the attention of each layer, where it has one."""
-        return tuple(None if isinstance(layer.attention, Recurrent) else layer.attention for layer in self.layers)
+        return tuple(_attention(layer.attention) for layer in self.layers)
 
     def scores_of(self, layers: Iterable[int]) -> list[Scores]:
         """Return what becomes of scores in those of some layers that have attention."""
@@ -297,10 +277,20 @@ class Design:
     def state_sizes(self) -> tuple[int, ...]:
         """Return of each layer how many float32 values a sequence has whatever its length; 0: none."""
         found = (layer.attention for layer in self.layers)
-        return tuple(each.state_size if isinstance(each, Recurrent) else 0 for each in found)
+        return tuple(each.state_size if isinstance(each, Recurrent | Beside) else 0 for each in found)
 
     @property
     def longest_context(self) -> int | None:
         """Return the most tokens that the ropes serve, where they say so."""
         ends = [each.rope.longest_context for each in self.attentions if each is not None]
         return min((end for end in ends if end is not None), default=None)
+
+
+def _attention(mixer: Mixer) -> SelfAttention | LatentAttention | None:
+    match mixer:
+        case Beside(attention=attention):
+            return attention
+        case ShortConv() | GatedDelta():
+            return None
+        case _:
+            return mixer

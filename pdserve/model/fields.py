@@ -109,10 +109,10 @@ class Fields:
             raise self._wrong(key, "an object")
         return Fields(value, f"{self._within}{key}.")
 
-    def must_be(self, key: str, value: object) -> None:
-        """Raise ConfigError if the key is given with another value."""
-        if self._value(key) not in (None, value):
-            raise self.unsupported(key, json.dumps(value))
+    def must_be(self, key: str, *values: object) -> None:
+        """Raise ConfigError if the key is given with none of these values."""
+        if self._value(key) not in (None, *values):
+            raise self.unsupported(key, json.dumps(values[0]))
 
     def skip(self, key: str) -> None:
         """Count a key as looked up: another one says the same."""

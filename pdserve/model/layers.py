@@ -11,12 +11,25 @@ from pdserve.model import design
 from pdserve.model.attention import Attention
 from pdserve.model.latent_attention import LatentAttention
 from pdserve.model.mlp import Mlp, build_mlp
-from pdserve.model.ops import GateUp, Linear, Matrix, Norm, Ops, QkNorm, Quantized, RmsNorm, joined, rows_of
+from pdserve.model.ops import (
+    GateUp,
+    Linear,
+    Matrix,
+    Norm,
+    Ops,
+    QkNorm,
+    Quantized,
+    RmsNorm,
+    joined,
+    rows_of,
+    side_by_side,
+)
 from pdserve.model.parallel import row_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.ranks import PartNorm
 from pdserve.model.recurrent import build_recurrent
 from pdserve.model.rope import order
+from pdserve.model.state_space import StateSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,8 @@ class SelfAttention:
             yield self.gate
 
     @classmethod
-    def build(cls, of: design.SelfAttention, parts: Parts) -> Self:
+    def build(cls, of: design.SelfAttention, parts: Parts, other: Matrix | None = None) -> Self:
+        """other: a matrix whose inputs come behind those of `o`."""
         config, rank, prefix = parts.config, parts.rank, f"{parts.prefix}self_attn."
         head_dim, features = config.head_dim, order(config.head_dim, of.rope)
         unit = rank.query_unit(config.num_heads, config.num_kv_heads)
@@ -74,12 +88,42 @@ class SelfAttention:
             bias=of.o_bias,
             shard=rank.columns(unit * head_dim),
         )
+        o = o if other is None else side_by_side(o, other)
         sinks = None
         if of.scores.has_sinks:
             sinks = parts.tensors.take(f"{prefix}sinks", (config.num_heads,), rank.rows(unit), exact=True)
         held = parts.ops.held
         gate_held = None if gate is None else held(gate)
         return cls(held(joined(*matrices)), norm, row_parallel(held(o), rank), head_dim, sinks, gate_held)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Attention and a state space over the same input."""
+
+    attention: SelfAttention  # whose `o` takes what both make
+    space: StateSpace
+    attention_scales: tuple[float, float]
+    space_scale: float
+
+    @property
+    def o(self) -> Linear:
+        return self.attention.o
+
+    def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
+        """Return what each token attends to, and beside it what its state makes."""
+        first, last = self.attention_scales
+        made = self.space.mixed(ops, attention, index, x) * self.space_scale
+        attended = self.attention.mixed(ops, attention, index, x if first == 1.0 else x * first) * last
+        return torch.cat((attended, made), -1)
+
+    def matrices(self) -> Iterator[Linear]:
+        yield from (*self.attention.matrices(), *self.space.matrices())
+
+    @classmethod
+    def build(cls, of: design.Beside, parts: Parts) -> Self:
+        space, o = StateSpace.build(of.space, parts)
+        return cls(SelfAttention.build(of.attention, parts, o), space, of.attention_scales, of.space_scale)
 
 
 class MixesTokens(Protocol):
@@ -174,12 +218,14 @@ def build_layer(of: design.Layer, parts: Parts) -> Layer:
     return Sequential.build(of, parts) if isinstance(of, design.Sequential) else Parallel.build(of, parts)
 
 
-def _attention(of: design.SelfAttention | design.LatentAttention | design.Recurrent, parts: Parts) -> MixesTokens:
+def _attention(of: design.Mixer, parts: Parts) -> MixesTokens:
     match of:
         case design.SelfAttention():
             return SelfAttention.build(of, parts)
         case design.LatentAttention():
             return LatentAttention.build(of, parts)
+        case design.Beside():
+            return Beside.build(of, parts)
         case _:
             return build_recurrent(of, parts)
 

@@ -17,7 +17,19 @@ from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu
 from pdserve.model.design import Activation
 from pdserve.model.family import TensorSource
-from pdserve.model.ops import Dense, DeviceOps, ExpertStack, GateUp, Linear, Matrix, Mixture, Ops, rows_of, weight_bytes
+from pdserve.model.ops import (
+    Dense,
+    DeviceOps,
+    ExpertStack,
+    GateUp,
+    Linear,
+    Matrix,
+    Mixture,
+    Ops,
+    rows_of,
+    times,
+    weight_bytes,
+)
 from pdserve.model.parallel import row_parallel
 from pdserve.model.weights import Rank
 
@@ -48,9 +60,13 @@ class GatedMlp:
     gate_up: Linear | GateUp
     activation: Activation
     down: Linear
+    input_scale: float = 1.0
+    output_scale: float = 1.0
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-        return _down(ops, ops.gated(x, self.gate_up, self.activation), self.down, residual, scale)
+        x = x if self.input_scale == 1.0 else x * self.input_scale
+        inner = ops.gated(x, self.gate_up, self.activation)
+        return _down(ops, inner, self.down, residual, scale * self.output_scale)
 
     def matrices(self) -> Iterator[Linear | GateUp]:
         yield from (self.gate_up, self.down)
@@ -76,7 +92,8 @@ class GatedMlp:
         else:
             gate, up = taken(gate_name), taken(up_name)
         down = tensors.take_matrix(f"{prefix}{down_name}", hidden_size, inner, bias=of.bias, shard=rank.columns())
-        return cls(ops.held_gate_up(gate, up), of.activation, ops.held(down))
+        scales = of.input_scale, of.output_scale
+        return cls(ops.held_gate_up(gate, up), of.activation, ops.held(down), *scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,4 +308,6 @@ def _matrices(of: Mixture) -> Iterator[Linear]:
 
 
 def _down(ops: Ops, inner: Tensor, weight: Linear, residual: Tensor | None, scale: float) -> Tensor:
-    return ops.linear(inner, weight) if residual is None else ops.linear_add(inner, weight, residual, scale)
+    if residual is None:
+        return times(ops.linear(inner, weight), scale)
+    return ops.linear_add(inner, weight, residual, scale)

@@ -318,6 +318,11 @@ def joined(*weights: Matrix) -> Matrix:
     return Dense(torch.cat([decoded(weight).data for weight in weights]), bias)
 
 
+def side_by_side(first: Matrix, second: Matrix) -> Matrix:
+    """Return one matrix that adds the products of two, without biases, whose inputs lie side by side."""
+    return Dense(torch.cat((decoded(first).data, decoded(second).data), 1))
+
+
 # These apply the operation that follows a product to its float32 sums, before rounding.
 _unary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 _binary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.model import design
+from pdserve.model import state_design as design
 from pdserve.model.attention import Attention
 from pdserve.model.ops import Linear, Matrix, Ops, joined, rows_of
 from pdserve.model.parts import Parts
@@ -179,15 +179,26 @@ def _block(of: DeltaTokens, memory: Tensor) -> tuple[Tensor, Tensor]:
         new = of.v * of.beta - (weighted * grown) @ memory
         memory = memory * grown + of.k.transpose(-1, -2) @ new
         return of.q @ memory, memory
-    between = (total - total.transpose(-1, -2)).tril().exp().tril()
-    lower = (weighted @ of.k.transpose(-1, -2) * between).tril(-1)
+    lower = (weighted @ of.k.transpose(-1, -2) * _between(total)).tril(-1)
     known = torch.cat((of.v * of.beta, weighted * grown), -1)
     solved = torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
     values, keys = solved.split((of.v.shape[-1], of.k.shape[-1]), -1)
-    new = values - keys @ memory
-    out = (of.q * grown) @ memory + (of.q @ of.k.transpose(-1, -2) * between) @ new
+    return recalled(of.q, of.k, values - keys @ memory, total, memory)
+
+
+def recalled(q: Tensor, k: Tensor, v: Tensor, total: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a block's tokens read of a memory that only forgets and adds, and the memory after them.
+
+    For each token, memory = exp(decay) * memory + k v, and it reads q memory. total: [..., tokens, 1], sums of decays.
+    """
+    out = (q * total.exp()) @ memory + (q @ k.transpose(-1, -2) * _between(total)) @ v
     last = total[..., -1:, :]
-    return out, memory * last.exp() + (of.k * (last - total).exp()).transpose(-1, -2) @ new
+    return out, memory * last.exp() + (k * (last - total).exp()).transpose(-1, -2) @ v
+
+
+def _between(total: Tensor) -> Tensor:
+    """Return how much of each earlier token is left at each token."""
+    return (total - total.transpose(-1, -2)).tril().exp().tril()
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Refused is what no test has compared with one rank: see `tests/model/test_ranks.
 from dataclasses import replace
 
 from pdserve.base.errors import ConfigError
-from pdserve.model import design
 from pdserve.model.config import ModelConfig
 from pdserve.model.weights import Rank
 
@@ -24,7 +23,7 @@ def check_divides(config: ModelConfig, size: int) -> None:
     """Raise ConfigError unless so many ranks serve a model."""
     if size == 1:
         return
-    if any(isinstance(layer.attention, design.Recurrent) for layer in config.design.layers):
+    if config.has_states:
         raise _refusal(size, "layers with a state are not divided between ranks yet")
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if size > kv_heads and (size % kv_heads or heads % size):

@@ -16,9 +16,10 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama, of the test module's MODEL_SHAPE where it has one."""
+    """A random model: a Llama, or of the test module's MODEL_FAMILY, and of its MODEL_SHAPE where it has one."""
+    family: str = getattr(request.module, "MODEL_FAMILY", "llama3")
     shape: dict[str, int] = getattr(request.module, "MODEL_SHAPE", {})
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **shape)
+    return write_model(family, tmp_path_factory.mktemp("model") / family, **shape)
 
 
 @pytest.fixture(scope="module")

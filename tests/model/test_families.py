@@ -35,13 +35,13 @@ from pdserve.model.design import (
     Scores,
     SelfAttention,
     Sequential,
-    ShortConv,
 )
 from pdserve.model.family import Model, Tensors
 from pdserve.model.loading import load_model
 from pdserve.model.ops import TorchOps
 from pdserve.model.ranks import RankedOps
 from pdserve.model.sharding import check_divides
+from pdserve.model.state_design import ShortConv
 from pdserve.model.weights import Rank, Weights
 
 pytestmark = pytest.mark.slow
@@ -206,6 +206,28 @@ def attending(**changes: object) -> Change:
     return lambda of: each_layer(of, changed)
 
 
+SCALES = (0.7, 1.4, 0.6, 1.2, 0.8)  # of Falcon-H1's in the zoo
+
+
+def space(**changes: object) -> Change:
+    """Change the state space beside the attention."""
+
+    def changed(layer: Of) -> Of:
+        return replace(layer, attention=replace(layer.attention, space=replace(layer.attention.space, **changes)))
+
+    return lambda of: each_layer(of, changed)
+
+
+def attending_beside(**changes: object) -> Change:
+    """Change the attention beside a state space."""
+
+    def changed(layer: Of) -> Of:
+        beside = layer.attention
+        return replace(layer, attention=replace(beside, attention=replace(beside.attention, **changes)))
+
+    return lambda of: each_layer(of, changed)
+
+
 def without_conv_bias(layer: Of) -> Of:
     return (
         replace(layer, attention=replace(layer.attention, bias=False))
@@ -362,6 +384,18 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("granite-moe", "the scores' multiplier"): attention(scores=Scores()),
     ("granite-moe", "the residuals' multiplier"): layers(residual_scale=1.0),
     ("granite-moe", "weights that sum to 1"): experts(normalized=False),
+    ("falcon-h1", "the multiplier of keys"): attending_beside(scores=Scores()),
+    ("falcon-h1", "the multiplier of the attention's input"): attention(attention_scales=(1.0, 1.3)),
+    ("falcon-h1", "the multiplier of the attention's output"): attention(attention_scales=(0.8, 1.0)),
+    ("falcon-h1", "the multiplier of the state's output"): attention(space_scale=1.0),
+    ("falcon-h1", "the multiplier of the state's input"): space(input_scale=1.0),
+    ("falcon-h1", "the norm after the gate"): space(norm_first=True),
+    ("falcon-h1", "the norm"): space(eps=None),
+    ("falcon-h1", "multipliers of the MLP"): mlp(input_scale=1.0, output_scale=1.0),
+    **{
+        ("falcon-h1", f"the multiplier of {name}"): space(scales=(*SCALES[:place], 1.0, *SCALES[place + 1 :]))
+        for place, name in enumerate(("gates", "x", "B", "C", "steps"))
+    },
     ("lfm2", "norms of q and k"): attending(qk_norm=None),
     ("lfm2", "biases of convolutions"): lambda of: each_layer(of, without_conv_bias),
     ("qwen3-next", "1 + weight"): without_norm_weights_plus_one,

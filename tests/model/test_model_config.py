@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import FAMILIES, INERT, INERT_PREFIXES, ModelConfig
-from pdserve.model.design import Activation, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential, ShortConv
+from pdserve.model.design import Activation, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential
 from pdserve.model.rope_config import LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
+from pdserve.model.state_design import ShortConv
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -216,6 +217,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "Gemma3ForCausalLM": {"query_pre_attn_scalar"},
     "Glm4MoeLiteForCausalLM": {"kv_lora_rank", "n_routed_experts"},
     "Glm4MoeForCausalLM": {"n_routed_experts", "use_qk_norm"},
+    "FalconH1ForCausalLM": {"embedding_multiplier"},
     "GptOssForCausalLM": {"num_local_experts"},
     "GraniteMoeForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling", "num_local_experts"},
     "MiniMaxM2ForCausalLM": {"num_local_experts"},
@@ -296,6 +298,7 @@ KEYS = [
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "sliding_window_pattern"),
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "mlp_only_layers"),
     *("conv_L_cache", "full_attn_idxs", "block_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"),
+    *("mamba_d_ssm", "mamba_n_heads", "mamba_d_head", "ssm_multipliers", "mlp_multipliers", "time_step_limit"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim"),
     *("embedding_multiplier", "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id", "bos_token_id"),
 ]
@@ -401,6 +404,12 @@ def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:
         ("Lfm2ForCausalLM", {"block_ffn_dim_multiplier": 1e9}, "block_ffn_dim_multiplier"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv", "sliding_attention"]}, "layer_types"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv", "conv"]}, "layer_types"),
+        ("FalconH1ForCausalLM", {"mamba_n_heads": 100}, "mamba_n_heads"),
+        ("FalconH1ForCausalLM", {"mamba_d_head": 7}, "mamba_d_head"),
+        ("FalconH1ForCausalLM", {"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ("FalconH1ForCausalLM", {"time_step_limit": [0.0, 1.0]}, "time_step_limit"),
+        ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers"),
+        ("FalconH1ForCausalLM", {"mlp_multipliers": [0.0, 1.0]}, "mlp_multipliers"),
         ("Qwen3NextForCausalLM", {"linear_num_value_heads": 3}, "linear_num_value_heads"),
         ("Qwen3NextForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
         ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, "attn_output_gate"),

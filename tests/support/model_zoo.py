@@ -19,6 +19,7 @@ from transformers import (
     DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -268,6 +269,25 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         norm_topk_prob=True,
     ),
     "qwen2-windows": causal(Qwen2Config, use_sliding_window=True, sliding_window=96, max_window_layers=2),
+    "falcon-h1": causal(
+        FalconH1Config,
+        mamba_d_ssm=96,
+        mamba_n_heads=6,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=24,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=1.5,
+        mlp_multipliers=[0.7, 0.4],
+        key_multiplier=0.6,
+        attention_in_multiplier=0.8,
+        attention_out_multiplier=1.3,
+        ssm_multipliers=[0.7, 1.4, 0.6, 1.2, 0.8],
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.9,
+    ),
     "lfm2": causal(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
     "qwen3-next": causal(
         Qwen3NextConfig,
@@ -315,7 +335,7 @@ WITH_IMAGES = {
 }
 LATENT = ("deepseek-v2", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5")
-STATES = (*DELTA_NETS, "lfm2")
+STATES = (*DELTA_NETS, "falcon-h1", "lfm2")
 IN_TORCH = (*LATENT, *STATES)  # of which torch computes a part
 WITH_EXPERTS = (
     *LATENT,

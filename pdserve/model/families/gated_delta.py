@@ -5,11 +5,12 @@ Norms multiply by 1 + weight. Qwen3-Next has experts, and a shared one with a ga
 
 from dataclasses import replace
 
-from pdserve.model.design import Activation, Design, GatedDelta, Head, HeadNorms, RmsNorm, SelfAttention, Sequential
+from pdserve.model.design import Activation, Design, Head, HeadNorms, RmsNorm, SelfAttention, Sequential
 from pdserve.model.families.experts import are_sparse, qwen_experts, with_experts, with_shared
 from pdserve.model.families.reading import Family, kinds_of_layers, swiglu
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
+from pdserve.model.state_design import GatedDelta
 
 LINEAR, FULL = "linear_attention", "full_attention"
 TURNING = 0.25  # of a head

@@ -11,11 +11,11 @@ from pdserve.model.design import (
     RmsNorm,
     SelfAttention,
     Sequential,
-    ShortConv,
 )
 from pdserve.model.families.reading import Family, kinds_of_layers, require
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import read_rope
+from pdserve.model.state_design import ShortConv
 
 MOST_FACTOR = 64.0
 CONV, FULL = "conv", "full_attention"
