@@ -67,6 +67,10 @@ class Channel:
         packed = msgspec.msgpack.encode(message)
         self._socket.sendall(_LENGTH.pack(len(packed)) + packed)
 
+    def limit(self, seconds: float | None) -> None:
+        """Raise TimeoutError where a message takes longer; the channel is of no use then. None: wait for ever."""
+        self._socket.settimeout(seconds)
+
     def receive(self, kind: type[Message]) -> Message:
         """Wait for a message; EOFError at the end of the stream, OSError where the other end is gone."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))

@@ -38,6 +38,7 @@ from pdserve.settings.config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 END_S = 5.0  # for a rank that has nothing to do
+STUCK_S = 2.0  # for a rank whose part takes no longer than that which has failed
 
 
 class Followers:
@@ -83,11 +84,14 @@ class Followers:
             except OSError as error:
                 raise DeviceError(f"rank {index}: its process has ended") from error
 
-    def end(self) -> None:
-        """Wait until all have done what they were told to."""
+    def end(self, limit_s: float | None = None) -> None:
+        """Wait until all have done what they were told to. DeviceError where one has failed, or takes too long."""
         for index, (_, channel) in enumerate(self._children, start=1):
+            channel.limit(limit_s)
             try:
                 ended = channel.receive(Ended)
+            except TimeoutError as error:
+                raise DeviceError(f"rank {index}: it waits for another one") from error
             except (OSError, EOFError) as error:
                 raise DeviceError(f"rank {index}: its process has ended") from error
             if ended.failure:
@@ -153,7 +157,11 @@ class _Leading:
         self._followers = followers
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step. What fails on one rank leaves the others within a sum: DeviceError."""
+        """Compute a step.
+
+        What fails here after the last sum, as in sampling, is an error of the step: all other ranks end their parts.
+        Otherwise they wait in a sum for ever: DeviceError.
+        """
         if not plan.chunks:
             return self._runner.run(plan)  # the memory of pages is common
         if plan.copies:
@@ -164,7 +172,11 @@ class _Leading:
         except InvariantError:
             raise
         except Exception as error:
-            raise DeviceError(f"rank 0: {type(error).__name__}: {error}") from error
+            try:
+                self._followers.end(STUCK_S)
+            except DeviceError as stuck:
+                raise DeviceError(f"{type(error).__name__}: {error}; then: {stuck}") from error
+            raise
         self._followers.end()
         return result
 

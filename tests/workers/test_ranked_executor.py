@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from pdserve.worker.boot import build_engine, open_model
 SHAPE = {"vocab_size": 17, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 PLAN = StepPlan((Chunk(tuple(range(5)), 0, (PageId(3),), (spec(),)), Chunk((7, 8), 0, (PageId(1),), (spec(), spec()))))
 POOLINGS = (Pooling("logits", (3, 9)), Pooling("last"), Pooling("mean"))
+SCORED = StepPlan((Chunk((1, 2, 3), 0, (PageId(5),), (), targets=Targets((2, 3), 2)),))
 VECTORS = StepPlan(tuple([Chunk((1, 2, 3), 0, (PageId(i),), (), pooling=of) for i, of in enumerate(POOLINGS)]))
 
 
@@ -55,7 +56,7 @@ def tokens_of(result: StepResult) -> list[list[int]]:
 
 
 def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) -> None:
-    found, vectors = [], []
+    found, vectors, scored = [], [], []
     for size in (1, 2):
         with executor_of(config_of(tmp_path, size)) as executor:
             assert len(ranks()) == size - 1
@@ -63,25 +64,44 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) ->
             first = executor.start(PLAN)
             copied = executor.start(StepPlan((Chunk((9,), 5, (PageId(4),), (spec((1,)),)),), ((PageId(3), PageId(4)),)))
             vectors.append([frombuffer(each, "<f4") for each in executor.start(VECTORS).result(60).pooled.values()])
+            (scores,) = executor.start(SCORED).result(60).prompts.values()
+            scored.append(scores)
             tokens = tokens_of(first.result(60)), tokens_of(copied.result(60))
             found.append((*tokens, [region.view[page].view("float32").copy() for page in (1, 3, 4)]))
     (one, two) = found
     assert one[:2] == two[:2]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(one[2], two[2], strict=True))
+    assert scored[0].top_ids == scored[1].top_ids
+    assert abs(frombuffer(scored[0].chosen, "<f4") - frombuffer(scored[1].chosen, "<f4")).max() < 1e-5
     assert [len(each) for each in vectors[0]] == [2, 32, 32]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(*vectors, strict=True))
     assert not ranks()
 
 
-def test_a_step_that_fails_on_a_rank_is_a_broken_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_where_others_wait_is_a_broken_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Failing(Runner):
         def run(self, plan: StepPlan) -> StepResult:
             raise ZeroDivisionError(plan.num_tokens)
 
     monkeypatch.setattr(loading, "Runner", Failing)
-    with executor_of(config_of(tmp_path)) as executor, pytest.raises(DeviceError, match="rank 0: ZeroDivisionError: 7"):
+    with (
+        executor_of(config_of(tmp_path)) as executor,
+        pytest.raises(DeviceError, match="ZeroDivisionError: 7; then: rank 1: it waits"),
+    ):
         executor.start(PLAN).result(60)
     assert not ranks()
+
+
+def test_a_request_that_cannot_be_sampled_fails_alone(tmp_path: Path) -> None:
+    wrong = replace(spec(), params=replace(spec().params, logit_bias=((10**6, 1.0),)))
+    plan = StepPlan((PLAN.chunks[0], replace(PLAN.chunks[1], samples=(wrong,))))
+    with executor_of(config_of(tmp_path)) as executor:
+        result = executor.start(plan).result(60)
+        alone = executor.start(StepPlan(plan.chunks[:1])).result(60)
+    assert list(result.failed) == [1]
+    assert tokens_of(result)[0] == tokens_of(alone)[0]
 
 
 @pytest.mark.parametrize(
