@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_runs import greedy_texts, spec
-from model_zoo import first_disagreement, load_oracle, prompt, write_model
+from model_zoo import STATES, first_disagreement, load_oracle, prompt, write_model
 from torch import Tensor
+from whole_attention import torch_attention
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.ids import PageId
@@ -158,3 +159,24 @@ def test_a_page_of_tokens_takes_at_least_the_bytes_of_a_state(config: ModelConfi
     assert state.page_size == layout.page_size
     assert layout.page_size % page_size == 0
     assert layout.sent_bytes(100) == 3 * layout.page_bytes if layout.page_size < 100 else 2 * layout.page_bytes
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", STATES)
+def test_in_bfloat16_logits_are_as_far_from_those_of_float32_as_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    folder = write_model(family, tmp_path)
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    model, oracle = load_model(config, open_directory(folder).weights(), torch.bfloat16), load_oracle(folder)
+    text = prompt(150)
+    exact = oracle(torch.tensor([text])).logits[0]
+    theirs = oracle.bfloat16()(torch.tensor([text])).logits[0].float()
+    ours = logits_of(model, text).float()
+    assert (ours - exact).square().mean().sqrt() < 1.5 * (theirs - exact).square().mean().sqrt()
+
+
+def logits_of(model: Model, text: list[int]) -> Tensor:
+    runner, pages = Runner(model, 20, 16), tuple(map(PageId, range(20)))
+    plan = StepPlan((Chunk(text, 0, pages[:10], (spec(),), other_pages=(pages[10:],)),))
+    return model.forward(torch.tensor(text), torch_attention(model, runner.kv, plan, runner.groups), None)
