@@ -70,7 +70,7 @@ def by_layer(make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: S
     parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
     for number, group in enumerate(groups):
         if group.has_states:
-            states = States(kv, group, config.design.state_sizes)
+            states = States(kv, group, config.design.state_parts)
             continue
         view = pages_of(kv, config, group)[:, :, :, heads]
         of_group = tuple([ropes[layer] for layer in group.layers])

@@ -11,7 +11,7 @@ count twice. So states are written at the end of a step, by `commit`.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -41,15 +41,16 @@ class _Step:
 class States:
     """Plans a step once, then serves each layer with a state."""
 
-    def __init__(self, kv: Tensor, group: LayerGroup, sizes: Seq[int]) -> None:
-        """kv: the pool. sizes: float32 values of a sequence in each layer of the model."""
+    def __init__(self, kv: Tensor, group: LayerGroup, parts: Seq[tuple[int, ...]]) -> None:
+        """kv: the pool. parts: float32 values of each part of a state, in each layer of the model."""
         self._rows = kv.view(len(kv), -1).view(torch.float32)
         self._span = group.page_size
-        self._columns: dict[int, slice] = {}
+        self._columns: dict[int, tuple[slice, ...]] = {}
         first = 0
         for layer in group.layers:
-            self._columns[layer] = slice(first, first + sizes[layer])
-            first += sizes[layer]
+            ends = list(accumulate(parts[layer], initial=first))
+            self._columns[layer] = tuple([slice(*each) for each in pairwise(ends)])
+            first = ends[-1]
         self._step: _Step | None = None
         self._written: list[tuple[Tensor, slice, Tensor]] = []
 
@@ -67,15 +68,18 @@ class States:
         step, columns = self._step, self._columns[layer]
         if step is None:
             raise RuntimeError("recur before plan")
-        states = self._rows[:, columns].index_select(0, step.pages)
-        states.index_fill_(0, step.begins, 0.0)
+        states = [self._rows[:, part].index_select(0, step.pages).index_fill_(0, step.begins, 0.0) for part in columns]
         out: Tensor | None = None
         for piece in step.pieces:
-            made, after = advance(rows[piece.tokens], states.index_select(0, piece.chunks))
+            is_only = len(step.pieces) == 1  # of all chunks
+            given = states if is_only else [part.index_select(0, piece.chunks) for part in states]
+            made, after = advance(rows[piece.tokens], given)
             out = made.new_empty((len(rows), made.shape[-1])) if out is None else out
             out[piece.tokens] = made
-            states.index_copy_(0, piece.chunks, after)
-            self._written.append((piece.pages, columns, after))
+            for part, state, new in zip(columns, states, after, strict=True):
+                self._written.append((piece.pages, part, new))
+                if not is_only:
+                    state.index_copy_(0, piece.chunks, new)
         assert out is not None, "a step has tokens"
         return out
 

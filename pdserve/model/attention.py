@@ -1,15 +1,16 @@
 """How a model's tokens see those before them: what a runner plans for a step, and layers ask for."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from torch import Tensor
 
 from pdserve.model.ops import QkNorm
 
-Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Computes some tokens of sequences: (rows [sequences, tokens, features], states [sequences, state_size]) become what
-is made of the rows, and the states after them. It writes to neither."""
+Advance = Callable[[Tensor, Seq[Tensor]], tuple[Tensor, Seq[Tensor]]]
+"""Computes some tokens of sequences: (rows [sequences, tokens, features], the parts of states before them, each
+[sequences, part]) become what is made of the rows, and the parts after them. It may overwrite the parts."""
 
 
 class Attends(Protocol):

@@ -119,8 +119,8 @@ class Beside:
     space_scale: float = 1.0  # of its output
 
     @property
-    def state_size(self) -> int:
-        return self.space.state_size
+    def state_parts(self) -> tuple[int, ...]:
+        return self.space.state_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +274,15 @@ class Design:
         return [each.scores for layer in layers if (each := attentions[layer]) is not None]
 
     @property
+    def state_parts(self) -> tuple[tuple[int, ...], ...]:
+        """Return of each layer the parts of its state (`state_design`)."""
+        found = (layer.attention for layer in self.layers)
+        return tuple(each.state_parts if isinstance(each, Recurrent | Beside) else () for each in found)
+
+    @property
     def state_sizes(self) -> tuple[int, ...]:
         """Return of each layer how many float32 values a sequence has whatever its length; 0: none."""
-        found = (layer.attention for layer in self.layers)
-        return tuple(each.state_size if isinstance(each, Recurrent | Beside) else 0 for each in found)
+        return tuple(map(sum, self.state_parts))
 
     @property
     def longest_context(self) -> int | None:

@@ -6,6 +6,7 @@ after it: a piece of several tokens leaves the same state as these tokens one by
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,14 +30,10 @@ class Convolution:
     weight: Tensor  # float32 [kernel, channels]; the last is that of the token itself
     bias: Tensor | None  # float32 [channels]
 
-    @property
-    def state_size(self) -> int:
-        return (len(self.weight) - 1) * self.weight.shape[1]
-
     def of(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums, float32, and the last inputs.
 
-        x: [sequences, tokens, channels]; state: [sequences, state_size], the inputs before them.
+        x: [sequences, tokens, channels]; state: [sequences, (kernel - 1) * channels], the inputs before them.
         """
         kernel, channels = self.weight.shape
         inputs = torch.cat((state.view(len(state), kernel - 1, channels), x.float()), 1)
@@ -64,8 +61,13 @@ class ShortConv:
     def mixed(self, ops: Ops, attention: Attention, index: int, x: Tensor) -> Tensor:
         """Return the outputs of all tokens, before `o`: [num_tokens, channels]."""
         before, after, inputs = ops.linear(x, self.taken).chunk(3, -1)
-        sums = attention.recur(index, before * inputs, self.convolution.of)
+        sums = attention.recur(index, before * inputs, self._advance)
         return after * sums.to(x.dtype)
+
+    def _advance(self, rows: Tensor, state: Seq[Tensor]) -> tuple[Tensor, Seq[Tensor]]:
+        (inputs,) = state
+        sums, inputs = self.convolution.of(rows, inputs)
+        return sums, (inputs,)
 
     def matrices(self) -> Iterator[Linear]:
         yield from (self.taken, self.o)
@@ -106,10 +108,10 @@ class GatedDelta:
     def matrices(self) -> Iterator[Linear]:
         yield from (self.taken, self.o)
 
-    def _advance(self, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _advance(self, rows: Tensor, state: Seq[Tensor]) -> tuple[Tensor, Seq[Tensor]]:
         of, shape = self.of, rows.shape[:2]
         qkv, beta, decay = rows.split((of.channels, of.value_heads, of.value_heads), -1)
-        inputs, memory = state.split((self.convolution.state_size, state.shape[1] - self.convolution.state_size), 1)
+        inputs, memory = state
         convolved, inputs = self.convolution.of(qkv, inputs)
         keys = of.key_heads * of.key_dim
         q, k, v = functional.silu(convolved).split((keys, keys, of.value_heads * of.value_dim), -1)
@@ -118,8 +120,8 @@ class GatedDelta:
         q, k = (each.repeat_interleave(shared, 2) for each in (q * of.key_dim**-0.5, k))
         parts = (q, k, v.reshape(*shape, of.value_heads, of.value_dim), beta[..., None], decay[..., None])
         tokens = DeltaTokens(*(each.transpose(1, 2) for each in parts))
-        made, memory = delta_rule(tokens, memory.view(len(state), of.value_heads, of.key_dim, -1))
-        return made.transpose(1, 2).flatten(2), torch.cat((inputs, memory.flatten(1)), 1)
+        made, memory = delta_rule(tokens, memory.view(len(memory), of.value_heads, of.key_dim, -1))
+        return made.transpose(1, 2).flatten(2), (inputs, memory.flatten(1))
 
     @classmethod
     def build(cls, of: design.GatedDelta, parts: Parts) -> Self:
@@ -163,7 +165,7 @@ def delta_rule(tokens: DeltaTokens, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Return what each token reads of a memory [..., key_dim, value_dim], and the memory after the last.
 
     For each token, memory = exp(decay) * memory; memory += k (beta * (v - k memory)); and it reads q memory. Here many
-    tokens come at once, by the products of Yang, Wang, Zhang, Shen, Kim 2024.
+    tokens come at once, by the products of Yang, Wang, Zhang, Shen, Kim 2024. The given memory may be overwritten.
     """
     made = []
     for block in tokens.blocks():
@@ -177,8 +179,7 @@ def _block(of: DeltaTokens, memory: Tensor) -> tuple[Tensor, Tensor]:
     weighted, grown = of.k * of.beta, total.exp()
     if total.shape[-2] == 1:
         new = of.v * of.beta - (weighted * grown) @ memory
-        memory = memory * grown + of.k.transpose(-1, -2) @ new
-        return of.q @ memory, memory
+        return recalled(of.q, of.k, new, total, memory)
     lower = (weighted @ of.k.transpose(-1, -2) * _between(total)).tril(-1)
     known = torch.cat((of.v * of.beta, weighted * grown), -1)
     solved = torch.linalg.solve_triangular(lower, known, upper=False, unitriangular=True)
@@ -190,7 +191,11 @@ def recalled(q: Tensor, k: Tensor, v: Tensor, total: Tensor, memory: Tensor) -> 
     """Return what a block's tokens read of a memory that only forgets and adds, and the memory after them.
 
     For each token, memory = exp(decay) * memory + k v, and it reads q memory. total: [..., tokens, 1], sums of decays.
+    The given memory may be overwritten.
     """
+    if total.shape[-2] == 1:
+        memory = memory.mul_(total.exp()).addcmul_(k.transpose(-1, -2), v)
+        return q @ memory, memory
     out = (q * total.exp()) @ memory + (q @ k.transpose(-1, -2) * _between(total)) @ v
     last = total[..., -1:, :]
     return out, memory * last.exp() + (k * (last - total).exp()).transpose(-1, -2) @ v

@@ -1,6 +1,6 @@
 """What layers consist of that keep a state of a sequence, whose size does not depend on its length. Free of torch.
 
-A `state_size` counts float32 values.
+`state_parts` counts float32 values: of the last inputs of a convolution, and of a memory where there is one.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class ShortConv:
     bias: bool = False
 
     @property
-    def state_size(self) -> int:
-        return self.channels * (self.kernel - 1)
+    def state_parts(self) -> tuple[int, ...]:
+        return (self.channels * (self.kernel - 1),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class GatedDelta:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def state_size(self) -> int:
-        return self.channels * (self.kernel - 1) + self.value_heads * self.key_dim * self.value_dim
+    def state_parts(self) -> tuple[int, ...]:
+        return self.channels * (self.kernel - 1), self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class StateSpace:
         return self.inner_size + 2 * self.groups * self.state_dim
 
     @property
-    def state_size(self) -> int:
-        return self.channels * (self.kernel - 1) + self.inner_size * self.state_dim
+    def state_parts(self) -> tuple[int, ...]:
+        return self.channels * (self.kernel - 1), self.inner_size * self.state_dim
 
 
 Recurrent = ShortConv | GatedDelta  # which have no attention

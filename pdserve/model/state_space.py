@@ -1,6 +1,7 @@
 """Mamba-2 (Dao, Gu 2024): a memory for each head, which forgets at a rate that each token sets, and adds."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
 
@@ -50,10 +51,10 @@ class StateSpace:
         normed = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + of.eps)).flatten(1) * norm
         return normed * gate if of.norm_first else normed
 
-    def _advance(self, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        of, shape, kept = self.of, rows.shape[:2], self.convolution.state_size
+    def _advance(self, rows: Tensor, state: Seq[Tensor]) -> tuple[Tensor, Seq[Tensor]]:
+        of, shape = self.of, rows.shape[:2]
         inputs, steps = rows.split((of.channels, of.heads), -1)
-        before, memory = state.split((kept, state.shape[1] - kept), 1)
+        before, memory = state
         convolved, before = self.convolution.of(inputs, before)
         width = of.groups * of.state_dim
         x, b, c = functional.silu(convolved).split((of.inner_size, width, width), -1)
@@ -63,12 +64,12 @@ class StateSpace:
         )
         decay = (steps * self.rate)[..., None]
         parts = [each.transpose(1, 2) for each in (c, b, x * steps[..., None], decay)]
-        memory, made = memory.view(len(state), of.heads, of.state_dim, of.head_dim), []
+        memory, made = memory.view(len(memory), of.heads, of.state_dim, of.head_dim), []
         for q, k, v, decays in zip(*(part.split(BLOCK, 2) for part in parts), strict=True):
             out, memory = recalled(q, k, v, decays.cumsum(-2), memory)
             made.append(out)
         outputs = torch.cat(made, 2).transpose(1, 2) + self.direct[:, None] * x
-        return outputs.flatten(2), torch.cat((before, memory.flatten(1)), 1)
+        return outputs.flatten(2), (before, memory.flatten(1))
 
     @classmethod
     def build(cls, of: design.StateSpace, parts: Parts) -> tuple[Self, Matrix]:

@@ -51,7 +51,7 @@ def test_the_delta_rule_of_many_tokens_is_that_of_each_in_turn(length: int, stre
     decay = -strength * random(*shape, 1, seed=4).abs()
     parts = [q, k, random(*shape, 5, seed=3), random(*shape, 1, seed=5).sigmoid(), decay]
     memory = random(*heads, 8, 5)
-    made, after = delta_rule(DeltaTokens(*parts), memory)
+    made, after = delta_rule(DeltaTokens(*parts), memory.clone())
     expected, last = one_by_one(parts, memory)
     torch.testing.assert_close(made.double(), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(after.double(), last, atol=1e-4, rtol=1e-4)
@@ -61,7 +61,7 @@ def test_the_delta_rule_of_many_tokens_is_that_of_each_in_turn(length: int, stre
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3), (5, 6)])
 def test_a_convolution_goes_on_from_its_last_inputs(kernel: int, cuts: tuple[int, ...]) -> None:
     convolution, x = Convolution(random(kernel, 6), random(6)), random(2, 9, 6)
-    state, made = torch.zeros(2, convolution.state_size), []
+    state, made = torch.zeros(2, (kernel - 1) * 6), []
     for part in x.tensor_split(cuts, 1):
         sums, state = convolution.of(part, state)
         made.append(sums)
