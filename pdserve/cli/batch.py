@@ -22,7 +22,7 @@ import httpx2
 from pdserve.base.errors import ConfigError
 from pdserve.base.files import write_atomically
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 BUSY = frozenset((408, 409, 429, 500, 502, 503, 504))  # after these, the same request may succeed
 NOT_FINAL = BUSY | {401, 403, 404}  # the next run may succeed, with another key, server or model
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0

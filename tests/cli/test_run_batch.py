@@ -250,7 +250,7 @@ def test_a_server_without_a_scheme_is_refused_up_front(server: str) -> None:
     ("changes", "field"),
     [
         ({"method": "GET"}, "method"),
-        ({"url": "/v1/embeddings"}, "url"),
+        ({"url": "/v1/moderations"}, "url"),
         ({"body": [1]}, "body"),
         ({"body": {"stream": True}}, "body.stream"),
     ],

@@ -9,6 +9,7 @@ import fetch_mutations
 import group_mutations
 import membership_mutations
 import move_mutations
+import pooled_mutations
 import receiver_mutations
 import report_mutations
 import role_mutations
@@ -45,6 +46,7 @@ __all__ = [
     "group_mutations",
     "membership_mutations",
     "move_mutations",
+    "pooled_mutations",
     "receiver_mutations",
     "report_mutations",
     "role_mutations",
