@@ -52,6 +52,17 @@ def _read(listed: object, read: ReadJson, hidden_size: int) -> Embedding:
     )
 
 
+def of_gguf(pooling: int | None) -> Embedding:
+    """Return what `pooling_type` of a GGUF file says; vectors have length 1, as llama.cpp's server makes them."""
+    match pooling:
+        case None | 0 | 3:  # none, which the files of models that generate may say, and the last token
+            return GENERATING
+        case 1:
+            return Embedding(Pooling("mean", normalizes=True))
+        case _:
+            return Embedding(refusal=f"pooling_type: {pooling} is not served: 1 (mean) and 3 (last) are")
+
+
 def _kind(read: ReadJson, path: str, hidden_size: int) -> Kind:
     given = read(path)
     if not isinstance(given, Mapping):

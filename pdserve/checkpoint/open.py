@@ -6,6 +6,7 @@ from pathlib import Path
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint import hf_directory
 from pdserve.checkpoint.checkpoint import TOOL_USE, Checkpoint, GenerationDefaults, made_by_library, naming
+from pdserve.checkpoint.embedding import of_gguf
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
@@ -34,6 +35,7 @@ def open_gguf(path: Path) -> Checkpoint:
         config=config,
         raw_config=raw_config,
         generation=GenerationDefaults(),
+        embedding=of_gguf(fields.optional_int(f"{fields.text('general.architecture')}.pooling_type")),
         eos_token_ids=_end_tokens(fields, tokens),
         special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
         chat_template=fields.text("tokenizer.chat_template", "") or None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from pdserve.checkpoint.embedding import GENERATING, Embedding, read_embedding
+from pdserve.checkpoint.embedding import GENERATING, Embedding, of_gguf, read_embedding
 from pdserve.checkpoint.hf_directory import whole
 from pdserve.model.weights import Stored
 from pdserve.protocol.pooling import Pooling
@@ -84,3 +84,9 @@ def test_tensors_of_a_model_that_was_saved_without_its_head_are_found() -> None:
     assert whole(body) == {f"model.{name}": stored for name in body}
     assert whole(whole(body)) == whole(body)
     assert whole({**body, "lm_head.weight": stored}) == {**whole(body), "lm_head.weight": stored}
+
+
+def test_gguf_files_say_their_pooling() -> None:
+    assert of_gguf(None) == of_gguf(0) == of_gguf(3) == GENERATING
+    assert of_gguf(1) == Embedding(Pooling("mean", normalizes=True))
+    assert "pooling_type: 2 is not served" in of_gguf(2).refusal

@@ -116,7 +116,7 @@ def test_means_give_the_vectors_of_transformers_though_prefixes_are_cached(
     oracle: PreTrainedModel, tmp_path: Path
 ) -> None:
     folder = of_mean(write_model("qwen3", tmp_path / "mean"))
-    with live_cluster(tmp_path, folder, *FLAGS, "--prefill", "1", "--decode", "1") as cluster:
+    with live_cluster(tmp_path, folder, *FLAGS, *("--num-frontends", "2", "--tensor-parallel-size", "2")) as cluster:
         asked = texts(20, seed=1)
         asked += [[*tokens[:-1], 5] for tokens in asked]  # begin as others do
         with client_of(cluster) as client:

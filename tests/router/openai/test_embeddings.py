@@ -6,11 +6,12 @@ import struct
 from math import hypot
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
 from http_door import HttpRouter, StartHttp
-from router_fakes import MODEL, TOKENIZER, FakeWorker, vector_of
+from router_fakes import MODEL, TOKENIZER, FakeWorker, collect, error_of, vector_of
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -198,3 +199,47 @@ async def test_vectors_are_counted_apart_from_answers(start_http: StartHttp) -> 
 async def metrics(http: httpx.AsyncClient) -> dict[str, str]:
     lines = (await http.get("/metrics")).text.splitlines()
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
+async def test_a_worker_that_makes_no_vectors_says_so_to_the_client(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    worker = await prefill_alone(door)
+    worker.is_paused = True
+
+    async def refuse() -> None:
+        await worker.until(lambda: bool(worker.prefills))
+        request_id = worker.prefills[0].spec.request_id
+        detail = "pooling: what computes here makes no vectors of prompts"
+        await worker.say(failed=link.Failed(request_id=request_id, code=link.FAILURE_CODE_INVALID, detail=detail))
+
+    reply, _ = await asyncio.gather(door.http.post("/v1/embeddings", json={"input": "a"}), refuse())
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "pooling")
+
+
+async def test_vectors_of_all_kinds_come_over_grpc(start_http: StartHttp) -> None:
+    router = (await start_http()).router
+    prompt = TOKENIZER.encode("hello", add_special=False)
+    mean = inference.Pooling(kind=inference.POOLING_KIND_MEAN)
+    replies = await collect(router.generate(text="hello", pooling=mean))
+    (delta,) = [delta for reply in replies for delta in reply.deltas]
+    assert (delta.pooled, delta.finish_reason) == (vector_of(prompt), inference.FINISH_REASON_STOP)
+    assert (replies[-1].usage.prompt_tokens, replies[-1].usage.completion_tokens) == (5, 0)
+    logits = inference.Pooling(kind=inference.POOLING_KIND_LOGITS, token_ids=[1, 2])
+    replies = await collect(router.generate(text="hello", pooling=logits))
+    assert len(replies[0].deltas[0].pooled) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"pooling": inference.Pooling()}, "pooling.kind: 0 is none of last, mean, logits"),
+        ({"pooling": inference.Pooling(kind=3)}, "pooling.token_ids: 0 were given"),
+        ({"pooling": inference.Pooling(kind=3, token_ids=[10**6])}, "pooling.token_ids: 1000000 is outside"),
+        ({"pooling": inference.Pooling(kind=1), "temperature": 0.5}, "temperature: does not go with pooling"),
+        ({"pooling": inference.Pooling(kind=1), "stop": ["a"]}, "stop: does not go with pooling"),
+    ],
+)
+async def test_what_goes_with_no_pooling_is_named(start_http: StartHttp, fields: dict[str, object], text: str) -> None:
+    code, details = await error_of((await start_http()).router.generate(text="hello", **fields))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in details
