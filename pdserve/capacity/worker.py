@@ -15,7 +15,7 @@ from pdserve.base.values import value
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import StepPlan, work_of
 from pdserve.measure.workload import Workload
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.profile import Profile
@@ -26,7 +26,6 @@ from pdserve.router.requests.events import LinkId, Registration
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Due, Event
-from pdserve.worker.wire import computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class SimWorker:
         plan = self.core.plan(now_s)
         if plan is not None:
             self._is_stepping = True
-            step = computed(plan)
+            step = work_of(plan)
             elapsed_s = self._costs.seconds(step)
             self._clock.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
 

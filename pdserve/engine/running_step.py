@@ -1,12 +1,14 @@
 """A step between its planning and its commit. Pure."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from pdserve.base.ids import PageId
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, Phase
 from pdserve.protocol.page_tables import Pages
+from pdserve.protocol.paging import Paging
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +17,11 @@ class Progress:
 
     place: int  # of the sequence's chunk in the step
     num_tokens: int  # computed
-    num_sampled: int  # 0 or 1
+    num_sampled: int  # at most: 0, or 1 and one for each guess
 
 
 _NONE = Progress(0, 0, 0)
+_UNKNOWN = (0,)  # stands for a token that is not sampled yet
 
 
 @dataclass(slots=True, eq=False)
@@ -51,4 +54,31 @@ class RunningStep:
     def progress(self) -> dict[Sequence, Progress]:
         """Return what the step will have added to each of its sequences."""
         pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
-        return {s: Progress(place, len(chunk.token_ids), 1 if chunk.samples else 0) for place, (s, chunk) in pairs}
+        return {
+            s: Progress(place, len(chunk.token_ids), 1 + chunk.num_drafts if chunk.samples else 0)
+            for place, (s, chunk) in pairs
+        }
+
+
+def next_chunk(sequence: Sequence, before: Progress, count: int, paging: Paging) -> Chunk:
+    """Return the next `count` tokens of a sequence, guesses among them. before: what running steps add to it."""
+    num_known, start = len(sequence.tokens), sequence.computed + before.num_tokens
+    stop, is_known = start + count, start < num_known
+    num_drafts = stop - num_known if is_known and stop > num_known else 0
+    token_ids: Seq[int] = sequence.tokens[start:stop] if is_known else _UNKNOWN
+    if num_drafts:
+        token_ids = [*token_ids, *sequence.drafts[:num_drafts]]
+    runs = sequence.pages.runs
+    return Chunk(
+        token_ids,
+        start,
+        pages=runs[0][: -(-stop // paging.sizes[0])],
+        samples=sequence.samples(before.num_sampled) if stop >= num_known + before.num_sampled else (),
+        phase=Phase.DECODE if before.num_sampled else sequence.phase,
+        previous=None if is_known else before.place,
+        targets=sequence.targets(start, stop) if sequence.prompt_logprobs is not None else None,
+        num_drafts=num_drafts,
+        other_pages=() if len(runs) == 1 else sequence.pages.rows(paging, stop)[1:],
+        adapter=sequence.job.scope.adapter,
+        pooling=sequence.pooling(stop),
+    )

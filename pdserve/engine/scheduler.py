@@ -8,25 +8,27 @@ Scheduling may be asynchronous: the next step is planned while one runs. A token
 chunk that it is sampled for. For a sequence that turns out to have ended, one token too many is computed. A sequence
 with guesses waits for its result: until then nobody knows how many tokens it gains.
 
-Each step serves sequences that decode first (one token each, and guesses as far as the budget goes), then prompts in
-chunks, under one token budget (Sarathi-Serve, Agrawal et al. 2024). Before its first chunk a prompt gets as many pages
-as it needs at once (`prompt_room.py`). When a running sequence finds no page, the least urgent one gives up its pages
+Each step serves sequences that decode first (one token each, and guesses where they pay), then prompts in chunks, under
+one token budget (Sarathi-Serve, Agrawal et al. 2024). Before its first chunk a prompt gets as many pages as it needs at
+once (`prompt_room.py`). When a running sequence finds no page, the least urgent one gives up its pages
 and is computed anew later, with the same tokens.
 """
 
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.base.errors import InvariantError
 from pdserve.base.ids import PageId
 from pdserve.engine.decode_room import DecodeRoom
+from pdserve.engine.guesses import NgramLookup
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.prompt_room import PromptRoom
-from pdserve.engine.running_step import RunningStep
+from pdserve.engine.running_step import RunningStep, next_chunk
 from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started, split
-from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Tokens
+from pdserve.engine.speculation import Speculation
+from pdserve.engine.step import Phase, StepPlan, StepResult, Tokens
 from pdserve.protocol.page_tables import Pages
 
 
@@ -38,6 +40,7 @@ class Limits:
     eos_token_ids: frozenset[int]
     num_speculative_tokens: int = 0  # most guesses that a step computes for a sequence
     can_pool: bool = True  # vectors can be made of prompts
+    lookup: NgramLookup | None = None  # how guesses are found, if the runner makes none
 
     @property
     def most_rows(self) -> int:
@@ -46,7 +49,6 @@ class Limits:
 
 
 _PUBLISHED_AT_ONCE = 32_768  # tokens of one sequence; hashing and indexing them takes 1.5 ms
-_UNKNOWN = (0,)  # stands for a token that is not sampled yet
 _urgency = attrgetter("urgency")
 
 
@@ -65,6 +67,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
+        self.speculation = Speculation(limits.num_speculative_tokens, limits.lookup)
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
         self.prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 
@@ -161,11 +164,12 @@ class Scheduler:
             return None
         step = RunningStep(self.steps[0].progress() if self.steps else {})
         decoding, prompts = self._plannable(step)
+        guesses = self.speculation.counts(decoding)
         self.prompt_room.refill()
         if self.steps and self._decode_room.lacks(step, decoding):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
-        budget -= self._schedule_decoding(step, decoding, budget)
+        budget -= self._schedule_decoding(step, decoding, guesses, budget)
         budget = min(budget, self.cache.page_size) if is_brief else budget
         for sequence, missing in prompts:
             count = min(budget, missing, self.prompt_room.of(step, sequence))
@@ -189,6 +193,7 @@ class Scheduler:
         """Take in the oldest step's result. Sequences that ended or are handed off are no longer running."""
         outcomes: list[Outcome] = []
         step, page_size = self._end_step(), self.cache.page_size
+        self.speculation.learn(step.sequences, plan, result)
         parts = zip(step.sequences, plan.chunks, result.tokens, strict=True)
         for place, (sequence, chunk, tokens) in enumerate(parts):
             if sequence in step.dropped:
@@ -243,7 +248,7 @@ class Scheduler:
                 continue
             before = step.before.get(sequence)
             if before is not None and before.num_sampled:
-                if self._is_foreseeable(sequence):
+                if before.num_sampled == 1 and self._is_foreseeable(sequence):
                     decoding.append(sequence)
             elif sequence.phase is Phase.DECODE:
                 decoding.append(sequence)
@@ -253,17 +258,18 @@ class Scheduler:
 
     def _is_foreseeable(self, sequence: Sequence) -> bool:
         """Return whether what a running step will add to a sequence can be planned with: one token, not its last."""
-        limits = self.limits
-        is_one = not (sequence.ends_with_prompt or limits.num_speculative_tokens)
-        return is_one and sequence.num_left(limits.max_model_len) > 1
+        return not sequence.ends_with_prompt and sequence.num_left(self.limits.max_model_len) > 1
 
-    def _schedule_decoding(self, step: RunningStep, decoding: list[Sequence], budget: int) -> int:
+    def _schedule_decoding(
+        self, step: RunningStep, decoding: list[Sequence], guesses: Mapping[Sequence, int], budget: int
+    ) -> int:
         """Add decoding sequences to a step, within a budget of tokens; return how many tokens that is."""
         num_tokens, num_spare = 0, budget - len(decoding)  # guesses get what each sequence's next token leaves
         for num_before, sequence in enumerate(decoding, 1):
-            if num_tokens >= budget or not sequence.pages:
+            num_guesses = guesses.get(sequence, 0)
+            if num_tokens >= budget or not sequence.pages or (num_guesses and sequence in step.before):
                 continue
-            num_wanted = 1 + min(len(sequence.drafts), num_spare) if sequence.drafts and num_spare > 0 else 1
+            num_wanted = 1 + min(num_guesses, num_spare) if num_guesses and num_spare > 0 else 1
             count = self._decode_room.make(step, sequence, num_wanted, len(decoding) - num_before)
             if count:
                 num_tokens, num_spare = num_tokens + count, num_spare - (count - 1)
@@ -272,23 +278,7 @@ class Scheduler:
 
     def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
         """Add the next `count` tokens of a sequence, guesses among them, to a step that is being planned."""
-        before, num_known = step.progress_before(sequence), len(sequence.tokens)
-        start = sequence.computed + before.num_tokens
-        stop, is_known = start + count, start < num_known
-        num_drafts = stop - num_known if is_known and stop > num_known else 0
-        token_ids: Seq[int] = sequence.tokens[start:stop] if is_known else _UNKNOWN
-        if num_drafts:
-            token_ids = [*token_ids, *sequence.drafts[:num_drafts]]
-        samples = sequence.samples(before.num_sampled) if stop >= num_known + before.num_sampled else ()
-        phase = Phase.DECODE if before.num_sampled else sequence.phase
-        targets = sequence.targets(start, stop) if sequence.prompt_logprobs is not None else None
-        previous = None if is_known else before.place
-        paging, runs = self.cache.paging, sequence.pages.runs
-        pages = runs[0][: -(-stop // paging.sizes[0])]
-        others = () if len(runs) == 1 else sequence.pages.rows(paging, stop)[1:]
-        of = sequence.job.scope.adapter, sequence.pooling(stop)
-        chunk = Chunk(token_ids, start, pages, samples, phase, previous, targets, num_drafts, others, *of)
-        step.add(sequence, chunk)
+        step.add(sequence, next_chunk(sequence, step.progress_before(sequence), count, self.cache.paging))
 
     def _next_waiting(self) -> Sequence | None:
         """Return the first waiting sequence that can be planned."""
@@ -327,8 +317,7 @@ class Scheduler:
         kept, finish = sequence.gain(tokens, limits.eos_token_ids, limits.max_model_len)
         if finish is None:
             sequence.phase = Phase.DECODE
-            most = min(limits.num_speculative_tokens, sequence.num_left(limits.max_model_len) - 1) if drafts else 0
-            sequence.drafts = drafts[:most]
+            self.speculation.guess(sequence, drafts, sequence.num_left(limits.max_model_len) - 1)
         else:
             self.remove(sequence)
         return Sampled(sequence, sequence.indices[0], position, kept, finish)

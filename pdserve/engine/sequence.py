@@ -10,6 +10,7 @@ import numpy as np
 
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.base.values import value
+from pdserve.engine.guesses import Guessing
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.pages import PagePool
 from pdserve.engine.step import Chunk, Matcher, Phase, SampleSpec, StepResult, Targets, Tokens
@@ -64,7 +65,8 @@ class Sequence:
     phase: Phase = Phase.PROMPT
     computed: int = 0
     pages: PageTables = field(default_factory=PageTables)
-    drafts: tuple[int, ...] = ()  # guesses of the tokens to come, which its next step computes as well
+    drafts: tuple[int, ...] = ()  # guesses of the tokens to come, some of which its next step may verify
+    guessing: Guessing = field(default_factory=Guessing)
     num_published: int = 0  # spans
     num_cached_tokens: int = 0
     has_run: bool = False

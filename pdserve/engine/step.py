@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pdserve.base.ids import PageId
 from pdserve.base.values import value
+from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
 from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken, SamplingParams
@@ -149,3 +150,21 @@ class StepResult:
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     expert_ratios: tuple[float, ...] = ()
     pooled: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def work_of(plan: StepPlan, result: StepResult | None = None) -> Step:
+    """Return what a step computes, and what it brought."""
+    decode_rows = prefill_tokens = prefill_work = kv_tokens = guesses = kept = 0
+    for place, chunk in enumerate(plan.chunks):
+        count = len(chunk.token_ids)
+        if chunk.phase is Phase.PROMPT:
+            prefill_tokens += count
+            prefill_work += attention_work(count, chunk.start)
+        else:
+            decode_rows += count
+            kv_tokens += chunk.start + count
+            if chunk.num_drafts:
+                guesses += chunk.num_drafts
+                tokens = () if result is None else result.tokens[place]
+                kept += len(tokens[0]) - 1 if tokens else 0
+    return Step(prefill_tokens, prefill_work, decode_rows, kv_tokens, guesses, kept)

@@ -24,7 +24,8 @@ Compiled = Future[llguidance.LLMatcher]
 class Matching:
     """One continuation's place in its grammar: a `Matcher` of the engine.
 
-    It remembers the consumed tokens. If an output does not begin with them, all tokens are consumed again.
+    It remembers the consumed tokens. If an output does not begin with them, it goes back to where they differ: guesses
+    are asked about that turn out wrong.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -41,7 +42,7 @@ class Matching:
         matcher = self._following(output_ids)
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
         if matcher.is_error():
-            raise GrammarError(reason(matcher))
+            raise self._begin_again(matcher)
         size = min(len(mask), len(bits))
         bits[:size] = mask[:size]
         if not bits.any():
@@ -50,15 +51,33 @@ class Matching:
     def _following(self, output_ids: Sequence[int]) -> llguidance.LLMatcher:
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
-        tokens, start = array("q", output_ids), len(self._consumed)
-        if self._consumed != tokens[:start]:
-            self._matcher.reset()
-            self._consumed, start = array("q"), 0
+        tokens = array("q", output_ids)
+        start = _num_same(self._consumed, tokens)
+        num_too_many = len(self._consumed) - start
+        if num_too_many and not self._matcher.rollback(num_too_many):
+            self._begin_again(self._matcher)
+            start = 0
         fresh = tokens[start:].tolist()
         if fresh and not self._matcher.consume_tokens(fresh):
-            raise GrammarError(reason(self._matcher))
+            raise self._begin_again(self._matcher)
         self._consumed = tokens
         return self._matcher
+
+    def _begin_again(self, matcher: llguidance.LLMatcher) -> GrammarError:
+        """Forget all tokens, and so an error, which would stay; return that error."""
+        error = GrammarError(reason(matcher))
+        matcher.reset()
+        self._consumed = array("q")
+        return error
+
+
+def _num_same(consumed: "array[int]", tokens: "array[int]") -> int:
+    """Return how many tokens at the beginning are the same."""
+    start = len(consumed)
+    if consumed == tokens[:start]:
+        return start
+    pairs = zip(consumed, tokens, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(start, len(tokens)))
 
 
 class Grammars:

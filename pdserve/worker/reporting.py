@@ -16,7 +16,7 @@ from pdserve.base.errors import PeerFault
 from pdserve.base.ids import AttemptKey
 from pdserve.decode_worker import receiver
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.observe import metrics
 from pdserve.observe.metrics import Distribution, Sample
@@ -216,7 +216,7 @@ class Reporter:
         cost = None
         if step is not None:
             plan, result = step
-            cost = StepCost(wire.computed(plan, result), result.elapsed_s, now_s)
+            cost = StepCost(work_of(plan, result), result.elapsed_s, now_s)
             self.steps.note(cost.step, cost.elapsed_s, num_tokens)
             self.steps.note_experts(result.expert_ratios)
         messages: list[_Outgoing] = [

@@ -13,10 +13,10 @@ from pdserve.base.ids import MAX_WORKER_TASKS, Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.step import work_of
 from pdserve.executor.executor import StartStep
 from pdserve.perfmodel.curve import TimedStep
 from pdserve.protocol.sampling import SamplingParams
-from pdserve.worker import wire
 
 _NUM_DECODED = 3  # steps after a prompt's: so many samples of a short time
 _RUNS = 2  # of each size; only the last one counts
@@ -63,5 +63,5 @@ async def _run(prompts: list[list[int]], limits: Limits, pool: KvCache, start_st
         result = await asyncio.wrap_future(start_step(plan))
         scheduler.commit(plan, result)
         if not result.failed:  # one that is computed again in halves takes longer
-            found.append(TimedStep(wire.computed(plan), result.elapsed_s))
+            found.append(TimedStep(work_of(plan), result.elapsed_s))
     return found

@@ -10,12 +10,11 @@ from collections.abc import Sequence as Seq
 from pdserve.base.errors import PeerFault, ProtocolError
 from pdserve.base.ids import Attempt, Incarnation, Peer, WorkerId
 from pdserve.engine.sequence import Finish, Job
-from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.kvtransfer.wire import handoff_key
 from pdserve.observe.trace_context import read_trace
-from pdserve.perfmodel.curve import Step, attention_work
+from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.adapters import DIGEST_BYTES, AdapterDigest
@@ -53,24 +52,6 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> mess
             return PeerGone(Peer(WorkerId(gone.worker_id), Incarnation(gone.incarnation)))
         case _:
             return None
-
-
-def computed(plan: StepPlan, result: StepResult | None = None) -> Step:
-    """Return what a step computes, and what it brought."""
-    decode_rows = prefill_tokens = prefill_work = kv_tokens = guesses = kept = 0
-    for place, chunk in enumerate(plan.chunks):
-        count = len(chunk.token_ids)
-        if chunk.phase is Phase.PROMPT:
-            prefill_tokens += count
-            prefill_work += attention_work(count, chunk.start)
-        else:
-            decode_rows += count
-            kv_tokens += chunk.start + count
-            if chunk.num_drafts:
-                guesses += chunk.num_drafts
-                tokens = () if result is None else result.tokens[place]
-                kept += len(tokens[0]) - 1 if tokens else 0
-    return Step(prefill_tokens, prefill_work, decode_rows, kv_tokens, guesses, kept)
 
 
 def write_cost(step: Step, elapsed_s: float, cost: link.StepCost) -> None:

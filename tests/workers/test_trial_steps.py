@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits
-from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts, TimedStep
 from pdserve.perfmodel.model import costs_of_trial
 from pdserve.protocol.paging import Paging
 from pdserve.router.wire import MAX_TRIAL_STEPS
-from pdserve.worker import wire
 from pdserve.worker.warm_up import warm_up
 
 PAGE_SIZE, VOCAB = 16, 997
@@ -35,10 +34,10 @@ class Engine:
         self.prompts: list[int] = []  # tokens of the largest step
 
     def start(self, plan: StepPlan) -> Future[StepResult]:
-        computed = wire.computed(plan)
+        work = work_of(plan)
         self.prompts = max(self.prompts, [token for chunk in plan.chunks for token in chunk.token_ids], key=len)
-        shape = computed.prefill_tokens, computed.sequences
-        elapsed_s = self.costs.seconds(computed) * (1 if shape in self.shapes else COLD)
+        shape = work.prefill_tokens, work.sequences
+        elapsed_s = self.costs.seconds(work) * (1 if shape in self.shapes else COLD)
         self.shapes.append(shape)
         future: Future[StepResult] = Future()
         future.set_result(replace(self.runner.run(plan), elapsed_s=elapsed_s))

@@ -1,0 +1,90 @@
+"""Verifies guesses on runners that compute single tokens: each token of a chunk with guesses becomes a row of its own.
+
+Invariant: the tokens are those of steps without guesses. A row's token is sampled with the noise, the penalties and the
+grammar of its own index, and is kept while all guesses before it are what was sampled there (coupled sampling: Daliri,
+Musco, Suresh 2024). No row reads KV of a guess behind it. KV of guesses that were wrong lies behind what the sequence
+counts as computed, where the next step writes.
+"""
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult, Tokens
+
+Run = Callable[[StepPlan], StepResult]
+
+
+def verifying(run: Run) -> Run:
+    """Return what runs steps with guesses on a runner that verifies none."""
+
+    def run_and_verify(plan: StepPlan) -> StepResult:
+        if not any(chunk.num_drafts for chunk in plan.chunks):
+            return run(plan)
+        rows = [_rows(chunk) for chunk in plan.chunks]
+        return _folded(plan, run(StepPlan(tuple([row for of in rows for row in of]), plan.copies)))
+
+    return run_and_verify
+
+
+def _rows(chunk: Chunk) -> list[Chunk]:
+    """Return a chunk of its last known token and guesses as chunks of a token each."""
+    if not chunk.num_drafts:
+        return [chunk]
+    (spec,), guesses = chunk.samples, chunk.token_ids[-chunk.num_drafts :]
+    return [
+        replace(
+            chunk,
+            token_ids=(token_id,),
+            start=chunk.start + number,
+            samples=(behind(spec, guesses[:number]),),
+            phase=Phase.DECODE,
+            num_drafts=0,
+        )
+        for number, token_id in enumerate(chunk.token_ids)
+    ]
+
+
+def behind(spec: SampleSpec, guesses: Seq[int]) -> SampleSpec:
+    """Return what to sample once these guesses have turned out right."""
+    if not guesses:
+        return spec
+    index, output_ids = spec.index + len(guesses), spec.output_ids
+    if output_ids:  # else nobody reads them: a sequence that decodes has some
+        output_ids = array("q", output_ids)
+        output_ids.extend(guesses)
+    return replace(spec, index=index, output_ids=output_ids, forbid_stops=index < spec.params.min_tokens)
+
+
+def _folded(plan: StepPlan, result: StepResult) -> StepResult:
+    """Return the result of rows as that of their chunks."""
+    tokens: list[tuple[Tokens, ...]] = []
+    stuck: dict[int, str] = {}
+    places: dict[int, int] = {}  # of chunks, by that of their first row
+    first = 0
+    for place, chunk in enumerate(plan.chunks):
+        places[first] = place
+        if first in result.stuck:
+            stuck[place] = result.stuck[first]
+        if chunk.num_drafts:
+            rows = range(first, first + 1 + chunk.num_drafts)
+            tokens.append((_kept(chunk, [result.tokens[row] for row in rows], [row in result.stuck for row in rows]),))
+        else:
+            tokens.append(result.tokens[first])
+        first += 1 + chunk.num_drafts
+    prompts = {places[row]: scores for row, scores in result.prompts.items()}
+    return replace(result, tokens=tuple(tokens), stuck=stuck, prompts=prompts)
+
+
+def _kept(chunk: Chunk, sampled: Seq[tuple[Tokens, ...]], is_stuck: Seq[bool]) -> Tokens:
+    """Return what was sampled up to the first token that is not the guess, or before a row that is stuck.
+
+    A grammar that lets nothing follow a kept guess says so again in the next step, where that is the first row.
+    """
+    kept = [sampled[0][0][0]]
+    for number, guess in enumerate(chunk.token_ids[-chunk.num_drafts :], 1):
+        if kept[-1].token_id != guess or is_stuck[number]:
+            break
+        kept.append(sampled[number][0][0])
+    return tuple(kept)
