@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pdserve.settings.config import ProcessConfig
@@ -122,4 +123,6 @@ def _flag_type(annotation: object) -> object:
         return inner[0] if len(inner) == 1 else str
     if origin in (tuple, list):
         return list.__class_getitem__(_flag_type(arguments[0]))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return str  # JSON
     return annotation

@@ -35,7 +35,7 @@ class Speculation:
         self._num_left = _INDEXED_AT_ONCE
 
     def observe(self, step: Step, elapsed_s: float) -> None:
-        """Take in how long a step took."""
+        """Take in how long a step took; what a trial of the engine has shown comes first."""
         self._costs.observe(step, elapsed_s, 0.0)
 
     def learn(self, sequences: Seq[Sequence], plan: StepPlan, result: StepResult) -> None:

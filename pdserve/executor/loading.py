@@ -9,6 +9,7 @@ import torch
 from pdserve.base.errors import ConfigError
 from pdserve.base.roles import lacks_pages
 from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.engine.guesses import NgramLookup
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.executor import Executor
@@ -144,12 +145,15 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
     max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
     if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
+    guessed = config.speculative_config
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         can_pool=config.device not in KERNEL_DEVICES,  # their runner was not compared with anything yet
+        num_speculative_tokens=0 if guessed is None else guessed.num_speculative_tokens,
+        lookup=None if guessed is None else NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max),
     )
 
 

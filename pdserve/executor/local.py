@@ -6,6 +6,7 @@ import torch
 
 from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.verification import verifying
 from pdserve.executor.failing import Isolating
 from pdserve.executor.launching import Launches, paced
 from pdserve.executor.memory import take_in_background
@@ -30,7 +31,7 @@ class LocalExecutor:
         self.regions: tuple[Region, ...] = (Region.of(view.numpy()) if is_on_host else device_region(view),)
         self._pages_on_host = view if is_on_host else None
         self._thread, self._ends = thread, ThreadPoolExecutor(1, "step-ends")  # starts with the first launched step
-        self._steps = Isolating(paced(runner.run, step_s))
+        self._steps = Isolating(paced(verifying(runner.run), step_s))
         self._launches: Launches | None = None
         if isinstance(runner, LaunchingRunner) and not step_s:
             self._launches = Launches(runner, self._steps)

@@ -13,6 +13,7 @@ from pdserve.base.errors import ConfigError
 from pdserve.base.roles import Role
 from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
+from pdserve.settings.speculative import SpeculativeSetting
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -202,6 +203,11 @@ class WorkerConfig(ServingConfig):
         description="What computes attention over prompts on a GPU. auto: Triton's kernels. flashinfer: that library, "
         "if it is installed and agrees with them on this device; nobody has measured it yet.",
     )
+    speculative_config: SpeculativeSetting = Field(
+        None,
+        description='Speculative decoding, as JSON such as {"method": "ngram"}: tokens are guessed, and a step '
+        "verifies as many guesses as pay. Changes no token; on a CPU only. By default it is off.",
+    )
     tensor_parallel_size: int = Field(
         1,
         ge=1,
@@ -292,6 +298,8 @@ class WorkerConfig(ServingConfig):
         if self.tensor_parallel_size > 1 and self.device in ("cuda", "interpreter"):
             size = self.tensor_parallel_size
             raise ValueError(f"tensor_parallel_size: {size} is refused: a worker on {self.device} has one device")
+        if self.speculative_config is not None and self.device not in ("auto", "cpu"):
+            raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
         return self
 
     @model_validator(mode="before")

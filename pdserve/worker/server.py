@@ -108,6 +108,7 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
             scheduler = engine.scheduler
             for each in await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, executor.start):
                 wire.write_cost(each.step, each.elapsed_s, register.trial_steps.add())
+                scheduler.speculation.observe(each.step, each.elapsed_s)
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))

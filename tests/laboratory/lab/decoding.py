@@ -61,14 +61,19 @@ def loaded(family: str, most: int) -> Runner:
     return Runner(model, most * (_CONTEXT // _PAGE_SIZE), _PAGE_SIZE, ())
 
 
-def measured(runner: Runner, family: str, count: int, num_steps: int) -> DecodeSpeed:
-    per_row, greedy = _CONTEXT // _PAGE_SIZE, SamplingParams(temperature=0.0)
+def step_of(count: int, context: int) -> StepPlan:
+    """Return a step of so many sequences, each of which has so many tokens."""
+    per_row, greedy = context // _PAGE_SIZE, SamplingParams(temperature=0.0)
     chunks = []
     for row in range(count):
         pages = tuple(PageId(row * per_row + page) for page in range(per_row))
         sample = SampleSpec(greedy, 0, 0, (), (), forbid_stops=False, sequence=(0, row))
-        chunks.append(Chunk([row + 5], _CONTEXT - 1, pages, (sample,)))
-    plan, taken_ms = StepPlan(tuple(chunks)), []
+        chunks.append(Chunk([row + 5], context - 1, pages, (sample,)))
+    return StepPlan(tuple(chunks))
+
+
+def measured(runner: Runner, family: str, count: int, num_steps: int) -> DecodeSpeed:
+    plan, taken_ms = step_of(count, _CONTEXT), list[float]()
     for _ in range(_WARM_UP + num_steps):
         begun_s = process_time()
         runner.run(plan)

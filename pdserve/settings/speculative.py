@@ -1,0 +1,48 @@
+"""Settings of speculative decoding, with vLLM's keys."""
+
+import json
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from pdserve.base.yaml_models import FieldError
+
+MAX_TOKENS = 15  # rows of a sequence beside its own: so many as the kernels' tiles would take together
+
+
+class SpeculativeConfig(BaseModel):
+    """How a worker guesses tokens that one step then verifies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["ngram"] = Field(
+        "ngram", description="ngram: what followed the latest tokens where they stood in the same sequence before."
+    )
+    num_speculative_tokens: int = Field(
+        10, ge=1, le=MAX_TOKENS, description="Most guesses that a step verifies for a sequence."
+    )
+    prompt_lookup_min: int = Field(
+        2, ge=1, le=32, description="How many of the latest tokens have to have stood together before."
+    )
+    prompt_lookup_max: int = Field(
+        8, ge=1, le=32, description="How many of them are compared; of longer matches the latest counts."
+    )
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            problem = f"{self.prompt_lookup_min} is over prompt_lookup_max {self.prompt_lookup_max}"
+            raise FieldError(("prompt_lookup_min",), problem)
+        return self
+
+
+def _parsed(given: object) -> object:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise FieldError((), f"is no JSON: {error}") from error
+
+
+SpeculativeSetting = Annotated[SpeculativeConfig | None, BeforeValidator(_parsed)]
