@@ -1,6 +1,6 @@
 """A step between its planning and its commit. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -47,6 +47,10 @@ class RunningStep:
         """Return how many tokens of a sequence the step computes, guesses included."""
         pairs = zip(self.sequences, self.chunks, strict=False)  # a leap has no chunks
         return sum([len(chunk.token_ids) for each, chunk in pairs if each is sequence])
+
+    def depends_on(self, guesses: Collection[Sequence]) -> bool:
+        """Return whether to wait for the step that runs. guesses: whose guesses this step is to verify."""
+        return any(n.num_sampled > 1 for n in self.before.values()) or any(s in self.before for s in guesses)
 
     def progress_before(self, sequence: Sequence) -> Progress:
         return self.before.get(sequence, _NONE)

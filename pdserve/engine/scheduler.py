@@ -5,8 +5,9 @@ held, stopped and removed while a step runs. What it computes for a sequence tha
 that sequence are released after the step.
 
 Scheduling may be asynchronous: the next step is planned while one runs. A token that is not sampled yet is named by the
-chunk that it is sampled for. For a sequence that turns out to have ended, one token too many is computed. A sequence
-with guesses waits for its result: until then nobody knows how many tokens it gains.
+chunk that it is sampled for. For a sequence that turns out to have ended, one token too many is computed. Where a
+sequence has guesses, no step is planned ahead: until its result is there, nobody knows how many tokens it gains. To
+plan for the others alone would part the batch in two.
 
 Each step serves sequences that decode first (one token each, and guesses where they pay), then prompts in chunks, under
 one token budget (Sarathi-Serve, Agrawal et al. 2024). Before its first chunk a prompt gets as many pages as it needs at
@@ -155,7 +156,8 @@ class Scheduler:
     def plan(self, *, is_brief: bool = False) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.
 
-        While a step runs, also None if all that could be planned needs its tokens, or pages that only preemption frees.
+        While a step runs, also None if all that could be planned needs its tokens, or pages that only preemption frees,
+        and if guesses are verified.
         A brief step computes at most one page of prompts, however much it decodes.
         """
         if len(self.steps) > 1:
@@ -166,7 +168,7 @@ class Scheduler:
         decoding, prompts = self._plannable(step)
         guesses = self.speculation.counts(decoding)
         self.prompt_room.refill()
-        if self.steps and self._decode_room.lacks(step, decoding):
+        if self.steps and (step.depends_on(guesses) or self._decode_room.lacks(step, decoding)):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
         budget -= self._schedule_decoding(step, decoding, guesses, budget)
@@ -248,7 +250,7 @@ class Scheduler:
                 continue
             before = step.before.get(sequence)
             if before is not None and before.num_sampled:
-                if before.num_sampled == 1 and self._is_foreseeable(sequence):
+                if self._is_foreseeable(sequence):
                     decoding.append(sequence)
             elif sequence.phase is Phase.DECODE:
                 decoding.append(sequence)
@@ -266,10 +268,9 @@ class Scheduler:
         """Add decoding sequences to a step, within a budget of tokens; return how many tokens that is."""
         num_tokens, num_spare = 0, budget - len(decoding)  # guesses get what each sequence's next token leaves
         for num_before, sequence in enumerate(decoding, 1):
-            num_guesses = guesses.get(sequence, 0)
-            if num_tokens >= budget or not sequence.pages or (num_guesses and sequence in step.before):
+            if num_tokens >= budget or not sequence.pages:
                 continue
-            num_wanted = 1 + min(num_guesses, num_spare) if num_guesses and num_spare > 0 else 1
+            num_wanted = 1 + min(guesses.get(sequence, 0), max(0, num_spare))
             count = self._decode_room.make(step, sequence, num_wanted, len(decoding) - num_before)
             if count:
                 num_tokens, num_spare = num_tokens + count, num_spare - (count - 1)

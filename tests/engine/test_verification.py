@@ -30,7 +30,7 @@ from pdserve.model.loading import load_model
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
-VOCAB, END, PAGE_SIZE = 90, 5, 4
+VOCAB, END, PAGE_SIZE = 90, 5, 16
 MOST = 6  # guesses
 LOOKUP = NgramLookup(1, 4)
 
@@ -62,7 +62,7 @@ DRAFTERS["ngram"] = None
 
 @dataclass
 class Bench:
-    """A model under a scheduler. With answers given, a drafter guesses them; steps are planned ahead where they may be."""
+    """A model under a scheduler that plans ahead where it may. With answers given, a drafter guesses them."""
 
     model: Model
     num_pages: int = 300
@@ -174,7 +174,7 @@ def assert_same_scores(some: Answers, others: Answers) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("num_pages", [300, 40])  # with 40, sequences preempt each other
+@pytest.mark.parametrize("num_pages", [300, 14])  # with 14, sequences preempt each other
 def test_answers_are_those_without_guesses_in_tokens_ends_and_scores(
     model: Model, drafter: str, num_pages: int
 ) -> None:
@@ -185,7 +185,7 @@ def test_answers_are_those_without_guesses_in_tokens_ends_and_scores(
     assert bench.broken.keys() == plain.broken.keys() == set()
     assert_same_scores(bench.answers, plain.answers)
     assert bench.counts["guesses"] > 0
-    assert bool(bench.scheduler.num_preemptions) == (num_pages == 40)
+    assert bool(bench.scheduler.num_preemptions) == (num_pages == 14)
 
 
 def test_right_guesses_save_most_steps_and_lies_cost_none(model: Model) -> None:
@@ -199,7 +199,7 @@ def test_right_guesses_save_most_steps_and_lies_cost_none(model: Model) -> None:
 
 
 def test_what_nobody_guesses_for_is_still_planned_ahead(model: Model) -> None:
-    bench = Bench(model, drafter="ngram")
+    bench = Bench(model, drafter="right")  # and knows no answer
     bench.add(0, list(range(20, 80)), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     bench.run()
     assert bench.counts["guesses"] == 0
@@ -228,4 +228,5 @@ def test_windows_sinks_experts_and_latents_are_served_with_guesses(tmp_path: Pat
         if not drafter:
             plain, known = bench, ids(bench.answers)
         assert ids(bench.answers) == known
-        assert not drafter or bench.counts["steps"] < plain.counts["steps"]
+        if drafter == "mostly_right":
+            assert bench.counts["steps"] < plain.counts["steps"] / 1.5
