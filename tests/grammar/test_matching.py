@@ -7,6 +7,7 @@ import re
 import tracemalloc
 from array import array
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 
 import jsonschema
 import numpy as np
@@ -146,6 +147,25 @@ def test_whatever_is_drawn_parses_validates_and_is_the_same_for_a_matcher_that_s
         following(jumping, output[:place])
         assert following(jumping, output[:length]) == expected
         assert output[length] in expected
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SCHEMAS, st.integers(0, 2**32))
+def test_guesses_that_turn_out_wrong_leave_nothing_behind(
+    grammars: Grammars, schema: dict[str, object], seed: int
+) -> None:
+    """Asked what follows each of some guesses, which a grammar may refuse, it goes on as if it had not been."""
+    new_matcher, draw = grammars.compile(StructuredOutput("json_schema", (json.dumps(schema),))), random.Random(seed)
+    output = walk(new_matcher(), draw)
+    if output is None:
+        return
+    steady, guessing = new_matcher(), new_matcher()
+    for length in range(0, len(output), 1 + len(output) // 8):
+        guesses = [*output[length : length + draw.randrange(4)], *(draw.randrange(2, VOCAB) for _ in range(3)), END, 7]
+        for count in range(1, len(guesses) + 1):
+            with suppress(GrammarError):
+                following(guessing, [*output[:length], *guesses[:count]])
+        assert following(guessing, output[:length]) == following(steady, output[:length])
 
 
 def test_continuations_of_one_request_do_not_disturb_each_other(grammars: Grammars) -> None:

@@ -23,7 +23,8 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool
 from pdserve.engine.running_step import RunningStep
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Outcome, Sequence
+from pdserve.engine.step import Phase, StepPlan, StepResult
 from pdserve.kvtransfer.doors import CopyStopped, PeerGone
 from pdserve.kvtransfer.session import PagesLanded
 from pdserve.prefill_worker import sender
@@ -182,6 +183,18 @@ def recompute_too_little_after_preemption(original: Original, self: Scheduler, s
     if admitted and sequence.has_run and sequence.num_missing > self.cache.page_size:
         sequence.computed += self.cache.page_size
     return admitted
+
+
+@breaks(Scheduler, "commit")
+def count_wrong_guesses_as_computed(
+    original: Original, self: Scheduler, plan: StepPlan, result: StepResult
+) -> tuple[Outcome, ...]:
+    step = self.steps[0]
+    outcomes: tuple[Outcome, ...] = original(self, plan, result)
+    for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
+        if chunk.num_drafts and tokens and sequence.phase is Phase.DECODE and sequence in self.running:
+            sequence.computed += chunk.num_drafts - (len(tokens[0]) - 1)
+    return outcomes
 
 
 @breaks(Scheduler, "release")

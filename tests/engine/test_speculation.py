@@ -1,0 +1,153 @@
+"""As many guesses are verified as pay; what is guessed followed the same tokens before."""
+
+from collections.abc import Sequence as Seq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.base.ids import Attempt, RequestId
+from pdserve.engine import speculation
+from pdserve.engine.guesses import NO_MATCH, NgramIndex, NgramLookup, Trials
+from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.speculation import Speculation
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
+from pdserve.perfmodel.curve import Step
+from pdserve.protocol.sampling import SampledToken, SamplingParams
+
+LOOKUP = NgramLookup(2, 4)
+FLAT, STEEP = (0.010, 0.0001), (0.0001, 0.010)  # seconds of a step, and of each of its rows
+
+
+def sequence_of(tokens: Seq[int]) -> Sequence:
+    job = Job(RequestId(bytes(16)), Attempt(0), tuple(tokens), 1, SamplingParams(max_tokens=1000), (0,))
+    return Sequence(job, (0,), list(tokens), 0, phase=Phase.DECODE, computed=len(tokens) - 1)
+
+
+def speculation_of(costs: tuple[float, float], most: int = 8) -> Speculation:
+    made = Speculation(most, LOOKUP)
+    for _ in range(20):
+        for rows in range(1, 33):
+            made.observe(Step(sequences=rows, kv_tokens=rows * 29), costs[0] + rows * costs[1])
+    return made
+
+
+def verified(made: Speculation, sequence: Sequence, num_guesses: int, num_right: int) -> None:
+    """Take in a step that verified guesses of one sequence."""
+    chunk = Chunk((0,) * (1 + num_guesses), 0, (), (), Phase.DECODE, num_drafts=num_guesses)
+    tokens = tuple(SampledToken(0) for _ in range(1 + num_right))
+    made.learn([sequence], StepPlan((chunk,)), StepResult(((tokens,),), 0.0))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 7))
+def test_guesses_are_what_followed_the_longest_match_that_was_looked_at(
+    tokens: list[int], shortest: int, more: int, most: int
+) -> None:
+    lookup = NgramLookup(shortest, shortest + more)
+    index = NgramIndex(lookup)
+    while index.num_indexed < len(tokens):
+        assert index.extend(tokens, 7) <= 7
+    found, end = index.find(tokens, most), len(tokens)
+
+    def matched(place: int) -> int:
+        counts = range(min(lookup.longest, place), 0, -1)
+        return next((n for n in counts if tokens[place - n : place] == tokens[end - n :]), 0)
+
+    looked_at = [place for place in range(end - 1, 0, -1) if matched(place) >= shortest][:8]
+    if not looked_at:
+        assert found == NO_MATCH
+        return
+    best = max(looked_at, key=lambda place: (matched(place), place))
+    ahead = list(tokens)
+    for _ in range(most):
+        ahead.append(ahead[best + len(ahead) - end])
+    assert found.guesses == tuple(ahead[end:])
+    assert found.num_matched == matched(best)
+
+
+def test_a_long_prompt_is_indexed_between_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "_INDEXED_AT_ONCE", 40)
+    made, sequence = speculation_of(FLAT), sequence_of([*range(30)] * 3)
+    for _ in range(2):
+        made.learn([], StepPlan(()), StepResult((), 0.0))
+        made.guess(sequence, (), 100)
+        assert sequence.drafts == ()
+    made.learn([], StepPlan(()), StepResult((), 0.0))
+    made.guess(sequence, (), 100)
+    assert sequence.drafts == tuple(range(8))
+
+
+def test_no_more_is_guessed_than_may_be_sampled() -> None:
+    made, sequence = speculation_of(FLAT), sequence_of([*range(10)] * 3)
+    for most in (3, 0, -1):
+        made.guess(sequence, (), most)
+        assert len(sequence.drafts) == max(0, most)
+        made.guess(sequence, (1, 2, 3, 4, 5), most)
+        assert len(sequence.drafts) == max(0, most)
+
+
+def test_all_guesses_are_verified_where_rows_cost_little_and_none_where_they_cost_a_step() -> None:
+    for costs, wanted in ((FLAT, 8), (STEEP, 0)):
+        made, sequence = speculation_of(costs), sequence_of([*range(10)] * 3)
+        made.guess(sequence, (), 100)
+        assert len(sequence.drafts) == 8
+        for _ in range(8):
+            verified(made, sequence, 8, 8)
+        assert made.counts([sequence]).get(sequence, 0) == wanted
+
+
+def test_fewer_are_verified_the_more_sequences_there_are() -> None:
+    """A row costs the more of what it brings, the more rows there are already: so do these costs."""
+    made = Speculation(8, LOOKUP)
+    for _ in range(20):
+        for rows in (*range(1, 33), 48, 63, 64, 96, 127, 128, 192, 255, 256):
+            made.observe(Step(sequences=rows, kv_tokens=rows * 29), 0.010 + 0.00002 * rows**2)
+    sequences = [sequence_of([*range(10)] * 3) for _ in range(64)]
+    for sequence in sequences:
+        made.guess(sequence, (), 8)
+        verified(made, sequence, 4, 3)
+    found = [sum(made.counts(sequences[:count]).values()) / count for count in (1, 4, 16, 64)]
+    assert found[0] > 4
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 0
+
+
+def test_a_sequence_whose_guesses_are_right_gets_more_than_one_whose_are_wrong() -> None:
+    made = speculation_of((0.010, 0.002))
+    good, bad = sequence_of([*range(10)] * 3), sequence_of([*range(10)] * 3)
+    for _ in range(10):
+        for sequence, num_right in ((good, 8), (bad, 0)):
+            made.guess(sequence, (), 8)
+            verified(made, sequence, 8, num_right)
+    counts = made.counts([good, bad])
+    assert counts.get(good, 0) > 3
+    assert counts.get(bad, 0) == 0
+
+
+def test_what_did_not_pay_is_tried_again_in_time() -> None:
+    made, sequence = speculation_of((0.010, 0.002)), sequence_of([*range(10)] * 3)
+    made.guess(sequence, (), 8)
+    for _ in range(50):
+        verified(made, sequence, 1, 0)
+    untried = 0
+    while not made.counts([sequence]):
+        untried += 1
+        assert untried < 5000
+    assert untried > 100
+
+
+def test_a_share_of_right_guesses_begins_with_what_is_expected_and_ends_with_what_was_seen() -> None:
+    trials = Trials()
+    assert trials.share(0.25) == 0.25
+    for _ in range(100):
+        trials.note(3, ended_wrong=True)
+    assert trials.share(0.25) == pytest.approx(0.75, abs=0.05)
+    trials.fade(0.0)
+    assert trials.share(0.25) == 0.25
+
+
+def test_a_worker_that_does_not_speculate_guesses_nothing() -> None:
+    made, sequence = Speculation(0, None), sequence_of([*range(10)] * 3)
+    made.guess(sequence, (1, 2), 8)
+    assert sequence.drafts == ()
+    assert made.counts([sequence]) == {}
