@@ -42,7 +42,8 @@ class Matching:
         matcher = self._following(output_ids)
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
         if matcher.is_error():
-            raise self._begin_again(matcher)
+            self._matcher, self._consumed = None, array("q")  # an error stays
+            raise GrammarError(reason(matcher))
         size = min(len(mask), len(bits))
         bits[:size] = mask[:size]
         if not bits.any():
@@ -53,22 +54,14 @@ class Matching:
             self._matcher = self._compiled.result().deep_copy()
         tokens = array("q", output_ids)
         start = _num_same(self._consumed, tokens)
-        num_too_many = len(self._consumed) - start
-        if num_too_many and not self._matcher.rollback(num_too_many):
-            self._begin_again(self._matcher)
-            start = 0
+        if start < len(self._consumed) and not self._matcher.rollback(len(self._consumed) - start):
+            self._matcher, start = self._compiled.result().deep_copy(), 0
         fresh = tokens[start:].tolist()
-        if fresh and not self._matcher.consume_tokens(fresh):
-            raise self._begin_again(self._matcher)
-        self._consumed = tokens
+        num_consumed = self._matcher.try_consume_tokens(fresh) if fresh else 0
+        self._consumed = tokens[: start + num_consumed]
+        if num_consumed < len(fresh):
+            raise GrammarError("nothing matches it")
         return self._matcher
-
-    def _begin_again(self, matcher: llguidance.LLMatcher) -> GrammarError:
-        """Forget all tokens, and so an error, which would stay; return that error."""
-        error = GrammarError(reason(matcher))
-        matcher.reset()
-        self._consumed = array("q")
-        return error
 
 
 def _num_same(consumed: "array[int]", tokens: "array[int]") -> int:
