@@ -14,6 +14,7 @@ from shown_metrics import SHOWN
 from two_workers import Workers
 
 from pdserve.base.errors import ConfigError
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
 from pdserve.launch.authority import Authority, write_certificates
 from pdserve.launch.folder import write_secret
 from pdserve.net.certificates import IDENTITY_FILES, Part, public_files
@@ -22,6 +23,7 @@ from pdserve.observe import metrics
 from pdserve.observe.metrics import Distribution, Kind, Metric, Sample, families, span_samples
 from pdserve.observe.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.sampling import SampledToken
 from pdserve.router.config import RouterConfig
 from pdserve.settings.config import ProcessConfig
 from pdserve.worker.reporting import Steps, handoff_samples, load_samples, refusal_samples
@@ -63,7 +65,10 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     steps = Steps()
     steps.note(Step(100, 10_000, 3, 30), 0.02, 4)
     steps.note(Step(0, 0, 4, 40), 0.01, 4)
-    steps.note_experts((1.0, 2.5, 2.75))
+    steps.note(Step(sequences=5, kv_tokens=50, guesses=4, kept_guesses=3), 0.01, 4)
+    verified = Chunk((0,) * 5, 9, (), (), Phase.DECODE, num_drafts=4)
+    result = StepResult(((tuple([SampledToken(0)] * 4),),), 0.01, expert_ratios=(1.0, 2.5, 2.75))
+    steps.note_result(StepPlan((verified,)), result)
     samples = [
         *steps.samples("m"),
         *load_samples(node.core.load(), node.scheduler.cache, "m"),
@@ -74,10 +79,13 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     assert {sample.metric for sample in samples} == set(SHOWN["worker"])
     assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
     numbers = {sample.metric: sample.amount for sample in samples if sample.metric.kind is not Kind.HISTOGRAM}
-    assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.SAMPLED_TOKENS]) == (100, 8)
+    assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.SAMPLED_TOKENS]) == (100, 12)
+    assert numbers[metrics.DRAFT_TOKENS] == 4
+    accepted = {sample.labels: sample.amount for sample in samples if sample.metric is metrics.ACCEPTED_TOKENS}
+    assert accepted == {("m", "0"): 1, ("m", "1"): 1, ("m", "2"): 1}
     (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]
     assert isinstance(gaps, Distribution)
-    assert (gaps.buckets()[0], gaps.buckets()[1]) == (("0.01", 4.0), ("0.025", 7.0))
+    assert (gaps.buckets()[0], gaps.buckets()[1]) == (("0.01", 5.0), ("0.025", 8.0))
     (ratios,) = [sample.amount for sample in samples if sample.metric is metrics.EXPERT_RATIO]
     assert isinstance(ratios, Distribution)
     assert (ratios.count, ratios.total) == (3, 6.25)

@@ -54,7 +54,8 @@ class Steps:
     def __init__(self) -> None:
         self._gaps, self._sizes = Distribution(metrics.ITL), Distribution(metrics.STEP_TOKENS)
         self._expert_ratios = Distribution(metrics.EXPERT_RATIO)
-        self._num_computed = self._num_sampled = 0
+        self._num_computed = self._num_sampled = self._num_guesses = 0
+        self._num_accepted = Counter[int]()  # by place
 
     def note(self, computed: Step, elapsed_s: float, num_tokens: int) -> None:
         """Count a step that brought so many tokens of answers."""
@@ -62,10 +63,15 @@ class Steps:
             self._gaps.observe(elapsed_s, computed.sequences - computed.guesses)  # those come at once
         self._sizes.observe(computed.prefill_tokens + computed.sequences)
         self._num_computed += computed.prefill_tokens
+        self._num_guesses += computed.guesses
         self._num_sampled += num_tokens
 
-    def note_experts(self, ratios: Iterable[float]) -> None:
-        for ratio in ratios:
+    def note_result(self, plan: StepPlan, result: StepResult) -> None:
+        """Count what only runners know of a step: which guesses were right, and which experts were busy."""
+        for chunk, tokens in zip(plan.chunks, result.tokens, strict=True):
+            if chunk.num_drafts and tokens:
+                self._num_accepted.update(range(len(tokens[0]) - 1))
+        for ratio in result.expert_ratios:
             self._expert_ratios.observe(ratio)
 
     def samples(self, model: str) -> Iterator[Sample]:
@@ -74,6 +80,8 @@ class Steps:
         yield Sample(metrics.STEP_TOKENS, self._sizes, label)
         yield Sample(metrics.COMPUTED_TOKENS, self._num_computed, label)
         yield Sample(metrics.SAMPLED_TOKENS, self._num_sampled, label)
+        yield Sample(metrics.DRAFT_TOKENS, self._num_guesses, label)
+        yield from (Sample(metrics.ACCEPTED_TOKENS, n, (model, str(place))) for place, n in self._num_accepted.items())
         yield Sample(metrics.EXPERT_RATIO, self._expert_ratios, label)
 
 
@@ -218,7 +226,7 @@ class Reporter:
             plan, result = step
             cost = StepCost(work_of(plan, result), result.elapsed_s, now_s)
             self.steps.note(cost.step, cost.elapsed_s, num_tokens)
-            self.steps.note_experts(result.expert_ratios)
+            self.steps.note_result(plan, result)
         messages: list[_Outgoing] = [
             (router, self._held_for(router).report(brought.get(router, ()), cost, now_s))
             for router in (self._links.attached if cost is not None else brought)

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    with live_cluster(tmp_path_factory.mktemp("cluster"), smollm2, "--decode", "2", "--max-num-seqs", "32") as cluster:
+    flags = ("--decode", "2", "--max-num-seqs", "32", "--speculative-config", '{"method": "ngram"}')
+    with live_cluster(tmp_path_factory.mktemp("cluster"), smollm2, *flags) as cluster:
         yield cluster
 
 

@@ -19,7 +19,7 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.engine.step import Phase, StepPlan
+from pdserve.engine.step import Phase
 from pdserve.engine.verification import verifying
 from pdserve.model.loading import load_model
 from pdserve.perfmodel.curve import Step
@@ -66,7 +66,7 @@ class Engine:
     def answers(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, guessed: SpeculativeConfig | None
     ) -> tuple[float, dict[int, list[int]], tuple[int, int]]:
-        """Return the seconds of steps without prompts and of their planning, the answers, and guesses made and right."""
+        """Return the seconds of steps that only decode and their planning, the answers, and guesses made and right."""
         limits = self.limits
         if guessed is not None:
             lookup = NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)

@@ -1,0 +1,132 @@
+"""Workers that guess give the tokens of one engine that does not, though they are killed or their answers move."""
+
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import moving
+import pytest
+import torch
+from live_cluster import Answer, LiveCluster, all_ready, is_idle, live_cluster, load_of
+from model_zoo import prompt, write_model
+from scraping import scrape
+
+from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.offline import LoneEngine
+from pdserve.model.loading import load_model
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.sampling import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+DECODES = ("decode-0", "decode-1")
+COUNT, NUM_TOKENS, NUM_BEFORE = 8, 200, 12
+SHAPE = {**moving.MODEL_SHAPE, "hidden_size": 256, "num_hidden_layers": 4}
+SAMPLINGS: tuple[dict[str, Any], ...] = (  # beside few allowed tokens, so that answers repeat themselves
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_p": 0.9},
+    {"temperature": 0.0, "frequency_penalty": 0.1},
+    {"temperature": 0.4, "n": 2},
+)
+FLAGS = ("--decode", "2", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1000")
+
+
+def sampling_of(number: int) -> dict[str, Any]:
+    own = SAMPLINGS[number % len(SAMPLINGS)]
+    few = tuple(range(9 + number, 12 + number))
+    return {**own, "seed": number, "max_tokens": NUM_TOKENS, "ignore_eos": True, "allowed_token_ids": few}
+
+
+def asked_of(number: int) -> list[int]:
+    return prompt(30 + 7 * number, seed=number % 5) * 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[dict[int, list[int]]]:
+    checkpoint = open_directory(model)
+    loaded = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    engine = LoneEngine(loaded, (), 1000)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two would wait for each other in every layer while somebody else keeps a core busy
+    answers = [engine.answer(asked_of(number), SamplingParams(**sampling_of(number))) for number in range(COUNT)]
+    torch.set_num_threads(num_threads)
+    return [{index: list(tokens) for index, tokens in answer.items()} for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    guessing = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
+    with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *guessing) as running:
+        yield running
+        running.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 60)
+
+
+class Streams:
+    """All answers, under way together."""
+
+    def __init__(self, cluster: LiveCluster) -> None:
+        self._pool = ThreadPoolExecutor(COUNT)
+        requests = [
+            inference.GenerateRequest(
+                token_ids=inference.TokenIds(ids=asked_of(number)),
+                sampling=inference.SamplingParams(**sampling_of(number)),
+            )
+            for number in range(COUNT)
+        ]
+        self._calls = [cluster.start(request) for request in requests]
+        self.answers = list(self._pool.map(self._begin, self._calls))
+
+    @staticmethod
+    def _begin(call: Iterator[inference.GenerateResponse]) -> Answer:
+        answer = Answer()
+        while len(answer.tokens.get(0, [])) < NUM_BEFORE:
+            answer.add(next(call))
+        return answer
+
+    def check(self, expected: Sequence[dict[int, list[int]]]) -> None:
+        list(self._pool.map(Answer.read, self.answers, self._calls))
+        self._pool.shutdown()
+        assert [answer.tokens for answer in self.answers] == list(expected)
+
+
+def accepted(cluster: LiveCluster) -> float:
+    """Return how many guesses of decode workers that live were right."""
+    addresses = [each.metrics_address for each in cluster.state.processes if each.name in DECODES]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    return sum(scrape(address).total(name) for address in addresses)
+
+
+def busiest(cluster: LiveCluster) -> str:
+    status = cluster.status()
+    return max(DECODES, key=lambda name: load_of(status, name).num_running)
+
+
+def test_answers_are_those_of_one_engine_without_guesses(
+    cluster: LiveCluster, expected: list[dict[int, list[int]]]
+) -> None:
+    Streams(cluster).check(expected)
+    assert accepted(cluster) > 20
+
+
+def test_answers_that_move_stay_the_same(cluster: LiveCluster, expected: list[dict[int, list[int]]]) -> None:
+    streams = Streams(cluster)
+    source = busiest(cluster)
+    moving.move(cluster, source, *(set(DECODES) - {source}))
+    streams.check(expected)
+    assert any(answer.ledger.moves for answer in streams.answers)
+
+
+def test_answers_whose_worker_is_killed_stay_the_same(
+    cluster: LiveCluster, expected: list[dict[int, list[int]]]
+) -> None:
+    streams = Streams(cluster)
+    cluster.signal(busiest(cluster), signal.SIGKILL)
+    streams.check(expected)
+    assert any(answer.ledger.attempts > 1 for answer in streams.answers)
