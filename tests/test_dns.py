@@ -16,7 +16,7 @@ from pdserve.cli.app import main
 from pdserve.kubernetes.watcher import serve
 from pdserve.net import dns
 from pdserve.net.dns import Lookups, addresses_of, resolve
-from pdserve.settings.config import WatcherConfig
+from pdserve.settings.autoscaler import WatcherConfig
 
 Answers = list[Callable[[], frozenset[str]]]
 

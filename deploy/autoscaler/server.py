@@ -24,7 +24,7 @@ from pdserve.net.health import answering
 from pdserve.net.operator_client import AdminClient, LauncherClient
 from pdserve.observe.metrics import DECISIONS, DESIRED, LEADS, REPLICAS, Sample
 from pdserve.observe.metrics_server import showing
-from pdserve.settings.config import AutoscalerConfig
+from pdserve.settings.autoscaler import AutoscalerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.kubernetes import InCluster

@@ -20,7 +20,7 @@ from pdserve.net.health import answering
 from pdserve.net.operator_client import AdminClient
 from pdserve.observe.metrics import REPORTED_ENDS, UNPROVED_ENDS, Sample
 from pdserve.observe.metrics_server import showing
-from pdserve.settings.config import WatcherConfig
+from pdserve.settings.autoscaler import WatcherConfig
 
 logger = logging.getLogger(__name__)
 

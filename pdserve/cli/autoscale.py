@@ -14,7 +14,7 @@ from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.options import AsJson, ClusterName, ConfigFile, ProfileFile, WorkloadFlags, WorkloadText
 from pdserve.cli.processes import run_process, settings_of
 from pdserve.cli.results import HtmlFile, JsonFile, draw, show, writable
-from pdserve.settings.config import AutoscalerConfig
+from pdserve.settings.autoscaler import AutoscalerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record

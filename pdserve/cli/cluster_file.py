@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pdserve.base.yaml_models import read_model
 from pdserve.launch.plan import MAX_FRONTENDS, PER_PROCESS
 from pdserve.router.config import RouterConfig
-from pdserve.settings.config import AutoscalerConfig, ProcessConfig, WorkerConfig
+from pdserve.settings.autoscaler import AutoscalerConfig
+from pdserve.settings.config import ProcessConfig, WorkerConfig
 
 # Settings of the router that are the cluster's own, by their names there.
 OF_CLUSTER = {

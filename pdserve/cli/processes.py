@@ -18,7 +18,8 @@ from pdserve.cli.options import ConfigFile
 from pdserve.executor.threads import thread_defaults
 from pdserve.observe.logs import configure_logging
 from pdserve.router.config import FrontendConfig, RouterConfig
-from pdserve.settings.config import AutoscalerConfig, ProcessConfig, WatcherConfig, WorkerConfig, load_config
+from pdserve.settings.autoscaler import AutoscalerConfig, WatcherConfig
+from pdserve.settings.config import ProcessConfig, WorkerConfig, load_config
 
 MAX_OPEN_FILES = 65_536
 

@@ -74,7 +74,8 @@ def _folded(plan: StepPlan, result: StepResult) -> StepResult:
             tokens.append(result.tokens[first])
         first += 1 + chunk.num_drafts
     prompts = {places[row]: scores for row, scores in result.prompts.items()}
-    return replace(result, tokens=tuple(tokens), stuck=stuck, prompts=prompts)
+    pooled = {places[row]: vector for row, vector in result.pooled.items()}
+    return replace(result, tokens=tuple(tokens), stuck=stuck, prompts=prompts, pooled=pooled)
 
 
 def _kept(chunk: Chunk, sampled: Seq[tuple[Tokens, ...]], is_stuck: Seq[bool]) -> Tokens:

@@ -60,6 +60,8 @@ def _load(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
     check_divides(checkpoint.config, config.tensor_parallel_size)
+    if config.speculative_config is not None and checkpoint.config.has_states:
+        raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     layout = describe_layout(checkpoint.config, form.weights_hash, config.page_size, form.dtype, config.device)
     device = engine_device(config)
     if config.device in KERNEL_DEVICES:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from pdserve.base.errors import ConfigError
 from pdserve.base.roles import Role
 from pdserve.base.yaml_models import FieldError, read_model
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
@@ -300,6 +299,8 @@ class WorkerConfig(ServingConfig):
             raise ValueError(f"tensor_parallel_size: {size} is refused: a worker on {self.device} has one device")
         if self.speculative_config is not None and self.device not in ("auto", "cpu"):
             raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
+        if self.speculative_config is not None and self.tensor_parallel_size > 1:
+            raise ValueError("speculative_config: a worker of several ranks verifies no guesses yet")
         return self
 
     @model_validator(mode="before")
@@ -309,46 +310,6 @@ class WorkerConfig(ServingConfig):
         if isinstance(given, Mapping) and given.get("device") == "cuda":
             return {"page_size": GPU_PAGE_SIZE, **given}
         return given
-
-
-class AutoscalerConfig(ProcessConfig):
-    """Settings of an autoscaler. They never change after its start; its policy is read again whenever it changes."""
-
-    kind = "autoscaler"
-
-    policy: Path | None = Field(None, description="The policy that is followed, YAML or JSON.")
-    policy_resource: str | None = Field(
-        None,
-        pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$",
-        description="The policy that is followed, as an AutoscalingPolicy of Kubernetes: namespace/name.",
-    )
-    name: str = Field("default", description="Which of this machine's clusters is scaled, unless routers are named.")
-    routers: tuple[str, ...] = Field(
-        (),
-        description="Internal addresses of all routers of a cluster, host:port. Each address that a host's name "
-        "leads to is a router, with a router_id of its own.",
-    )
-    secret_file: Path | None = Field(
-        None,
-        description="Shared secret of a cluster whose routers are named; its owner and group alone may read it.",
-    )
-
-    @model_validator(mode="after")
-    def _one_policy(self) -> Self:
-        if (self.policy is None) == (self.policy_resource is None):
-            raise ConfigError("policy: either it or policy_resource is required, and not both")
-        return self
-
-
-class WatcherConfig(ProcessConfig):
-    """Settings of a watcher of pods. It watches the namespace that it runs in, or that KUBECONFIG names."""
-
-    kind = "watcher"
-
-    routers: tuple[str, ...] = Field(
-        min_length=1, description="Internal addresses of all routers, host:port; a host may have several addresses."
-    )
-    secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
 
 
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:

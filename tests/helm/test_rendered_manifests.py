@@ -16,7 +16,8 @@ from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import KubernetesActuator, Policy
 from pdserve.base.errors import ConfigError
 from pdserve.router.config import FrontendConfig, RouterConfig
-from pdserve.settings.config import AutoscalerConfig, WatcherConfig, WorkerConfig, load_config
+from pdserve.settings.autoscaler import AutoscalerConfig, WatcherConfig
+from pdserve.settings.config import WorkerConfig, load_config
 
 NEWEST = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())][-3:]  # each is listed twice
 NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ each time

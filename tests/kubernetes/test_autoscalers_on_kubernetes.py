@@ -15,7 +15,7 @@ from kube_stage import NAMES
 from pdserve.autoscaler.loop import Target
 from pdserve.autoscaler.server import serve
 from pdserve.launch.folder import write_secret
-from pdserve.settings.config import AutoscalerConfig
+from pdserve.settings.autoscaler import AutoscalerConfig
 
 POLICY = """
 apiVersion: pdserve/v1alpha1

@@ -21,7 +21,7 @@ from pdserve.autoscaler.server import serve
 from pdserve.base.errors import ConfigError
 from pdserve.kubernetes.objects import RESOURCE
 from pdserve.launch.folder import write_secret
-from pdserve.settings.config import AutoscalerConfig
+from pdserve.settings.autoscaler import AutoscalerConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.loop import Loop

@@ -19,7 +19,8 @@ from pdserve.autoscaler.schema import Policy, Untitled
 from pdserve.base.yaml_models import Section
 from pdserve.net.certificates import Part
 from pdserve.router.config import FrontendConfig, RouterConfig
-from pdserve.settings.config import AutoscalerConfig, ProcessConfig, WorkerConfig
+from pdserve.settings.autoscaler import AutoscalerConfig
+from pdserve.settings.config import ProcessConfig, WorkerConfig
 
 CHART = Path(__file__).parents[1] / "pdserve"
 FILE = CHART / "values.schema.json"
