@@ -48,7 +48,7 @@ def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] 
         of_flags, of_file = [], []
         for fault in sorted(error.errors(include_url=False), key=_rank):
             if path is None or (fault["loc"] and fault["loc"][0] in (flags or ())):
-                flag = _dotted(fault["loc"]).replace("_", "-")
+                flag = _dotted(_place(fault)).replace("_", "-")
                 of_flags.append(f"--{flag or 'config'}: {_problem(cls, fault)}")
             else:
                 of_file.append(_explain(cls, node, fault))
@@ -110,13 +110,16 @@ def _rank(fault: ErrorDetails) -> int:
 
 
 def _explain(cls: type[BaseModel], node: yaml.Node | None, fault: ErrorDetails) -> str:
-    place, context = fault["loc"], fault.get("ctx", {})
-    if isinstance(context.get("error"), FieldError):
-        place += context["error"].place
+    place, context = _place(fault), fault.get("ctx", {})
     if fault["type"].startswith("union_tag"):
         place += (context["discriminator"].strip("'"),)
     line, place = _find(node, place)
     return f"line {line}: {_dotted(place) or 'the file'}: {_problem(cls, fault)}"
+
+
+def _place(fault: ErrorDetails) -> Place:
+    error = fault.get("ctx", {}).get("error")
+    return fault["loc"] + error.place if isinstance(error, FieldError) else fault["loc"]
 
 
 def _problem(cls: type[BaseModel], fault: ErrorDetails) -> str:

@@ -115,7 +115,7 @@ class Bench:
                     spec = chunk.samples[0]
                     answer = self.known.get(spec.sequence, ())
                     drafts[place] = drafter(answer, spec.index + len(tokens[0]), self._drawn)
-        return replace(result, drafts=drafts)
+        return replace(result, drafts=drafts, elapsed_s=0.01 + 0.0001 * plan.num_tokens)  # rows cost little
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         self.counts["steps"] += 1
@@ -210,8 +210,7 @@ def test_what_nobody_guesses_for_is_still_planned_ahead(model: Model) -> None:
     "family",
     [
         "gemma2",
-        "gpt-oss",
-        *[pytest.param(family, marks=pytest.mark.long) for family in ("mixtral", "cohere2", "deepseek-v3", "olmo3")],
+        *[pytest.param(family, marks=pytest.mark.long) for family in ("gpt-oss", "mixtral", "cohere2", "deepseek-v3")],
     ],
 )
 def test_windows_sinks_experts_and_latents_are_served_with_guesses(tmp_path: Path, family: str) -> None:

@@ -20,11 +20,13 @@ from lab.moves import OperationsPlan, run_moves
 from lab.placing import measure_policies, measure_steps
 from lab.planning import measure_planning
 from lab.simulator import measure_simulator
+from lab.speculating import SpeculationBench, measure_speculation
 from lab.versus import rivals
 from pdserve.autoscaler.actuator import sizes_at_start
 from pdserve.autoscaler.schema import load as load_policy
 from pdserve.base.errors import CommandError
 from pdserve.capacity.scaling import follow
+from pdserve.checkpoint.fetch import resolve_model
 from pdserve.cli.app import main
 from pdserve.cli.autoscale import SCENE, WHOLE_TRACE, PolicyFile, SceneFlags, show_scaled
 from pdserve.cli.bench import FRONTENDS, FrontendFlags, Repeats, objective_of, show_findings
@@ -50,10 +52,11 @@ from pdserve.measure.outcomes import Objective
 from pdserve.perfmodel.profile import write_profile
 from pdserve.protocol.paging import PageShape
 from pdserve.router.config import PolicyName
+from pdserve.settings.speculative import SpeculativeConfig
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
-Form = Literal["none", "int8", "int4"]
+Form = Literal["none", "int8", "int4", "gguf"]
 Seed = Annotated[int, typer.Option(help="Seed of the requests and their times.")]
 StepMs = Annotated[
     float, typer.Option(min=0, max=10_000, help="Least time of a step, as if each worker had a device; 0: as it comes.")
@@ -126,6 +129,28 @@ def experts(
         found.append(each)
     title = f"steps of sequences x tokens, weights {quantization}, {layers} layers, {threads} threads"
     show(json_file, found, title, "CPU time of a step")
+
+
+def speculation(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "bfloat16",
+    quantization: Annotated[Form, typer.Option(help="Of weights.")] = "none",
+    streams: Annotated[list[int] | None, typer.Option(help="Answers at once. Repeatable.")] = None,
+    config: Annotated[str, typer.Option(help="As --speculative-config of a worker.")] = "{}",
+    rounds: Annotated[int, typer.Option(min=1, help="With and without guesses, in turn.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what guesses gain where a model copies texts, and after random tokens, with one engine in one thread."""
+    torch.set_num_threads(1)
+    counts = tuple(streams or (1, 8, 32))
+    texts = [path.read_text()[300:] for path in sorted((Path(__file__).parents[3] / "docs").glob("*.md"))] * 2
+    guessed = SpeculativeConfig.model_validate_json(config)
+    bench = SpeculationBench(resolve_model(model), dtype, quantization, max(counts), guessed)
+    found = []
+    for gain in measure_speculation(bench, counts, texts, rounds):
+        report(f"{gain.workload}, {gain.num_streams}: {gain.speedup:.2f}")
+        found.append(gain)
+    show(json_file, found, f"{model}, {dtype}, weights {quantization}", "CPU time of steps that only decode")
 
 
 @grouped_flags
@@ -348,6 +373,7 @@ for _command in (
     scale,
     scheduler,
     simulator,
+    speculation,
     versus,
 ):
     app.command()(_command)
