@@ -196,11 +196,10 @@ def reference_logits(
     def weight(name: str) -> Tensor:
         return weights[f"{name}.weight"].to(dtype)
 
+    attention = config.design.layers[0].attention
+    assert isinstance(attention, SelfAttention)
     exponents = torch.arange(0, config.head_dim, 2, device=device).double() / config.head_dim
-    turns = (
-        torch.arange(len(prompt), device=device).double()[:, None]
-        / config.design.layers[0].attention.rope.theta ** exponents
-    )
+    turns = torch.arange(len(prompt), device=device).double()[:, None] / attention.rope.theta**exponents
     cos_sin = torch.cat((turns.cos(), turns.sin()), -1).to(dtype)
     x = weight("model.embed_tokens")[torch.tensor(prompt, device=device)]
     for layer in range(config.num_layers):
