@@ -55,8 +55,24 @@ def tokens_of(result: StepResult) -> list[list[int]]:
     return [[tokens[0].token_id for tokens in chunk] for chunk in result.tokens]
 
 
+def with_guesses(executor: Executor) -> list[int]:
+    """Return what follows a prompt, once it has come one by one and as guesses, of which the last is wrong."""
+
+    def after(tokens: tuple[int, ...], start: int, num_drafts: int = 0) -> list[int]:
+        phase = Phase.DECODE if start else Phase.PROMPT
+        chunk = Chunk(tokens, start, (PageId(6),), (spec(),), phase, num_drafts=num_drafts)
+        ((gained,),) = executor.start(StepPlan((chunk,))).result(60).tokens
+        return [token.token_id for token in gained]
+
+    (first,) = after((1, 2, 3), 0)
+    (second,) = after((first,), 3)
+    (third,) = after((second,), 4)
+    assert after((first, second, (third + 1) % 17), 3, num_drafts=2) == [second, third]
+    return [first, second, third]
+
+
 def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) -> None:
-    found, vectors, scored = [], [], []
+    found, vectors, scored, guessed = [], [], [], []
     for size in (1, 2):
         with executor_of(config_of(tmp_path, size)) as executor:
             assert len(ranks()) == size - 1
@@ -64,6 +80,7 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) ->
             first = executor.start(PLAN)
             copied = executor.start(StepPlan((Chunk((9,), 5, (PageId(4),), (spec((1,)),)),), ((PageId(3), PageId(4)),)))
             vectors.append([frombuffer(each, "<f4") for each in executor.start(VECTORS).result(60).pooled.values()])
+            guessed.append(with_guesses(executor))
             (scores,) = executor.start(SCORED).result(60).prompts.values()
             scored.append(scores)
             tokens = tokens_of(first.result(60)), tokens_of(copied.result(60))
@@ -71,6 +88,7 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) ->
     (one, two) = found
     assert one[:2] == two[:2]
     assert all(abs(a - b).max() < 1e-6 for a, b in zip(one[2], two[2], strict=True))
+    assert guessed[0] == guessed[1]
     assert scored[0].top_ids == scored[1].top_ids
     assert abs(frombuffer(scored[0].chosen, "<f4") - frombuffer(scored[1].chosen, "<f4")).max() < 1e-5
     assert [len(each) for each in vectors[0]] == [2, 32, 32]
