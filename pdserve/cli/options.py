@@ -225,6 +225,7 @@ class OwnClusterFlags:
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
     num_threads: Threads = None
     dtype: Dtype = "float32"
+    speculative_config: Annotated[str | None, typer.Option(help="The workers' --speculative-config.")] = None
 
     def spec(self, name: str, router_flags: "Flags | None" = None, **worker_flags: object) -> "ClusterSpec":
         from pdserve.cli.models import cluster_of
@@ -233,7 +234,12 @@ class OwnClusterFlags:
             cluster_of(self.model, f"{name}-{os.getpid()}"),
             num_prefill=self.prefill,
             num_decode=self.decode,
-            worker_flags={"num_threads": self.num_threads, "dtype": self.dtype, **worker_flags},
+            worker_flags={
+                "num_threads": self.num_threads,
+                "dtype": self.dtype,
+                "speculative_config": self.speculative_config,
+                **worker_flags,
+            },
             router_flags=router_flags or {},
         )
 
