@@ -193,6 +193,7 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         max_model_len=register.max_model_len,
         handoff_address=register.handoff_address,
         max_num_batched_tokens=register.max_num_batched_tokens,
+        most_step_tokens=register.most_step_tokens,
         age_s=register.age_ms / 1000,
         device=register.device,
         role_epoch=register.role_epoch,

@@ -254,4 +254,5 @@ def _describe(engine: Engine, register: link.Register) -> None:
     register.device = engine.executor.device_name
     register.num_pages = engine.scheduler.cache.pool.num_pages
     register.max_model_len = engine.scheduler.limits.max_model_len
+    register.most_step_tokens = engine.scheduler.limits.max_num_batched_tokens
     register.layout.CopyFrom(layout_to_proto(engine.layout))

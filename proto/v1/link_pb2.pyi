@@ -365,6 +365,7 @@ class Register(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MOST_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     HANDOFF_ADDRESS_FIELD_NUMBER: _builtins.int
     KV_EVENTS_ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -397,7 +398,11 @@ class Register(_message.Message):
     max_num_seqs: _builtins.int
     """Sequences it runs at once."""
     max_num_batched_tokens: _builtins.int
-    """Tokens it computes in a step."""
+    """Tokens it computes in a step, in its role."""
+    most_step_tokens: _builtins.int
+    """The same in whichever role has the longest steps: how many pages a sequence holds at most depends on it. 0: as in its
+    role.
+    """
     max_model_len: _builtins.int
     """Longest sequence."""
     handoff_address: _builtins.str
@@ -448,6 +453,7 @@ class Register(_message.Message):
         num_pages: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
+        most_step_tokens: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         handoff_address: _builtins.str = ...,
         kv_events_endpoint: _builtins.str = ...,
@@ -462,7 +468,7 @@ class Register(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "launch_id", b"launch_id", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "trial_steps", b"trial_steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "launch_id", b"launch_id", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "metrics_address", b"metrics_address", "model", b"model", "most_step_tokens", b"most_step_tokens", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "trial_steps", b"trial_steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

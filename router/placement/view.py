@@ -86,7 +86,7 @@ class WorkerView:
     @property
     def max_num_tokens(self) -> int:
         known = self.registration
-        return known.layout.most_tokens(known.num_pages, known.max_num_batched_tokens, known.max_model_len)
+        return known.layout.most_tokens(known.num_pages, known.step_tokens, known.max_model_len)
 
     def report(self, load: ReportedLoad) -> LoadPart:
         """Take a load report; return what other routers have sent between the last one and this."""

@@ -39,6 +39,12 @@ class Registration:
     role_epoch: int = 0  # how often its role has changed
     trial: Seq[TimedStep] = ()  # what it computed before it was ready
     adapters: tuple[Adapter, ...] = ()
+    most_step_tokens: int = 0  # in a step of whichever role has the longest ones; 0: not told
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of its longest steps: how many pages a sequence holds at most depends on them."""
+        return max(self.max_num_batched_tokens, self.most_step_tokens)
 
     @property
     def peer(self) -> Peer:

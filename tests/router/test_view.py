@@ -7,7 +7,7 @@ from router_driver import Driver, placed_request
 
 from pdserve.base.ids import PROTOCOL_VERSION, Attempt, AttemptKey, Incarnation, RequestId, WorkerId
 from pdserve.base.roles import Role
-from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
+from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, work_of
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.protocol.reports import Stage
@@ -16,7 +16,7 @@ from pdserve.router.placement.view import Share, WorkerView
 from pdserve.router.requests.events import LinkId, LinkLost, Registration, StageReached, StepReported
 from pdserve.router.wire import worker_events
 from pdserve.worker.messages import Progress, RouterRef, StepCost
-from pdserve.worker.wire import computed, step_report
+from pdserve.worker.wire import step_report
 
 BUDGET = 512
 
@@ -91,7 +91,7 @@ def test_other_routers_prompts_never_make_what_is_left_negative_nor_more_than_wa
 def test_a_step_that_does_both_is_told_in_its_parts() -> None:
     decoding = tuple(Chunk([1], start, (), (), Phase.DECODE) for start in (70, 50))
     chunks = (Chunk([1] * 99, 300, (), ()), Chunk([1], 399, (), ()), *decoding)
-    message = step_report((StepCost(computed(StepPlan(chunks)), 0.25, 0.0),), (), (), (), 0.0)
+    message = step_report((StepCost(work_of(StepPlan(chunks)), 0.25, 0.0),), (), (), (), 0.0)
     (event,) = worker_events(LinkId(1), message)
     assert event == StepReported(LinkId(1), message.step.deltas, Step(100, attention_work(100, 300), 2, 122), 0.25)
 
@@ -100,7 +100,7 @@ def test_a_step_is_told_with_its_guesses_and_those_that_were_kept() -> None:
     guessing = Chunk([1, 8, 9], 70, (), (), Phase.DECODE, num_drafts=2)
     plan = StepPlan((guessing, Chunk([1], 50, (), (), Phase.DECODE)))
     result = StepResult((((SampledToken(8), SampledToken(3)),), ((SampledToken(5),),)), 0.25)
-    message = step_report((StepCost(computed(plan, result), 0.25, 0.0),), (), (), (), 0.0)
+    message = step_report((StepCost(work_of(plan, result), 0.25, 0.0),), (), (), (), 0.0)
     (event,) = worker_events(LinkId(1), message)
     assert isinstance(event, StepReported)
     assert event.step == Step(sequences=4, kv_tokens=73 + 51, guesses=2, kept_guesses=1)

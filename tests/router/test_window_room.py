@@ -12,6 +12,7 @@ from pdserve.protocol.paging import PageOrder
 from pdserve.protocol.refusal import Cause
 from pdserve.protocol.reports import LoadPart, ReportedLoad
 from pdserve.router.placement.predict import Predictor, Prompt
+from pdserve.router.placement.routing import Workers
 from pdserve.router.placement.view import Share, WorkerView
 from pdserve.router.requests.events import LinkId, Registration
 
@@ -64,6 +65,20 @@ def test_the_longest_prompt_of_a_worker_is_what_its_windows_let_it_compute() -> 
     assert worker(SLIDING, most).max_num_tokens == LENGTH
     assert worker(SLIDING, most - 1).max_num_tokens == LENGTH - 16
     assert worker(ALIKE, most).max_num_tokens < 0.52 * LENGTH
+
+
+def test_a_worker_is_given_no_role_that_it_would_refuse_for_the_longest_steps_of_another_role() -> None:
+    """A decode worker's steps are short; the room that a mixed one keeps for prompts is that of long ones."""
+    told = replace(worker(SLIDING, 2 * SLIDING.most_pages(LENGTH, STEP_TOKENS)).registration, most_step_tokens=2048)
+    most = SLIDING.most_pages(LENGTH, 2048)
+    assert told.num_pages < 2 * most
+    for num_pages, why in ((told.num_pages, f"{2 * most}, as mixed workers do"), (2 * most, "")):
+        workers = Workers("m")
+        view = workers.register(replace(told, num_pages=num_pages), 0.0)
+        view.report(ReportedLoad(num_pages))
+        assert why in (refusal := workers.role_refusal(view, Role.MIXED, force=True))
+        assert bool(why) == bool(refusal)
+        assert view.max_num_tokens == LENGTH
 
 
 @pytest.mark.parametrize("layout", [ALIKE, SLIDING])
