@@ -79,7 +79,7 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
     "free_when_the_stream_is_lost": 5,
     "free_quarantined_pages_after_a_time": 31,
     "free_when_the_lease_lapses": 6,
-    "let_leases_never_lapse": 13,
+    "let_leases_never_lapse": 17,
     "accept_any_number_of_digests": 5,
     "end_a_dialled_stream_in_silence": 35,
     "dial_a_lost_router_no_more": 10,
