@@ -78,13 +78,18 @@ class RopeConfig:
 NO_ROPE = RopeConfig(theta=1.0, share=0.0)
 
 
-def read_rope(fields: Fields, default_share: float | None = None, *, interleaved: bool = False) -> RopeConfig:
+def read_rope(
+    fields: Fields, default_share: float | None = None, *, interleaved: bool = False, inert: tuple[str, ...] = ()
+) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_scaling` (4); ConfigError for a key that is not known here.
 
     default_share: of the features that turn where the config does not say; None: all of them always turn.
+    inert: keys that change nothing for this family.
     """
     newer, older = fields.section("rope_parameters"), fields.section("rope_scaling")
     section = newer if fields.has("rope_parameters") else older
+    for key in inert:
+        section.skip(key)
     return _read_section(section, fields, default_share, interleaved)
 
 

@@ -13,7 +13,11 @@ PREFIXES = {
     "language_model.": "",
     "model.language_model.": "model.",
 }  # of the text part's tensors, and what they become
-OTHERS = ("vision_tower.", "multi_modal_projector.")  # of tensors of the other parts, after `model.` or without it
+OTHERS = (
+    "vision_tower.",
+    "visual.",
+    "multi_modal_projector.",
+)  # of tensors of the other parts, after `model.` or without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
         {"gemma3_text": "Gemma3ForCausalLM"},
         ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"),
         {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072},
+    ),
+    "Qwen3_5ForConditionalGeneration": Wrapper(
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+        (*("image_token_id", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id"),),
     ),
     "Mistral3ForConditionalGeneration": Wrapper(
         {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},

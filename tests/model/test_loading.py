@@ -42,7 +42,7 @@ def test_a_bias_that_the_model_does_not_have_may_be_zero_and_nothing_else() -> N
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_each_architecture_that_a_config_may_name_has_a_model(architecture: str) -> None:
-    shape = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    shape = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
     config = ModelConfig.from_hf(
         {"architectures": [architecture], "num_attention_heads": 2, "num_key_value_heads": 1, **shape}
     )

@@ -48,6 +48,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -331,6 +332,14 @@ def seeing(
 
 WITH_IMAGES = {
     "gemma3-images": seeing(Gemma3Config, "gemma3_text", "siglip_vision_model", head_dim=32, sliding_window=96),
+    "qwen3.5-images": seeing(
+        Qwen3_5Config,
+        "qwen3_5_text",
+        "qwen3_5_vision",
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        head_dim=32,
+        **DELTA_HEADS,
+    ),
     "mistral3-images": seeing(Mistral3Config, "mistral", "pixtral", sliding_window=None),
 }
 LATENT = ("deepseek-v2", "deepseek-v3", "glm4-lite")
@@ -359,7 +368,7 @@ def write_model(family: str, folder: Path, **shape: int) -> Path:
             if family in FAMILIES:
                 _scale(name, parameter)
             else:
-                _spread(name, parameter, 6.0 if family in DELTA_NETS else 12.0)
+                _spread(name, parameter, 6.0 if family.startswith(DELTA_NETS) else 12.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)

@@ -14,6 +14,7 @@ from pdserve.model.state_design import GatedDelta
 
 LINEAR, FULL = "linear_attention", "full_attention"
 TURNING = 0.25  # of a head
+OF_IMAGES = ("mrope_interleaved", "mrope_section")  # of ropes by several positions, which are alike in text
 GUESSING = "mtp."  # begins names of tensors that guess tokens
 
 
@@ -34,7 +35,7 @@ def _read_3_5(fields: Fields) -> Design:
 def _read(fields: Fields, *, by_key_head: bool) -> Design:
     eps, bias = fields.number("rms_norm_eps", 1e-6), fields.flag("attention_bias", default=False)
     norm = RmsNorm(eps, plus=1.0)
-    rope = read_rope(fields, default_share=TURNING)
+    rope = read_rope(fields, default_share=TURNING, inert=() if by_key_head else OF_IMAGES)
     attention = SelfAttention(rope, bias, bias, HeadNorms(eps, plus=1.0), gated=True)
     full = Sequential(attention, swiglu(fields), norm)
     linear = replace(full, attention=_delta(fields, eps, by_key_head=by_key_head))
