@@ -171,7 +171,8 @@ class Scheduler:
         if self.steps and (step.depends_on(guesses) or self._decode_room.lacks(step, decoding)):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
-        budget -= self._schedule_decoding(step, decoding, guesses, budget)
+        num_spare = 0 if is_brief or not guesses else budget - len(decoding) - self._num_prompt_tokens(prompts)
+        budget -= self._schedule_decoding(step, decoding, guesses, (budget, num_spare))
         budget = min(budget, self.cache.page_size) if is_brief else budget
         for sequence, missing in prompts:
             count = min(budget, missing, self.prompt_room.of(step, sequence))
@@ -263,10 +264,10 @@ class Scheduler:
         return not sequence.ends_with_prompt and sequence.num_left(self.limits.max_model_len) > 1
 
     def _schedule_decoding(
-        self, step: RunningStep, decoding: list[Sequence], guesses: Mapping[Sequence, int], budget: int
+        self, step: RunningStep, decoding: list[Sequence], guesses: Mapping[Sequence, int], budgets: tuple[int, int]
     ) -> int:
-        """Add decoding sequences to a step, within a budget of tokens; return how many tokens that is."""
-        num_tokens, num_spare = 0, budget - len(decoding)  # guesses get what each sequence's next token leaves
+        """Add decoding sequences to a step; return how many tokens that is. budgets: of tokens, and of guesses."""
+        num_tokens, (budget, num_spare) = 0, budgets
         for num_before, sequence in enumerate(decoding, 1):
             if num_tokens >= budget or not sequence.pages:
                 continue
@@ -276,6 +277,11 @@ class Scheduler:
                 num_tokens, num_spare = num_tokens + count, num_spare - (count - 1)
                 self.schedule(step, sequence, count)
         return num_tokens
+
+    def _num_prompt_tokens(self, prompts: list[tuple[Sequence, int]]) -> int:
+        """Return how many tokens of prompts a step may compute: guesses get what these leave."""
+        waiting = self.waiting if self.num_running < self.limits.max_num_seqs else ()
+        return sum([missing for _, missing in prompts]) + sum([s.num_missing for s in waiting if s.is_ready])
 
     def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
         """Add the next `count` tokens of a sequence, guesses among them, to a step that is being planned."""
@@ -305,7 +311,7 @@ class Scheduler:
         Indexed pages that no later query sees are given up.
         """
         size, start = self.cache.page_size, sequence.num_published
-        stop = min(sequence.computed, start * size + _PUBLISHED_AT_ONCE) // size
+        stop = min(sequence.computed, len(sequence.tokens), start * size + _PUBLISHED_AT_ONCE) // size
         self.cache.publish(sequence.prefix, sequence.pages, range(start, stop))
         sequence.num_published = stop
         if self.cache.paging.has_windows:
@@ -316,6 +322,8 @@ class Scheduler:
         """Give a sequence its next tokens, and guesses of those that follow."""
         position, limits = sequence.num_output_tokens, self.limits
         kept, finish = sequence.gain(tokens, limits.eos_token_ids, limits.max_model_len)
+        if len(tokens) > 1:  # pages that end within them could not be hashed before
+            self.publish(sequence)
         if finish is None:
             sequence.phase = Phase.DECODE
             self.speculation.guess(sequence, drafts, sequence.num_left(limits.max_model_len) - 1)

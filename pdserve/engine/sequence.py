@@ -177,12 +177,13 @@ class Sequence:
         return tuple(map(SampledToken, self.tokens[start:], logprobs))
 
     def forget_pages(self) -> None:
-        """Forget the pages, and so the KV; the caller holds or releases them."""
+        """Forget the pages, and so the KV; the caller holds or releases them. What helps to guess is made anew."""
         self.pages = PageTables()
         self.phase = Phase.PROMPT
         self.computed = 0
         self.num_published = 0
         self.pooled = b""
+        self.guessing = Guessing()
 
     def num_left(self, max_model_len: int) -> int:
         """Return how many more tokens the request and the model allow."""

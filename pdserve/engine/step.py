@@ -162,7 +162,7 @@ def work_of(plan: StepPlan, result: StepResult | None = None) -> Step:
             prefill_work += attention_work(count, chunk.start)
         else:
             decode_rows += count
-            kv_tokens += chunk.start + count
+            kv_tokens += count * chunk.start + count * (count + 1) // 2  # each row reads its context
             if chunk.num_drafts:
                 guesses += chunk.num_drafts
                 tokens = () if result is None else result.tokens[place]

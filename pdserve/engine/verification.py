@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from pdserve.base.errors import InvariantError
 from pdserve.engine.step import Chunk, Phase, SampleSpec, StepPlan, StepResult, Tokens
 
 Run = Callable[[StepPlan], StepResult]
@@ -46,6 +47,11 @@ def _rows(chunk: Chunk) -> list[Chunk]:
     ]
 
 
+def without_guesses(chunk: Chunk) -> Chunk:
+    """Return the chunk up to its last known token."""
+    return replace(chunk, token_ids=chunk.token_ids[: -chunk.num_drafts], num_drafts=0)
+
+
 def behind(spec: SampleSpec, guesses: Seq[int]) -> SampleSpec:
     """Return what to sample once these guesses have turned out right."""
     if not guesses:
@@ -73,6 +79,8 @@ def _folded(plan: StepPlan, result: StepResult) -> StepResult:
         else:
             tokens.append(result.tokens[first])
         first += 1 + chunk.num_drafts
+    if result.failed or result.drafts:
+        raise InvariantError("a runner that verifies no guesses names failed rows, or guesses")
     prompts = {places[row]: scores for row, scores in result.prompts.items()}
     pooled = {places[row]: vector for row, vector in result.pooled.items()}
     return replace(result, tokens=tuple(tokens), stuck=stuck, prompts=prompts, pooled=pooled)

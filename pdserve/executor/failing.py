@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.engine.step import Chunk, StepPlan, StepResult, Tokens
+from pdserve.engine.verification import without_guesses
 from pdserve.protocol.sampling import PromptLogprobs
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,9 @@ class Isolating:
             self.is_whole = False
             if len(wanted) == 1:
                 ((place, chunk),) = wanted
+                if chunk.num_drafts:
+                    self._try([(place, without_guesses(chunk))], found)
+                    return
                 self._check_device(chunk, error)
                 found.failed[place] = _describe(error)
                 return

@@ -66,11 +66,9 @@ class Matching:
 
 def _num_same(consumed: "array[int]", tokens: "array[int]") -> int:
     """Return how many tokens at the beginning are the same."""
-    start = len(consumed)
-    if consumed == tokens[:start]:
-        return start
-    pairs = zip(consumed, tokens, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(start, len(tokens)))
+    size = min(len(consumed), len(tokens))
+    differ = np.frombuffer(consumed, np.int64, size) != np.frombuffer(tokens, np.int64, size) if size else ()
+    return int(np.argmax(differ)) if np.any(differ) else size
 
 
 class Grammars:

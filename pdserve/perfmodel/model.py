@@ -272,7 +272,7 @@ class LearntCosts:
         """Return how long a token of a sequence takes where so many decode: a step may bring each of them several."""
         if self._rows_a_step == 1.0:
             return self.decode_s(sequences, kv_tokens)
-        return self.decode_s(sequences * self._rows_a_step, kv_tokens) / self.tokens_a_step
+        return self.decode_s(sequences * self._rows_a_step, kv_tokens * self._rows_a_step) / self.tokens_a_step
 
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
         """Return how long a decode step takes, or steps take on average whose batches have that mean."""

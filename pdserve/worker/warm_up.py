@@ -7,6 +7,7 @@ Invariant: pages that the trial has written are held by nobody when it is over.
 """
 
 import asyncio
+from dataclasses import replace
 from math import inf
 
 from pdserve.base.ids import MAX_WORKER_TASKS, Attempt, RequestId
@@ -53,6 +54,7 @@ def _fits(num_tokens: int, count: int, num_pages: int, limits: Limits, pool: KvC
 
 async def _run(prompts: list[list[int]], limits: Limits, pool: KvCache, start_step: StartStep) -> list[TimedStep]:
     """Compute prompts at once, and what is decoded after them."""
+    limits = replace(limits, num_speculative_tokens=0)
     scheduler = Scheduler(KvCache(pool.pool.num_pages, pool.paging, None), limits)
     params = SamplingParams(max_tokens=_NUM_DECODED + 1, ignore_eos=True)
     for order, prompt in enumerate(prompts):

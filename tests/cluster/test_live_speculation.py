@@ -96,9 +96,9 @@ class Streams:
         assert [answer.tokens for answer in self.answers] == list(expected)
 
 
-def accepted(cluster: LiveCluster) -> float:
-    """Return how many guesses of decode workers that live were right."""
-    addresses = [each.metrics_address for each in cluster.state.processes if each.name in DECODES]
+def accepted(cluster: LiveCluster, *names: str) -> float:
+    """Return how many guesses of some or all decode workers were right."""
+    addresses = [each.metrics_address for each in cluster.state.processes if each.name in (names or DECODES)]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     return sum(scrape(address).total(name) for address in addresses)
 
@@ -116,10 +116,12 @@ def test_answers_are_those_of_one_engine_without_guesses(
 
 
 def test_answers_that_move_stay_the_same(cluster: LiveCluster, expected: list[dict[int, list[int]]]) -> None:
+    before = accepted(cluster)
     streams = Streams(cluster)
     source = busiest(cluster)
     moving.move(cluster, source, *(set(DECODES) - {source}))
     streams.check(expected)
+    assert accepted(cluster) > before
     assert any(answer.ledger.moves for answer in streams.answers)
 
 
@@ -127,6 +129,10 @@ def test_answers_whose_worker_is_killed_stay_the_same(
     cluster: LiveCluster, expected: list[dict[int, list[int]]]
 ) -> None:
     streams = Streams(cluster)
-    cluster.signal(busiest(cluster), signal.SIGKILL)
+    victim = busiest(cluster)
+    (survivor,) = set(DECODES) - {victim}
+    before = accepted(cluster, survivor)
+    cluster.signal(victim, signal.SIGKILL)
     streams.check(expected)
+    assert accepted(cluster, survivor) > before
     assert any(answer.ledger.attempts > 1 for answer in streams.answers)

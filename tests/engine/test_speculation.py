@@ -1,5 +1,7 @@
 """As many guesses are verified as pay; what is guessed followed the same tokens before."""
 
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -84,6 +86,10 @@ def test_no_more_is_guessed_than_may_be_sampled() -> None:
         assert len(sequence.drafts) == max(0, most)
         made.guess(sequence, (1, 2, 3, 4, 5), most)
         assert len(sequence.drafts) == max(0, most)
+    of_a_runner = Speculation(4, None)
+    for most, kept in ((9, 4), (3, 3), (0, 0)):
+        of_a_runner.guess(sequence, (1, 2, 3, 4, 5), most)
+        assert sequence.drafts == (1, 2, 3, 4, 5)[:kept]
 
 
 def test_all_guesses_are_verified_where_rows_cost_little_and_none_where_they_cost_a_step() -> None:
@@ -133,6 +139,43 @@ def test_what_did_not_pay_is_tried_again_in_time() -> None:
         untried += 1
         assert untried < 5000
     assert untried > 100
+
+
+def step_of(made: Speculation, sequence: Sequence, seconds: Callable[[int], float]) -> int:
+    """Let a sequence take a step, all of whose guesses are right; return how many tokens that brings."""
+    made.guess(sequence, (), 100)
+    count = made.counts([sequence]).get(sequence, 0)
+    chunk = Chunk((0,) * (1 + count), sequence.computed, (), (), Phase.DECODE, num_drafts=count)
+    tokens = tuple(SampledToken(0) for _ in range(1 + count))
+    made.learn([sequence], StepPlan((chunk,)), StepResult(((tokens,),), seconds(1 + count)))
+    return 1 + count
+
+
+@pytest.mark.parametrize("slower", [1.5, 3, 10])
+@pytest.mark.parametrize("num_slow", [1, 3])
+def test_slow_first_steps_of_a_size_are_forgotten(slower: float, num_slow: int) -> None:
+    made, sequence, num_seen = Speculation(10, LOOKUP), sequence_of([*range(10)] * 3), Counter[int]()
+    for _ in range(3):
+        made.observe(Step(sequences=1, kv_tokens=29), 0.0308)
+
+    def seconds(rows: int) -> float:
+        size = rows.bit_length()
+        num_seen[size] += 1
+        return (0.030 + 0.0008 * rows) * (slower if rows > 1 and num_seen[size] <= num_slow else 1.0)
+
+    gained = [step_of(made, sequence, seconds) for _ in range(3000)]
+    assert sum(gained[-200:]) > 200 * 9
+
+
+def test_sequences_without_guesses_wait_little_for_those_with_many() -> None:
+    made = speculation_of((0.010, 0.002))
+    with_guesses, without = sequence_of([*range(10)] * 3), sequence_of(list(range(100, 130)))
+    for sequence in (with_guesses, without):
+        made.guess(sequence, (), 8)
+    for _ in range(3):
+        verified(made, with_guesses, 8, 8)
+    assert made.counts([with_guesses])[with_guesses] == 8
+    assert 0 < made.counts([with_guesses, without])[with_guesses] <= 2  # a row takes a seventh of what both take
 
 
 def test_a_share_of_right_guesses_begins_with_what_is_expected_and_ends_with_what_was_seen() -> None:

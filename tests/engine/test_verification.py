@@ -69,6 +69,7 @@ class Bench:
     drafter: str = ""
     known: Mapping[Name, Seq[int]] = field(default_factory=dict)
     depth: int = 2
+    breaks_guesses: bool = False  # every step with rows behind a guess fails
     answers: dict[Name, list[SampledToken]] = field(default_factory=dict)
     ends: dict[Name, Finish] = field(default_factory=dict)
     broken: dict[int, Broken] = field(default_factory=dict)
@@ -82,7 +83,14 @@ class Bench:
             lookup = LOOKUP if self.drafter == "ngram" else None
             limits = replace(limits, num_speculative_tokens=MOST, lookup=lookup)
         self.scheduler = Scheduler(cache, limits)
-        self._run = Isolating(verifying(runner.run)).run
+        verify = verifying(runner.run)
+
+        def run(plan: StepPlan) -> StepResult:
+            if self.breaks_guesses and any(chunk.num_drafts for chunk in plan.chunks):
+                raise RuntimeError("broken on purpose")
+            return verify(plan)
+
+        self._run = Isolating(run).run
         self._drawn = random.Random(3)
 
     def add(self, number: int, asked: Seq[int], params: SamplingParams, matcher: Matcher | None = None) -> None:
@@ -97,16 +105,17 @@ class Bench:
             plan = self.scheduler.plan() if len(running) < self.depth else None
             if plan is not None:
                 self.counts["ahead"] += len(running)
-                running.append((plan, self._with_drafts(plan, self._run(plan))))
+                running.append((plan, self.compute(plan)))
             elif running:
-                self._commit(*running.popleft())
+                self.commit(*running.popleft())
             else:
                 self.scheduler.cache.check()
                 assert self.scheduler.cache.pool.num_held == 0
                 return self
 
-    def _with_drafts(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Guess what follows a step's tokens, as a model's own heads would."""
+    def compute(self, plan: StepPlan) -> StepResult:
+        """Run a step, and guess what follows its tokens, as a model's own heads would."""
+        result = self._run(plan)
         self.counts["guesses"] += sum(chunk.num_drafts for chunk in plan.chunks)
         drafter, drafts = DRAFTERS.get(self.drafter), {}
         if drafter is not None:
@@ -117,7 +126,7 @@ class Bench:
                     drafts[place] = drafter(answer, spec.index + len(tokens[0]), self._drawn)
         return replace(result, drafts=drafts, elapsed_s=0.01 + 0.0001 * plan.num_tokens)  # rows cost little
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
         self.counts["steps"] += 1
         for outcome in self.scheduler.commit(plan, result):
             number = outcome.sequence.order
@@ -185,6 +194,8 @@ def test_answers_are_those_without_guesses_in_tokens_ends_and_scores(
     assert bench.broken.keys() == plain.broken.keys() == set()
     assert_same_scores(bench.answers, plain.answers)
     assert bench.counts["guesses"] > 0
+    if num_pages == 300:
+        assert set(bench.scheduler.cache.spans) == set(plain.scheduler.cache.spans), "answers are found again"
     assert bool(bench.scheduler.num_preemptions) == (num_pages == 14)
 
 
@@ -196,6 +207,39 @@ def test_right_guesses_save_most_steps_and_lies_cost_none(model: Model) -> None:
     }
     assert steps["right"] < plain.counts["steps"] / 3
     assert steps["liar"] <= plain.counts["steps"]
+
+
+def test_prompts_get_their_part_of_a_step_before_guesses(model: Model) -> None:
+    planned = []
+    for drafter in ("", "right"):
+        bench = Bench(model, drafter=drafter, known={})
+        bench.scheduler.limits = replace(bench.scheduler.limits, max_num_batched_tokens=12)
+        bench.scheduler.step_tokens = bench.scheduler.step_tokens_beside = 12
+        greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        bench.add(0, REPEATED[:8], greedy)
+        plan = bench.scheduler.plan()
+        assert plan is not None
+        bench.commit(plan, bench.compute(plan))
+        (sequence,) = bench.scheduler.running
+        sequence.drafts = (7,) * MOST if drafter else ()
+        bench.add(1, list(range(20, 40)), greedy)
+        if drafter:
+            assert bench.scheduler.speculation.counts([sequence])
+        plan = bench.scheduler.plan()
+        assert plan is not None
+        planned.append([len(chunk.token_ids) for chunk in plan.chunks])
+    assert planned == [[1, 11], [1, 11]]
+
+
+def test_a_chunk_that_fails_by_its_guesses_alone_is_computed_without_them(model: Model) -> None:
+    plain = Bench(model)
+    plain.add(0, REPEATED, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    known = ids(plain.run().answers)
+    bench = Bench(model, drafter="right", known=known, breaks_guesses=True)
+    bench.add(0, REPEATED, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    assert ids(bench.run().answers) == known
+    assert bench.counts["guesses"] > 0
+    assert not bench.broken
 
 
 def test_what_nobody_guesses_for_is_still_planned_ahead(model: Model) -> None:

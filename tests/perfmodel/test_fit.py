@@ -140,7 +140,7 @@ def test_a_token_takes_a_steps_time_over_the_tokens_that_it_brings() -> None:
         step = Step(sequences=4 * size, kv_tokens=400 * size, guesses=3 * size, kept_guesses=size)
         costs.observe(step, 0.010 + 0.001 * 4 * size, float(number))
     assert costs.tokens_a_step == pytest.approx(2.0, rel=1e-3)
-    assert costs.token_s(6, 2400) == pytest.approx((0.010 + 0.001 * 24) / 2, rel=0.02)
+    assert costs.token_s(6, 600) == pytest.approx((0.010 + 0.001 * 24) / 2, rel=0.02)
 
 
 def test_a_token_takes_a_step_where_nothing_is_guessed() -> None:
