@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from written_answers import Json
 
 from pdserve.base.errors import ConfigError
+from pdserve.router.frontend.backend import KeptCounts
 from pdserve.router.frontend.responses.shelf import Entry, Kind, Limits, Missing, Shelf, TooMuch
+from pdserve.router.frontend.responses.store import Store
 
 RESPONSE, CONVERSATION = Kind.RESPONSE, Kind.CONVERSATION
 LIMITS = Limits(max_num=3, max_bytes=1 << 20, ttl_s=100.0)
@@ -221,3 +223,13 @@ def test_counted_bytes_are_those_that_are_there(steps: list[tuple[str, int, int]
         ).fetchone()
         assert orphans == 0
     world.shelf.close()
+
+
+async def test_a_file_has_one_process_of_a_name_at_a_time(tmp_path: Path) -> None:
+    file, limits = tmp_path / "responses.sqlite", Limits(9, 1 << 24, 1e9)
+    store = Store(file, limits, "frontend/0", KeptCounts())
+    await Store(file, limits, "frontend/1", KeptCounts()).close()
+    with pytest.raises(ConfigError, match="another process named frontend/0"):
+        Store(file, limits, "frontend/0", KeptCounts())
+    await store.close()
+    await Store(file, limits, "frontend/0", KeptCounts()).close()
