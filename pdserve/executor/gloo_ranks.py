@@ -10,24 +10,30 @@ from torch._C import _distributed_c10d as c10d
 from pdserve.model.weights import Rank
 
 HOST = "127.0.0.1"
-MEET_TIMEOUT = timedelta(seconds=60)  # all have loaded their part by then
-FOREVER = timedelta(days=365)  # the worker's own clock says when a step takes too long
+LEAST_LIMIT_S = 60.0  # to connect, whatever else the machine does
+
+
+def common_store(descriptor: int, size: int) -> c10d.Store:
+    """Return where so many ranks find each other. descriptor: of an open file that all of them have."""
+    return c10d.FileStore(f"/proc/self/fd/{descriptor}", size)
 
 
 class GlooRanks:
     """One rank of a group; see `pdserve.model.parallel.Collective`. RuntimeError where another rank has ended."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, limit_s: float = LEAST_LIMIT_S) -> None:
+        """limit_s: how long a rank waits for others in a sum; no less than it may take to connect."""
         self.rank = rank
+        self.limit = timedelta(seconds=max(limit_s, LEAST_LIMIT_S))
         self._group: Any = None
         self._to_first: Any = c10d.GatherOptions()
         self._to_first.rootRank = 0
 
     def meet(self, store: c10d.Store) -> None:
-        """Connect to the other ranks; blocks until all are there. store: where they find each other's addresses."""
+        """Connect to the other ranks, which do so too by now. store: where they find each other's addresses."""
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = MEET_TIMEOUT
+        options._timeout = self.limit  # of each sum, whatever `wait` is given
         options._devices = [gloo.create_device(hostname=HOST)]
         self._group = gloo(store, self.rank.index, self.rank.size, options)
         self.all_reduce(torch.zeros(1))  # connects
@@ -42,4 +48,4 @@ class GlooRanks:
         return parts
 
     def _await(self, work: c10d.Work) -> None:
-        work.wait(FOREVER)
+        work.wait()

@@ -93,10 +93,10 @@ def _ranked(
     followers = Followers(config, form, num_pages, page_bytes)
     try:
         model = load_form(config, form, torch.device("cpu"), followers.ranks, progress)
-        _check_memory(config, num_pages * page_bytes)
         eos_token_ids = sorted(frozenset(form.checkpoint.eos_token_ids))
         runner = Runner(model, num_pages, config.page_size, eos_token_ids, followers.pages)
         followers.meet()
+        _check_memory(config, num_pages * page_bytes)  # beside all of their parts
         name = f"{config.tensor_parallel_size} ranks, {device_name(config.device, read_cpu_info())}"[:MAX_CHARACTERS]
         return RankedExecutor(runner, followers, thread, name, config.test_step_s)
     except BaseException:

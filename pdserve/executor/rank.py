@@ -48,7 +48,12 @@ def _serve(connected: socket.socket) -> None:
         except ConfigError as error:
             channel.send(Ended(str(error), is_refusal=True))
             return
+        except Exception as error:
+            logger.exception("the model is not loaded")
+            channel.send(Ended(f"rank {setup.index}: {type(error).__name__}: {error}"))
+            return
         channel.send(Ended())
+        channel.receive(list[Part])  # `ALL_HAVE_LOADED`
         meet()
         while True:
             parts = channel.receive(list[Part])

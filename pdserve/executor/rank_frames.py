@@ -15,6 +15,7 @@ from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import SamplingParams
 
 MAX_BYTES = 1 << 30
+ALL_HAVE_LOADED: "list[Part]" = []  # as a step: connect
 _LENGTH = struct.Struct("!I")
 _FOLLOWED = SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, sequence=(0, 0))  # rank 0 samples
 
@@ -27,7 +28,7 @@ class Setup(msgspec.Struct, array_like=True):
     weights_hash: str
     index: int
     size: int
-    store: str  # where ranks find each other
+    store: int  # the descriptor of the file in which ranks find each other
     pages: int  # the descriptor of their memory
     num_pages: int
 

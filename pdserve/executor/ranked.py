@@ -9,26 +9,22 @@ are those of a worker with one rank.
 
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
-from pdserve.executor.gloo_ranks import GlooRanks
+from pdserve.executor.gloo_ranks import GlooRanks, common_store
 from pdserve.executor.local import LocalExecutor
-from pdserve.executor.rank_frames import Channel, Ended, Setup, parts_of
+from pdserve.executor.rank_frames import ALL_HAVE_LOADED, Channel, Ended, Part, Setup, parts_of
 from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.executor.threads import given_environment
 from pdserve.kvtransfer.region import Region
@@ -37,6 +33,7 @@ from pdserve.settings.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
+LOAD_S = 1800.0  # for a rank to load once rank 0 has loaded a part of that size, beside it
 END_S = 5.0  # for a rank that has nothing to do
 STUCK_S = 2.0  # for a rank whose part takes no longer than that which has failed
 
@@ -46,19 +43,24 @@ class Followers:
 
     def __init__(self, config: WorkerConfig, form: Form, num_pages: int, page_bytes: int) -> None:
         """Start them; they load their parts meanwhile."""
-        self.ranks = GlooRanks(Rank(0, config.tensor_parallel_size))
-        self._folder = Path(tempfile.mkdtemp(prefix="pdserve-ranks-"))
+        self.ranks = GlooRanks(Rank(0, config.tensor_parallel_size), config.stalled_step_s)
+        self._store = os.memfd_create(
+            "pdserve-ranks"
+        )  # open until this process ends: gloo opens it again by its number
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
-        self._is_closing = False
+        self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
         memory = new_pages(num_pages * page_bytes)
-        store = str(self._folder / "store")
         try:
             for index in range(1, config.tensor_parallel_size):
-                child = _started(memory)
+                child = _started(memory, self._store)
                 self._children.append(child)
+                watched = index, child[0]
+                threading.Thread(target=self._watch, args=watched, name=f"rank-{index}", daemon=True).start()
                 model = (str(form.checkpoint.path), form.weights_hash)
-                setup = Setup(config.model_dump_json(), *model, index, self.ranks.rank.size, store, memory, num_pages)
+                setup = Setup(
+                    config.model_dump_json(), *model, index, self.ranks.rank.size, self._store, memory, num_pages
+                )
                 child[1].send(setup)
         except BaseException:
             self.close()
@@ -68,16 +70,20 @@ class Followers:
 
     def meet(self) -> None:
         """Wait until all have loaded, and connect with them. ConfigError says what one of them has refused."""
-        self.end()
-        self.ranks.meet(c10d.FileStore(str(self._folder / "store"), self.ranks.rank.size))
-        shutil.rmtree(self._folder, ignore_errors=True)
-        for index, (process, _) in enumerate(self._children, start=1):
-            threading.Thread(target=self._watch, args=(index, process), name=f"rank-{index}", daemon=True).start()
+        self.end(LOAD_S)
+        self._send(ALL_HAVE_LOADED)
+        try:
+            self.ranks.meet(common_store(self._store, self.ranks.rank.size))
+        except RuntimeError as error:
+            raise DeviceError(f"the ranks do not connect: {error}") from error
+        self._have_met = self.are_waiting = True
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
+        self._send(parts_of(plan))
+
+    def _send(self, parts: list[Part]) -> None:
         self.are_waiting = False
-        parts = parts_of(plan)
         for index, (_, channel) in enumerate(self._children, start=1):
             try:
                 channel.send(parts)
@@ -91,7 +97,7 @@ class Followers:
             try:
                 ended = channel.receive(Ended)
             except TimeoutError as error:
-                raise DeviceError(f"rank {index}: it waits for another one") from error
+                raise DeviceError(f"rank {index}: it waits for another one, or is stopped") from error
             except (OSError, EOFError) as error:
                 raise DeviceError(f"rank {index}: its process has ended") from error
             if ended.failure:
@@ -101,7 +107,6 @@ class Followers:
     def close(self) -> None:
         """End them; blocks."""
         self._is_closing = True
-        shutil.rmtree(self._folder, ignore_errors=True)
         for _, channel in self._children:
             channel.close()
         for process, _ in self._children:
@@ -112,9 +117,12 @@ class Followers:
                 process.wait()
 
     def _watch(self, index: int, process: "subprocess.Popen[bytes]") -> None:
-        """End this process at once if a child ends first, so that routers do not place requests here."""
+        """End this process at once if a child ends first, so that routers do not place requests here.
+
+        With status 0 it has said why it could not load: `meet` raises that.
+        """
         status = process.wait()
-        if not self._is_closing:
+        if not self._is_closing and (status or self._have_met):
             logger.critical("the device is broken: rank %d has ended with status %d: this process ends", index, status)
             os._exit(DEVICE_EXIT_STATUS)
 
@@ -181,12 +189,12 @@ class _Leading:
         return result
 
 
-def _started(pages: int) -> "tuple[subprocess.Popen[bytes], Channel]":
-    """Start a rank's process. pages: a descriptor that it inherits."""
+def _started(*descriptors: int) -> "tuple[subprocess.Popen[bytes], Channel]":
+    """Start a rank's process, which inherits the descriptors."""
     own, theirs = socket.socketpair()
     with theirs:
         arguments = (str(theirs.fileno()), str(os.getpid()))
         command = (sys.executable, "-P", "-m", "pdserve.executor.rank", *arguments)
-        inherited = (theirs.fileno(), pages)
+        inherited = (theirs.fileno(), *descriptors)
         process = subprocess.Popen(command, env=given_environment(), pass_fds=inherited, stdin=subprocess.DEVNULL)
     return process, Channel(own)

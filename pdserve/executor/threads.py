@@ -151,8 +151,13 @@ def thread_defaults(
 
 
 def _of_rank(environment: Mapping[str, str], cores: tuple[int, ...], rank: int, num_ranks: int) -> dict[str, str]:
-    """Return the variables with which a rank computes on its share of the cores; none that bind if the user does so."""
-    own = cores[rank * len(cores) // num_ranks : (rank + 1) * len(cores) // num_ranks]
+    """Return the variables with which a rank computes on its share of the cores; none that bind if the user does so.
+
+    All have as many: sums of other numbers of threads differ in their last bits, and so ranks could choose different
+    experts for a token.
+    """
+    count = len(cores) // num_ranks
+    own = cores[rank * count : (rank + 1) * count]
     chosen = {"OMP_NUM_THREADS": str(max(1, len(own)))}
     if own and not PLACING & environment.keys():
         chosen |= {"OMP_PLACES": ",".join(f"{{{core}}}" for core in own), "OMP_PROC_BIND": "true"}

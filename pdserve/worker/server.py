@@ -4,15 +4,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from pdserve.base.clock import MonotonicClock, new_incarnation
 from pdserve.base.collector import freeze_objects
-from pdserve.base.errors import ConfigError
+from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, Peer, WorkerId
+from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.base.signals import drain_on_signals
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.executor.threads import Seat
@@ -100,13 +101,16 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
         checkpoint = await asyncio.to_thread(open_model, config)
         listener.open_grammars(_grammars(checkpoint, inbox))
         progress = _progress(links, register)
-        engine = await asyncio.to_thread(build_engine, config, checkpoint, credentials.secret, progress, seat)
+        with ending_on_broken_device():
+            engine = await asyncio.to_thread(build_engine, config, checkpoint, credentials.secret, progress, seat)
         executor = engine.executor
         closing.push_async_callback(asyncio.to_thread, executor.close)
         _describe(engine, register)
         if not config.test_step_s:
             scheduler = engine.scheduler
-            for each in await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, executor.start):
+            with ending_on_broken_device():
+                trial = await warm_up(scheduler.limits, scheduler.cache, engine.vocab_size, executor.start)
+            for each in trial:
                 wire.write_cost(each.step, each.elapsed_s, register.trial_steps.add())
                 scheduler.speculation.observe(each.step, each.elapsed_s)
 
@@ -136,6 +140,16 @@ async def serve(config: WorkerConfig, seat: Seat | None = None, own: OwnRouter =
                 await linking
                 listener.close()
     logger.info("drained")
+
+
+@contextmanager
+def ending_on_broken_device() -> Iterator[None]:
+    """End this process if the device breaks before the worker's loop is there to see it."""
+    try:
+        yield
+    except DeviceError as error:
+        end_process(DEVICE_EXIT_STATUS, f"the device is broken: {error}")
+        raise
 
 
 @asynccontextmanager
