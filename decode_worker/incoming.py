@@ -122,7 +122,9 @@ class Incoming:
 
     def _offer_moves(self, now_s: float) -> list[Result]:
         """Grant continuations that move here the pages set aside for them, unless a long step is under way."""
-        if not self._moves or any(step.num_prompt_tokens > self._cache.page_size for step in self._scheduler.steps):
+        if not self._moves or any(
+            step.num_prompt_tokens > self._cache.paging.few_tokens for step in self._scheduler.steps
+        ):
             return []
         waiting = [move for move in self._moves.values() if move.receiver.state is receiver.State.RESERVED]
         results: list[Result] = []

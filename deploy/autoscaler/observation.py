@@ -13,7 +13,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.protocol.admin import demand_from_proto
 from pdserve.protocol.link import ROLES, paging_from_proto
-from pdserve.protocol.paging import PageShape, Paging
+from pdserve.protocol.paging import PAGES_BESIDE, PageShape, Paging
 from pdserve.protocol.reports import Demand
 
 
@@ -65,6 +65,11 @@ class Capacity:
     step_tokens: int  # that a step computes
     page_tokens: int = 1
     groups: tuple[PageShape, ...] = ()  # of layers, where there are several
+
+    @property
+    def tokens_beside(self) -> float:
+        """Return for how many more tokens than it has routers keep room for a sequence."""
+        return (Paging(self.groups).pages_beside if self.groups else PAGES_BESIDE) * self.page_tokens
 
     def num_sequences(self, num_tokens: float) -> float:
         """Return how many sequences of so many tokens have room for their KV while they decode."""

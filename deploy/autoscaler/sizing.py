@@ -23,7 +23,6 @@ from pdserve.autoscaler.traffic import Traffic, mean
 from pdserve.base.roles import POOLS, Role
 from pdserve.base.values import value
 from pdserve.perfmodel.curve import StepCosts
-from pdserve.router.placement.predict import PAGES_BESIDE
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -60,7 +59,7 @@ class DecodePool:
         alone_s = np.array([_step_s(costs, batch, kv_each) for batch in range(1, capacity.max_num_seqs + 1)])
         steps_s = self._in_company(alone_s)
         reserved = kv_each + mean(traffic.answers) / 2  # the router keeps room for the rest of each answer
-        reserved += PAGES_BESIDE * capacity.page_tokens
+        reserved += capacity.tokens_beside
         in_pages = max(1, int(capacity.num_sequences(max(1.0, reserved))))
         in_time = int(np.searchsorted(steps_s, tpot_s, side="right"))
         limits = {Binds.BATCH: capacity.max_num_seqs, Binds.PAGES: in_pages, Binds.STEP_TIME: in_time}

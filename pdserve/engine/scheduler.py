@@ -158,7 +158,7 @@ class Scheduler:
 
         While a step runs, also None if all that could be planned needs its tokens, or pages that only preemption frees,
         and if guesses are verified.
-        A brief step computes at most one page of prompts, however much it decodes.
+        A brief step computes a few tokens of prompts, at most a page, however much it decodes.
         """
         if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")
@@ -173,7 +173,7 @@ class Scheduler:
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
         num_spare = 0 if is_brief or not guesses else budget - len(decoding) - self._num_prompt_tokens(prompts)
         budget -= self._schedule_decoding(step, decoding, guesses, (budget, num_spare))
-        budget = min(budget, self.cache.page_size) if is_brief else budget
+        budget = min(budget, self.cache.paging.few_tokens) if is_brief else budget
         for sequence, missing in prompts:
             count = min(budget, missing, self.prompt_room.of(step, sequence))
             if count > 0:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from pdserve.base.errors import ConfigError
 from pdserve.base.values import value
-from pdserve.protocol.paging import PageShape, Paging
+from pdserve.protocol.paging import PAGES_BESIDE, PageShape, Paging
 
 MOST_UNUSED = 0.25  # of a page: groups whose pages fill less of it need pools of their own
 
@@ -101,6 +101,11 @@ class KvLayout:
     def mean_pages(self, num_tokens: float, num_sequences: float) -> float:
         """Return how many pages decoding sequences have that have so many tokens together."""
         return self.paging.mean_pages(num_tokens, num_sequences) if self.others else num_tokens / self.page_size
+
+    @property
+    def pages_beside(self) -> float:
+        """Return how many pages to keep for a decoding sequence beyond those that `mean_pages` counts."""
+        return self.paging.pages_beside if self.others else PAGES_BESIDE
 
     def sent_bytes(self, num_tokens: float) -> float:
         """Return the bytes that a hand-off sends of the last tokens of a prompt, but for begun pages."""

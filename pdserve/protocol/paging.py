@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pdserve.base.errors import ConfigError
 from pdserve.base.values import value
 
+FEW_TOKENS = 64  # of prompts: a step with no more is short. Pages of a model with states hold thousands
+# Pages that a sequence takes beyond its tokens: half of its last page, and one to grow into.
+PAGES_BESIDE = 1.5
 CHUNKS_AT_ONCE = 2  # of one prompt: one is computed while the next is planned
 
 
@@ -39,6 +42,7 @@ class Paging:
         self.shapes = tuple(shapes)
         self.sizes = tuple(shape.page_size for shape in self.shapes)
         self.span = max(self.sizes)
+        self.few_tokens = min(self.span, FEW_TOKENS)
         self.has_windows = any(shape.window is not None for shape in self.shapes)
         self.has_states = any(shape.is_state for shape in self.shapes)
         self.is_single = len(self.shapes) == 1
@@ -56,6 +60,14 @@ class Paging:
     def pages_a_token(self) -> float:
         """Return which part of pages a token fills, as if there were no windows. States grow by none."""
         return sum([1 / shape.page_size for shape in self.shapes if not shape.is_state])
+
+    @property
+    def pages_beside(self) -> float:
+        """Return how many pages to keep for a decoding sequence beyond those that `mean_pages` counts.
+
+        With states so many tokens as common pages have: `mean_pages` counts begun pages, and it takes long to fill one.
+        """
+        return PAGES_BESIDE * self.few_tokens / self.span if self.has_states else PAGES_BESIDE
 
     def whole_tokens(self, num_pages: int) -> int:
         """Return how many tokens so many pages hold, as if there were no windows."""

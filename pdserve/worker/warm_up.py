@@ -29,11 +29,12 @@ _GROWS = 1.5
 async def warm_up(limits: Limits, pool: KvCache, vocab_size: int, start_step: StartStep) -> tuple[TimedStep, ...]:
     """Compute prompts of a page each, 1, 2, 4, .. at once, and a few tokens after them; return what the steps took.
 
-    The prompts' tokens differ, as those of people do: a mixture of experts reads more weights for them than for one.
+    Prompts have a few tokens where pages are larger. Their tokens differ, as those of people do: a mixture of experts
+    reads more weights for them than for one.
     pool: whose pages nobody uses yet. What a step raises, this raises.
     """
     found: list[TimedStep] = []
-    length, before_s = min(pool.page_size, limits.max_model_len - _NUM_DECODED - 1), inf
+    length, before_s = min(pool.paging.few_tokens, limits.max_model_len - _NUM_DECODED - 1), inf
     num_pages, count = pool.num_pages(length + _NUM_DECODED + 1), 1
     while _fits(count * length, count, count * num_pages, limits, pool):
         steps: list[TimedStep] = []

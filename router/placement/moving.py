@@ -15,7 +15,7 @@ from pdserve.base.ids import RequestId
 from pdserve.base.roles import Role
 from pdserve.base.values import value
 from pdserve.router.placement.placements import Placements
-from pdserve.router.placement.predict import PAGES_BESIDE, Prompt
+from pdserve.router.placement.predict import Prompt
 from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.commands import Warn
 from pdserve.router.requests.events import LinkId, MovesAsked
@@ -121,7 +121,7 @@ class Moving:
             target = self._begin(source, candidate, targets, why, now_s)
             if target is not None:
                 began.append(target.name)
-                num_lacking -= _pages(source, candidate) + PAGES_BESIDE
+                num_lacking -= _pages(source, candidate) + source.registration.layout.pages_beside
             targets = [each for each in targets if each.refused_tokens > fewest_tokens]
             if num_leaving + len(began) == MAX_MOVES or not targets or num_lacking <= 0:
                 break
@@ -207,12 +207,12 @@ class Moving:
 
         It goes where it will decode fastest, to a worker that computes prompts only if there is no other.
         """
-        page_size, step_s = source.registration.layout.page_size, self._step_s(source)
+        layout, step_s = source.registration.layout, self._step_s(source)
         num_left = candidate.num_left if why is Why.PAGES else candidate.most_left
         takes_s = self._shadows.takes_s(now_s)
         if num_left * step_s < takes_s:
             return None
-        num_pages = _pages(source, candidate) + PAGES_BESIDE
+        num_pages = _pages(source, candidate) + layout.pages_beside
         speeds = [
             (target.worker.pending_prefill_tokens > 0, speed_s, target.worker.name, target.worker)
             for target in targets
@@ -227,7 +227,7 @@ class Moving:
         move_s = takes_s + copy_s
         if num_left * step_s < move_s:
             return None
-        extra_tokens = ceil(PAGES_BESIDE * page_size + 2 * move_s / step_s)
+        extra_tokens = ceil(layout.pages_beside * layout.page_size + 2 * move_s / step_s)
         self._placements.move(candidate.request, candidate.sequence, target, (extra_tokens, copy_s), now_s)
         return target
 
@@ -264,4 +264,6 @@ def _pages(source: WorkerView, candidate: _Candidate) -> int:
 
 def _pages_left(worker: WorkerView) -> float:
     """Return how many pages are free beyond what each sequence that decodes is about to need; below 0, it preempts."""
-    return worker.num_free_pages - PAGES_BESIDE * (worker.num_sequences - worker.num_arriving)
+    return worker.num_free_pages - worker.registration.layout.pages_beside * (
+        worker.num_sequences - worker.num_arriving
+    )

@@ -20,9 +20,6 @@ from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.commands import Fetch
 from pdserve.router.requests.events import LinkId
 
-# Pages that a sequence takes beyond its tokens: half of its last page, and one to grow into.
-PAGES_BESIDE = 1.5
-
 
 @value
 class Prompt:
@@ -297,7 +294,7 @@ class Predictor:
             return None if layout.most_pages(prompt.num_tokens + width) <= worker.num_pages else Cause.PAGES
         if present + width > worker.registration.max_num_seqs:
             return Cause.ROWS
-        answer_tokens = self.lengths.mean_tokens * (present / 2 + width) + PAGES_BESIDE * layout.page_size * (
+        answer_tokens = self.lengths.mean_tokens * (present / 2 + width) + layout.pages_beside * layout.page_size * (
             present + width
         )
         missing = prompt.num_tokens - prompt.cached.get(worker.link, 0)

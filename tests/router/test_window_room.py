@@ -53,6 +53,17 @@ def test_nearly_twice_as_many_fit_where_half_the_layers_slide() -> None:
     assert most_that_fit(SLIDING, num_pages) == 11
 
 
+def test_begun_pages_of_states_are_counted_once() -> None:
+    state = KvGroup("state", 36, 2, 256, 3216, window=2, state_elements=12 * 4 * 256 * 3216)
+    states = KvLayout("w", 12, 2, 256, 3216, "bfloat16", others=(state,))
+    view, predictor = worker(states, 60), Predictor(dict.fromkeys(Role, COSTS))
+    predictor.lengths.tokens.value = 200.0
+    for count in range(29):  # of two pages each, as one page is not yet enough for another
+        assert predictor.decode_step(view, Prompt(100, 1, {}))[1] is None, count
+        view.assign(key(count), Share(1, 0, kv_tokens=100), 0.0)
+    assert predictor.decode_step(view, Prompt(100, 1, {}))[1] is Cause.PAGES
+
+
 def test_many_of_several_lengths_count_as_no_fewer_pages_than_they_have() -> None:
     lengths = (10, 100, 500, 3000, 40_000)
     assert SLIDING.mean_pages(sum(lengths), len(lengths)) + 2 * len(lengths) >= sum(map(SLIDING.most_pages, lengths))

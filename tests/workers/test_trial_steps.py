@@ -14,7 +14,7 @@ from pdserve.engine.scheduler import Limits
 from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts, TimedStep
 from pdserve.perfmodel.model import costs_of_trial
-from pdserve.protocol.paging import Paging
+from pdserve.protocol.paging import PageShape, Paging
 from pdserve.router.wire import MAX_TRIAL_STEPS
 from pdserve.worker.warm_up import warm_up
 
@@ -57,6 +57,15 @@ def test_costs_on_trial_are_those_of_later_steps_not_of_the_first() -> None:
     for num_tokens in (16, 30, 64):
         assert found.prefill.seconds(num_tokens, 0) == pytest.approx(COSTS.prefill.seconds(num_tokens, 0), rel=0.2)
     assert found.decode_curve(1).seconds(1, 20) == pytest.approx(0.021, rel=0.1)
+
+
+def test_a_page_that_no_step_can_fill_leaves_trial_steps() -> None:
+    """As those of models with recurrent states, whose pages of K and V are as large as a state."""
+    engine = Engine()
+    engine.runner = FakeRunner(64, 3216, VOCAB)
+    engine.cache = KvCache(64, Paging((PageShape(3216), PageShape(3216, window=2, is_state=True))), None)
+    found = engine.warm_up(step_tokens=512)
+    assert {step.step.prefill_tokens for step in found} == {0, 64, 128}
 
 
 def test_sizes_double_until_tokens_set_the_time() -> None:
