@@ -98,8 +98,7 @@ class Granting:
             return None
         num_reusable = expected.num_tokens if expected.is_prefix else len(expected.job.token_ids) - 1
         order = PageOrder(cache.paging, expected.num_known)
-        reused = cache.reuse(expected.prefix, num_reusable // cache.page_size)
-        cache.pool.release(reused.pages.take_unneeded(cache.paging, order.num_known))
+        reused = cache.reuse(expected.prefix, num_reusable // cache.page_size, order.num_known)
         num_here, num_pinned = order.count(reused.num_spans * cache.page_size), len(reused.pages.held)
         count = order.count(expected.num_tokens) - num_here
         room = min(cache.pool.num_free - num_kept, self._room.for_grants - num_pinned)

@@ -103,8 +103,12 @@ class KvCache:
         """Return how many pages hold `num_tokens` tokens."""
         return self.paging.num_pages(num_tokens)
 
-    def reuse(self, prefix: Prefix, max_spans: int) -> Hit:
-        """Hold the pages of the longest cached prefix, for one more sequence."""
+    def reuse(self, prefix: Prefix, max_spans: int, num_known: int = 0) -> Hit:
+        """Hold the pages of the longest cached prefix, for one more sequence.
+
+        num_known: so many first tokens will have KV from elsewhere before the first query; pages that none sees are
+        not needed.
+        """
         num_spans, index = 0, self._index[0]
         while num_spans < max_spans:
             if num_spans == len(prefix.hashes):
@@ -113,8 +117,8 @@ class KvCache:
                 break
             num_spans += 1
         if not self.paging.is_single:
-            num_spans = self._common_length(prefix, num_spans)
-        hit = Hit(num_spans, self._cached(prefix, num_spans))
+            num_spans = self._common_length(prefix, num_spans, num_known)
+        hit = Hit(num_spans, self._cached(prefix, num_spans, num_known))
         self.pool.share(hit.pages.held)
         return hit
 
@@ -191,41 +195,43 @@ class KvCache:
         if wrong:
             raise InvariantError(f"pages {sorted(wrong)} are indexed, but granted or quarantined")
 
-    def _common_length(self, prefix: Prefix, num_spans: int) -> int:
+    def _common_length(self, prefix: Prefix, num_spans: int, num_known: int) -> int:
         """Return for how many of its first spans a prefix has all pages that later queries need, in every group."""
-        while num_spans and (lack := self._last_lack(prefix, num_spans)) is not None:
+        while num_spans and (lack := self._last_lack(prefix, num_spans, num_known)) is not None:
             num_spans = lack
         return num_spans
 
-    def _last_lack(self, prefix: Prefix, num_spans: int) -> int | None:
+    def _last_lack(self, prefix: Prefix, num_spans: int, num_known: int) -> int | None:
         """Return the last span of so many that a group needs and lacks, or None."""
         lacks = [
             number
             for group, index in enumerate(self._index)
-            for number in self._needed(group, num_spans)
+            for number in self._needed(group, num_spans, num_known)
             if prefix.hashes[number] not in index
         ]
         return max(lacks, default=None)
 
-    def _needed(self, group: int, num_spans: int) -> range:
-        """Return the spans of a prefix that later queries see in a group."""
-        first = self.paging.first_needed(group, num_spans * self.page_size)
-        return range(first * self.paging.sizes[group] // self.page_size, num_spans)
+    def _needed(self, group: int, num_spans: int, num_known: int) -> range:
+        """Return the spans of a prefix that queries see in a group that come after it, and after known tokens."""
+        first = self.paging.first_needed(group, max(num_spans * self.page_size, num_known))
+        return range(min(num_spans, first * self.paging.sizes[group] // self.page_size), num_spans)
 
-    def _cached(self, prefix: Prefix, num_spans: int) -> PageTables:
+    def _cached(self, prefix: Prefix, num_spans: int, num_known: int) -> PageTables:
         """Return the pages of a cached prefix that later queries need."""
         hashes = prefix.hashes
         if self.paging.is_single:
             index = self._index[0]
             return PageTables(([index[hash_][0] for hash_ in hashes[:num_spans]],))
-        needed = [self._needed(group, num_spans) for group in range(len(self._index))]
+        needed = [self._needed(group, num_spans, num_known) for group in range(len(self._index))]
         runs = tuple(
             [page for number in spans for page in index[hashes[number]]]
             for spans, index in zip(needed, self._index, strict=True)
         )
         sizes = self.paging.sizes
         found = PageTables(runs, [s.start * self.page_size // size for s, size in zip(needed, sizes, strict=True)])
-        found.take_unneeded(self.paging, num_spans * self.page_size)  # a span's first pages; nothing is held yet
+        found.take_unneeded(
+            self.paging, max(num_spans * self.page_size, num_known)
+        )  # a span's first pages; nothing is held yet
         return found
 
     def _hash(self, prefix: Prefix, num_spans: int) -> None:

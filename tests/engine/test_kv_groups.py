@@ -132,6 +132,17 @@ def test_a_span_that_has_left_its_window_is_indexed_in_the_other_groups() -> Non
     assert cache.reuse(prefix, 2).num_spans == 0, "a query at position 8 sees token 3, whose page is not there"
 
 
+@pytest.mark.parametrize("num_known", [9, 12, 13])
+def test_a_hand_off_needs_no_snapshot_before_the_one_that_it_brings(num_known: int) -> None:
+    cache = KvCache(16, Paging((PageShape(4), STATE)), PrefixHasher(b"secret", "model", 4))
+    prefix, pages, num_spans = Prefix(range(16), EVERYONE), cache.take(4), (num_known - 1) // 4
+    assert pages is not None
+    cache.publish(prefix, PageTables((list(pages[:3]), [pages[3]]), [0, 2]), range(3))
+    assert cache.reuse(prefix, 2).num_spans == 0, "a prompt goes on from the state at its end"
+    hit = cache.reuse(prefix, num_spans, num_known)
+    assert (hit.num_spans, hit.pages.held, hit.pages.firsts) == (num_spans, pages[:num_spans], [0, num_spans])
+
+
 @pytest.mark.parametrize("length", range(1, 20))
 def test_text_is_the_same_whether_a_prefix_is_cached_or_not(length: int) -> None:
     engine = Engine()
