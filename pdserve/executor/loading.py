@@ -77,7 +77,7 @@ def _load(
         num_pages = _pages_beside(model, config, layout)
     limits = _limits(config, checkpoint, layout, num_pages)
     if device.type == "cpu":
-        _check_memory(config, num_pages * layout.page_bytes)
+        _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
     runner = _runner(model, num_pages, config, limits)
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
@@ -173,7 +173,10 @@ def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device
 
 
 def _check_memory(config: WorkerConfig, num_bytes: int) -> None:
-    """Raise ConfigError where pages take more memory than there is: the kernel would end a worker that serves."""
+    """Raise ConfigError where these take more memory than there is: the kernel would end a worker that serves.
+
+    num_bytes: of pages, and of the states that a step copies.
+    """
     available = available_bytes()
     if num_bytes > available:
         field = "kv_cache_memory_bytes" if config.num_pages is None else "num_pages"

@@ -87,6 +87,11 @@ class KvLayout:
         page_bytes = self.page_bytes
         return sum([page_bytes // size for size in self.page_sizes])
 
+    def memory_bytes(self, num_pages: int, max_num_seqs: int) -> int:
+        """Return the bytes of so many pages, and of the states that a step keeps beside them until it has ended."""
+        states = sum([group.state_elements for group in self.others]) * DTYPE_BYTES[self.dtype]
+        return num_pages * self.page_bytes + states * min(max_num_seqs, num_pages // len(self.paging.shapes))
+
     def most_pages(self, num_tokens: int, step_tokens: int = 1) -> int:
         """Return how many pages a sequence needs at most until it has so many tokens; by default one that decodes.
 

@@ -64,6 +64,14 @@ def test_begun_pages_of_states_are_counted_once() -> None:
     assert predictor.decode_step(view, Prompt(100, 1, {}))[1] is Cause.PAGES
 
 
+def test_the_states_that_a_step_copies_take_memory_beside_pages() -> None:
+    state = KvGroup("state", 36, 2, 256, 3216, window=2, state_elements=12 * 4 * 256 * 3216)
+    states = KvLayout("w", 12, 2, 256, 3216, "bfloat16", others=(state,))
+    assert states.memory_bytes(60, 8) == 68 * states.page_bytes
+    assert states.memory_bytes(60, 256) == 90 * states.page_bytes, "a sequence takes two pages"
+    assert SLIDING.memory_bytes(60, 8) == 60 * SLIDING.page_bytes
+
+
 def test_many_of_several_lengths_count_as_no_fewer_pages_than_they_have() -> None:
     lengths = (10, 100, 500, 3000, 40_000)
     assert SLIDING.mean_pages(sum(lengths), len(lengths)) + 2 * len(lengths) >= sum(map(SLIDING.most_pages, lengths))
