@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 
 from pdserve.base.errors import echo
+from pdserve.base.values import value
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
 from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
@@ -19,7 +20,19 @@ from pdserve.router.frontend.records import Opened, Records
 from pdserve.router.frontend.served import ServedModel
 from pdserve.router.frontend.terms import check_terms
 from pdserve.router.requests.events import RequestArrived
+from pdserve.text.chat import ChatTemplate
 from pdserve.text.stop import OutputText
+
+
+@value
+class Preparing:
+    """What an endpoint does in its own way to a request before the core knows it."""
+
+    loosen: Loosen | None = None  # replaces a structured output that is refused
+    template: ChatTemplate | None = None  # of a conversation, in place of the model's
+
+
+_PLAINLY = Preparing()
 
 
 class Intake:
@@ -49,14 +62,13 @@ class Intake:
         caller: bytes | Visit | None,
         remaining_s: float = inf,
         received_s: float | None = None,
-        loosen: Loosen | None = None,
+        preparing: Preparing = _PLAINLY,
     ) -> Answer:
         """Admit a request; `sink` receives its answer, at the earliest when the event loop runs next.
 
         `caller` is the caller's API key, or the visit of a call that this request is a part of. `remaining_s` is the
         time until the call's own deadline, `received_s` the time at which the request had been read, by default now.
-        `loosen` replaces a structured output that is refused. The endpoint calls `leave` when it is done with the
-        answer.
+        The endpoint calls `leave` when it is done with the answer.
         Raises RefusedError; then the endpoint must not call `leave`.
         """
         clock = self.backend.clock
@@ -65,7 +77,7 @@ class Intake:
         try:
             visit = caller.part() if isinstance(caller, Visit) else await self.clients.visit(client)
             try:
-                event, ignored = await self._arrival(request, visit, opened, remaining_s, loosen)
+                event, ignored = await self._arrival(request, visit, opened, remaining_s, preparing)
             except BaseException as error:
                 visit.end()
                 if isinstance(error, RefusedError):
@@ -91,16 +103,16 @@ class Intake:
         visit: Visit,
         opened: Opened,
         remaining_s: float,
-        loosen: Loosen | None,
+        preparing: Preparing,
     ) -> tuple[RequestArrived, tuple[str, ...]]:
         """Return a request for the core, and what of its schemas is ignored."""
         limit_ms, clock, prompts = self._config.max_deadline_ms, self.backend.clock, self.prompts
         adapter = self.adapter(request.model)
         event = _permitted(check_terms(request, self.model, limit_ms, opened.received_s, remaining_s), visit)
         event = await prompts.with_bad_words(event, request, event.deadline_s - clock.now_s())
-        event, ignored = await prompts.with_structured(event, event.deadline_s - clock.now_s(), loosen)
-        max_model_len = self._room(event)
-        token_ids = await prompts.tokenize(request, max_model_len, event.deadline_s - clock.now_s())
+        event, ignored = await prompts.with_structured(event, event.deadline_s - clock.now_s(), preparing.loosen)
+        max_model_len, template = self._room(event), preparing.template
+        token_ids = await prompts.tokenize(request, max_model_len, event.deadline_s - clock.now_s(), template)
         visit.spend(len(token_ids))
         event = with_tokens(event, request, token_ids, max_model_len)
         return replace(event, trace=opened.trace, adapter=adapter), ignored

@@ -79,6 +79,7 @@ class Placements:
         self._policy = policy
         self._limits = limits
         self.requests: dict[bytes, Request] = {}  # by id, as it comes off the wire
+        self.num_decoding = 0  # of these, in which decode workers take part
         self.ended: Counter[str] = Counter()  # "OK" or a status name
         self.refused_because: Counter[Cause] = Counter()  # those of clients that have left do not count
         self.demand = DemandCounts()
@@ -126,6 +127,7 @@ class Placements:
         if request.request_id in self.requests:
             raise InvariantError(f"{request} arrived twice")
         self.requests[request.request_id] = request
+        self.num_decoding += request.needs_decode
 
     def decide(self, request: Request, indices: tuple[int, ...], now_s: float) -> Decision:
         """Ask the policy where these sequences of a request go now.
@@ -260,6 +262,7 @@ class Placements:
             self.close(request, placement, stop_workers=True)
         if self.requests.pop(request.request_id, None) is None:
             raise InvariantError(f"{request} ended twice")
+        self.num_decoding -= request.needs_decode
         self.report_end(request, outcome)
 
     def report_end(self, request: Request, outcome: Finished | Refused) -> None:

@@ -6,17 +6,20 @@ room where there is none for it, are placed before it.
 """
 
 from bisect import insort
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
 from pdserve.base.ids import MAX_WORKER_TASKS, RequestId
 from pdserve.base.roles import Role
+from pdserve.base.values import value
 from pdserve.protocol.refusal import Cause, Refused
 from pdserve.protocol.reports import Stage
 from pdserve.router.config import Limits
 from pdserve.router.placement.placements import Placements
 from pdserve.router.placement.routing import Held, Placed
+from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.events import RequestArrived
 from pdserve.router.requests.request import Counter, Request
 
@@ -42,6 +45,7 @@ class HoldQueue:
         self._max_num_held = max_num_held
         self._classes: dict[int, dict[str, list[Request]]] = {}  # by priority, then by tenant, most pressing first
         self._held: dict[RequestId, Request] = {}
+        self._num_held = Counts[bool]()  # by whether they need a decode worker
         self._counters: dict[str, Counter] = {}  # by tenant; one without stands at the level of the last one served
         self._last = Counter()  # of the tenant that was charged last
 
@@ -51,6 +55,11 @@ class HoldQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._held.values())
 
+    @property
+    def kinds(self) -> set[bool]:
+        """Which requests wait: those that need a decode worker (True), those that do not (False), or both."""
+        return {kind for kind, count in self._num_held.items() if count}
+
     def find(self, request_id: RequestId) -> Request | None:
         return self._held.get(request_id)
 
@@ -58,10 +67,12 @@ class HoldQueue:
         tenants = self._classes.setdefault(request.priority, {})
         insort(tenants.setdefault(request.tenant, []), request, key=_rank)
         self._held[request.request_id] = request
+        self._num_held[request.needs_decode] += 1
 
     def remove(self, request_id: RequestId) -> Request | None:
         request = self._held.pop(request_id, None)
         if request is not None:
+            self._num_held[request.needs_decode] -= 1
             tenants = self._classes[request.priority]
             tenants[request.tenant].remove(request)
             if not tenants[request.tenant]:
@@ -143,6 +154,19 @@ _LOOK_AGAIN_S = 0.01
 _PLACED = 2  # requests for each sequence that decode workers have room for: as many prompts come meanwhile
 
 
+def _kept_busy(workers: list[WorkerView]) -> int:
+    return sum([min(_PLACED * worker.registration.max_num_seqs, MAX_WORKER_TASKS) for worker in workers])
+
+
+@value
+class _Most:
+    """How many requests may be placed at once."""
+
+    decoding: int = 0  # that need a decode worker
+    others: int = 0  # whose first token, or vector, ends them: these keep none of the former waiting
+    together: int = 0
+
+
 class Admission:
     """Admits what the policy finds a place for, up to a number of requests, and keeps the rest in a queue."""
 
@@ -153,7 +177,7 @@ class Admission:
         self._num_arrived = 0
         self._look_again_s = inf  # before, only a request's end makes room for one that is held
         self._num_ended = 0  # when held requests were last looked at
-        self._max_placed = 0  # as last found; 0: to be found
+        self._most = _Most()  # as last found
         self.is_closed = False  # requests that arrive are refused
 
     @property
@@ -161,23 +185,35 @@ class Admission:
         """When held requests are to be looked at again, if no request ends before."""
         return self._look_again_s if self.held else inf
 
-    @property
-    def _is_full(self) -> bool:
-        """Whether the limit of placed requests is reached: as set, else as many as the attached workers can use."""
-        num_placed = len(self._placements.requests)
-        if num_placed >= self._max_placed:
-            self._max_placed = self._limits.max_num_requests or self._useful()
-        return num_placed >= self._max_placed
+    def _full(self) -> set[bool]:
+        """Return of which kinds of those that wait no more are placed."""
+        return {kind for kind in self.held.kinds if self._is_full(kind)}
 
-    def _useful(self) -> int:
+    def _is_full(self, needs_decode: bool) -> bool:
+        """Whether no other such request is placed: as many are as set, or as the attached workers can use."""
+        if self._reaches(needs_decode):
+            limit = self._limits.max_num_requests
+            self._most = self._useful() if limit is None else _Most(limit, limit, limit)
+        return self._reaches(needs_decode)
+
+    def _reaches(self, needs_decode: bool) -> bool:
+        most = self._most.decoding if needs_decode else self._most.others
+        return self._num_placed(needs_decode) >= most or len(self._placements.requests) >= self._most.together
+
+    def _num_placed(self, needs_decode: bool) -> int:
+        num_decoding = self._placements.num_decoding
+        return num_decoding if needs_decode else len(self._placements.requests) - num_decoding
+
+    def _useful(self) -> _Most:
         """Return how many requests keep the attached workers busy, and no worker refuses."""
         workers = self._placements.workers
         prefills, decodes = workers.routable(Role.PREFILL), workers.routable(Role.DECODE)
-        num_rows = [worker.registration.max_num_seqs for worker in decodes or prefills]
-        num_useful = sum([min(_PLACED * count, MAX_WORKER_TASKS) for count in num_rows])
+        together = MAX_WORKER_TASKS * len(prefills or decodes)
         if prefills and decodes:
-            num_useful = min(num_useful, sum(num_rows) + MAX_WORKER_TASKS * len(prefills))
-        return num_useful
+            together += sum(
+                [worker.registration.max_num_seqs for worker in decodes if not worker.role.is_in(Role.PREFILL)]
+            )
+        return _Most(_kept_busy(decodes or prefills), _kept_busy(prefills or decodes), together)
 
     # ---- arrivals and ends
 
@@ -224,7 +260,7 @@ class Admission:
     def look_soon(self, now_s: float) -> None:
         """Note that workers have come, gone or changed, and some can serve."""
         self._look_again_s = now_s
-        self._max_placed = 0
+        self._most = _Most()
 
     def place_more(self, now_s: float) -> None:
         """Place what waits, as far as it can be, if a request has ended or it is time to look again."""
@@ -247,15 +283,18 @@ class Admission:
         self._look_again_s = inf
         passed: list[Request] = []
         unserved: list[Request] = []  # no pair of workers is there
-        num_tried = 0
-        for request in self.held.in_turn(lambda other: bool(unserved) and other.needs_decode):
-            if self._is_full:
-                break
+        num_tried, full = 0, self._full()
+
+        def cannot(other: Request) -> bool:
+            return other.needs_decode in full or (bool(unserved) and other.needs_decode)
+
+        for request in self.held.in_turn(cannot) if full < self.held.kinds else ():
             wait = self._try(request, now_s, may_place=True)
             if wait is None:
                 self.held.remove(request.request_id)
                 for other in passed if request.is_admitted else ():
                     other.num_overtaken += 1
+                full = self._full()
             else:
                 self._note(request, wait, now_s)
                 num_tried += 1
@@ -263,7 +302,11 @@ class Admission:
                     unserved.append(request)
                 elif wait.why.cause is not Cause.SLOTS:  # there is no room: others may take that which comes
                     passed.append(request)
-            if num_tried == MAX_OVERTAKEN or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
+            if (
+                full >= self.held.kinds
+                or num_tried == MAX_OVERTAKEN
+                or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed)
+            ):
                 break
         self._num_ended = self._placements.num_ended
 
@@ -288,8 +331,8 @@ class Admission:
             case Placed() as placed:
                 late_s = request.first_token_due_s - (placed.ttft_s or 0.0)
                 until_s = late_s if late_s > now_s else inf
-                if self._is_full:
-                    num_placed = len(self._placements.requests)
+                if self._is_full(request.needs_decode):
+                    num_placed = self._num_placed(request.needs_decode)
                     why = Refused(Cause.SLOTS, f"max_num_requests: {num_placed} requests are placed already")
                     return Held(why, until_s)
                 if not may_place:

@@ -4,11 +4,12 @@ import pytest
 from router_driver import LENGTH, Driver
 
 from pdserve.base.ids import RequestId
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.refusal import Status
 from pdserve.protocol.reports import Stage
 from pdserve.router.config import Limits
 from pdserve.router.requests.admission import MAX_OVERTAKEN
-from pdserve.router.requests.events import LinkId
+from pdserve.router.requests.events import ClientGone, LinkId
 
 PATIENT = 1e9
 
@@ -209,3 +210,54 @@ def test_what_a_tenant_was_served_while_nobody_waited_counts_once_somebody_does(
     modest = [d.arrive(tenant="modest") for _ in range(3)]
     other = d.arrive(tenant="greedy")
     assert placed_later(d, prefill, running) == [*modest, other]
+
+
+# ---- requests that never decode
+
+
+VECTOR: dict[str, object] = {"pooling": Pooling("last"), "max_tokens": 1}
+
+
+def test_vectors_leave_chats_all_that_decode_workers_decode_at_once() -> None:
+    d = Driver()
+    d.pair()
+    for _ in range(20):
+        d.arrive(priority=-1, **VECTOR)
+    assert (d.core.num_active, d.core.num_held) == (16, 4), "as many again as the prefill worker takes"
+    chats = [d.arrive() for _ in range(16)]
+    assert set(chats) <= set(d.core.placements.requests)
+    assert (d.core.num_active, d.core.num_held) == (32, 4)
+    d.arrive()
+    assert d.core.num_held == 5
+
+
+def test_a_vector_is_placed_while_chats_have_all_their_places_and_each_end_makes_room_for_its_kind() -> None:
+    d = Driver()
+    prefill, _ = d.pair()
+    chats = [d.arrive() for _ in range(17)]
+    vectors = [d.arrive(priority=-1, **VECTOR) for _ in range(17)]
+    assert (d.core.num_active, d.core.num_held) == (32, 2)
+    d.post(ClientGone(vectors[0]))
+    assert vectors[16] in d.core.placements.requests
+    d.tokens(prefill, chats[0], 0, 9, end=LENGTH)
+    assert chats[16] in d.core.placements.requests
+    assert d.core.num_held == 0
+
+
+def test_a_chat_is_not_refused_for_vectors_that_are_placed_before_it() -> None:
+    d = Driver(Limits(worker_silence_s=PATIENT), policy="goodput")
+    d.pair()
+    d.teach(prefill_token_s=1e-4, decode_step_s=0.01)
+    for _ in range(17):
+        d.arrive(priority=-1, **VECTOR)
+    chat = d.arrive(ttft_s=0.3)
+    assert chat in d.core.placements.requests
+
+
+def test_a_limit_that_is_set_holds_for_all_kinds_together() -> None:
+    d = Driver(Limits(max_num_requests=2))
+    d.pair()
+    for _ in range(2):
+        d.arrive(**VECTOR)
+    d.arrive()
+    assert (d.core.num_active, d.core.num_held) == (2, 1)

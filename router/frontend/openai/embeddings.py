@@ -1,8 +1,8 @@
 """POST /v1/embeddings: vectors of texts, as OpenAI's API has them."""
 
-import asyncio
 import base64
 import struct
+from collections.abc import Iterator
 from math import sqrt
 
 from starlette.types import Scope, Send
@@ -16,11 +16,13 @@ from pdserve.router.frontend.openai.errors import JSON
 from pdserve.router.frontend.openai.fields import EmbeddingsRequest
 from pdserve.router.frontend.openai.generation import headers_of
 from pdserve.router.frontend.openai.pooled import PooledCall, pooled_template
-from pdserve.router.frontend.openai.reply import respond
+from pdserve.router.frontend.openai.reply import respond, respond_in_parts
 from pdserve.router.frontend.openai.translate import prompts_of, with_prompt
 
 MAX_INPUTS = 2048
-WRITTEN_INLINE = 2**16  # bytes of vectors that are written on the event loop, in a millisecond
+MAX_RESPONSE_BYTES = 2**26  # of the vectors of one call, as they are written
+NUMBER_BYTES = {"float": 24, "base64": 16 / 3}  # of a float32: as JSON at most (-1.1754943508222875e-38,), as base64
+PART_BYTES = 2**14  # of vectors that are written without a pause: half a millisecond of the event loop
 
 
 class Embedder:
@@ -40,27 +42,44 @@ class Embedder:
         if asked.dimensions is not None and not 1 <= asked.dimensions <= model.hidden_size:
             raise invalid("dimensions", f"{asked.dimensions} is outside [1, {model.hidden_size}]")
         inputs = prompts_of(asked.input, "input", MAX_INPUTS)
+        _check_size(len(inputs), asked.dimensions or model.hidden_size, asked.encoding_format or "float")
 
-        async def request_of(place: int) -> inference.GenerateRequest:
+        def request_of(place: int) -> inference.GenerateRequest:
             return with_prompt(template, inputs[place])
 
         call = PooledCall(self._intake, asked, scope, _name if len(inputs) > 1 else _alone, request_of)
-        if not await call.run(len(inputs)):
-            return
-        if sum(map(len, call.vectors)) <= WRITTEN_INLINE:
-            written = self._written(asked, call)
-        else:
-            written = await asyncio.to_thread(self._written, asked, call)
-        await respond(send, 200, written, [*JSON, *call.headers])
+        async with call.served(len(inputs)) as is_there:
+            if not is_there:
+                return
+            parts, shown = self._written(asked, call), [*JSON, *call.headers]
+            if sum(map(len, call.vectors)) <= PART_BYTES:
+                await respond(send, 200, b"".join(parts), shown)
+            else:
+                await respond_in_parts(send, 200, parts, shown)
 
-    def _written(self, asked: EmbeddingsRequest, call: PooledCall) -> bytes:
-        data: list[Json] = []
-        normalizes = self._intake.model.embedding.pooling.normalizes
+    def _written(self, asked: EmbeddingsRequest, call: PooledCall) -> Iterator[bytes]:
+        """Yield the response in parts of about PART_BYTES of vectors each, or of one vector."""
+        normalizes, num_bytes = self._intake.model.embedding.pooling.normalizes, 0
+        part = encode({"object": "list", **call.shown()})[:-1] + b',"data":['
         for index, vector in enumerate(call.vectors):
+            if num_bytes and num_bytes + len(vector) > PART_BYTES:
+                yield part
+                part, num_bytes = b"", 0
             cut = vector if asked.dimensions is None else shortened(vector, asked.dimensions, normalizes=normalizes)
             embedding = base64.b64encode(cut).decode() if asked.encoding_format == "base64" else numbers(cut)
-            data.append({"object": "embedding", "index": index, "embedding": embedding})
-        return encode({"object": "list", **call.shown(), "data": data})
+            shown: Json = {"object": "embedding", "index": index, "embedding": embedding}
+            part += (b"," if index else b"") + encode(shown)
+            num_bytes += len(vector)
+        yield part + b"]}"
+
+
+def _check_size(num_inputs: int, dimensions: int, encoding: str) -> None:
+    """Raise RefusedError for a response over the limit."""
+    num_bytes = int(num_inputs * dimensions * NUMBER_BYTES[encoding])
+    if num_bytes > MAX_RESPONSE_BYTES:
+        made = f"{num_inputs} vectors of {dimensions} numbers are up to {num_bytes} bytes as {encoding}"
+        advice = "send fewer inputs, or fewer dimensions or encoding_format base64"
+        raise invalid("input", f"{made}, over the limit of {MAX_RESPONSE_BYTES} for a response; {advice}")
 
 
 def _alone(_place: int) -> str:

@@ -5,8 +5,11 @@ and once a call cannot be answered, none of its prompts goes on.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from starlette.types import Scope
 
@@ -14,10 +17,10 @@ from pdserve.base.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.inference import pooling_to_proto
 from pdserve.protocol.pooling import Pooling
-from pdserve.protocol.refusal import Refused, RefusedError
+from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.clients import Visit
-from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.intake import Intake, Preparing
 from pdserve.router.frontend.openai.connection import Connection
 from pdserve.router.frontend.openai.dialect import Json, ledger_of, summed
 from pdserve.router.frontend.openai.errors import Header
@@ -29,6 +32,8 @@ from pdserve.router.requests.commands import Finished
 
 MAX_UNDER_WAY = 64
 BEHIND = -1  # priority of prompts that ask for none: whoever waits for a chat is served first
+RETRY_S = 0.25  # after which a call goes on if there was no room for one of its prompts
+_MOMENTARY = frozenset({Cause.SLOTS, Cause.TURN, Cause.PREPARING})
 _OURS = ("text: ", "token_ids: ", "prompt: ", "chat: ")  # names of a prompt in errors of the intake
 
 
@@ -47,6 +52,7 @@ class _Part:
 
     call: "PooledCall"
     place: int
+    received_s: float | None = None  # from when its objectives count; None until it first begins
     answer: Answer | None = None
 
     def write(self, gains: Sequence[Gain], outcome: Outcome | None) -> bool:
@@ -68,12 +74,18 @@ class PooledCall:
     asked: Served
     scope: Scope
     name_of: Callable[[int], str]  # of a prompt's field
-    request_of: Callable[[int], Awaitable[inference.GenerateRequest]]
+    request_of: Callable[[int], inference.GenerateRequest]
+    preparing: Preparing = field(default_factory=Preparing)
+    max_tokens: float = inf  # of all prompts together
     vectors: list[bytes] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     first_id: str = ""
     _label: str = field(default_factory=lambda: new_request_id().hex())
+    _waiting: deque[_Part] = field(default_factory=deque)
+    _num_tokens: Counter[int] = field(default_factory=Counter)  # by place
     _under_way: set[_Part] = field(default_factory=set)
+    _begin_s: float = 0.0  # before, no prompt begins
+    _deadline_s: float = inf  # of the call, known from its first prompt
     _refused: Refused | None = None
     _is_lost: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,12 +96,16 @@ class PooledCall:
         own: list[Header] = [(REQUEST_ID, self._label.encode()), *ignored_names(self.asked.ignored)]
         return [*own, (ROUTERS_ID, self.first_id.encode())] if self.first_id else own
 
-    async def run(self, count: int) -> bool:
-        """Serve so many requests; False if the client is lost. RefusedError where one has ended without its vector."""
+    @asynccontextmanager
+    async def served(self, count: int) -> AsyncIterator[bool]:
+        """Serve so many requests, and count the call as under way until the response is written, too.
+
+        Yields False if the client is lost. RefusedError where a request has ended without its vector.
+        """
         self._label = label_of(self.asked, headers_of(self.scope)) or self._label
         self.scope["state"]["headers"] = self.headers
         async with visiting(self.intake, self.scope) as visit:
-            return await self._run(count, visit)
+            yield await self._run(count, visit)
 
     def shown(self) -> Json:
         """Return what a response has besides its results: model and usage, and the ledger of a single request."""
@@ -104,14 +120,17 @@ class PooledCall:
     async def _run(self, count: int, visit: Visit) -> bool:
         connection: Connection = self.scope["state"]["connection"]
         self._is_lost = connection.transport.is_closing()
+        self.vectors, self._waiting = [b""] * count, deque(_Part(self, place) for place in range(count))
         connection.reply = self
         try:
-            for place in range(count):
-                await self._until_fewer_than(MAX_UNDER_WAY)
-                if self._is_over:
-                    break
-                await self._begin(place, visit)
-            await self._until_fewer_than(1)
+            while not self._is_over and (self._waiting or self._under_way):
+                pause_s = self._begin_s - self.intake.backend.clock.now_s()
+                has_room = bool(self._waiting) and len(self._under_way) < MAX_UNDER_WAY
+                if has_room and pause_s <= 0:
+                    await self._begin(self._waiting.popleft(), visit)
+                    await asyncio.sleep(0)  # short prompts are tokenized and placed without a pause: let others run
+                else:
+                    await self._hear(pause_s if has_room else None)
         finally:
             if connection.reply is self:
                 connection.reply = None
@@ -122,22 +141,34 @@ class PooledCall:
             raise RefusedError(self._refused)
         return not self._is_lost
 
-    async def _begin(self, place: int, visit: Visit) -> None:
-        received_s = self.scope["state"]["received_s"]
-        part = _Part(self, place)
-        self.vectors.append(b"")
+    async def _begin(self, part: _Part, visit: Visit) -> None:
+        """Hand a prompt to the core. Objectives count from now for one that had to wait for others of its call."""
+        now_s = self.intake.backend.clock.now_s()
+        if part.received_s is None:
+            part.received_s = self.scope["state"]["received_s"] if part.place < MAX_UNDER_WAY else now_s
+        left_s = self._deadline_s - part.received_s
         try:
-            request = await self.request_of(place)
-            part.answer = await self.intake.accept(request, part, visit, received_s=received_s)
+            request = self.request_of(part.place)
+            answer = await self.intake.accept(request, part, visit, left_s, part.received_s, self.preparing)
         except RefusedError as error:
-            raise RefusedError(self._named(error.refused, place)) from None
-        self.first_id = self.first_id or part.answer.hex_id
+            self._refuse(part, error.refused)
+            return
+        part.answer = answer
+        self.first_id = self.first_id or answer.hex_id
+        self._deadline_s = min(self._deadline_s, answer.event.deadline_s)
         self._under_way.add(part)
+        self._num_tokens[part.place] = len(answer.event.token_ids)
+        num_tokens = self._num_tokens.total()
+        if num_tokens > self.max_tokens:
+            text = f"the first {part.place + 1} prompts have {num_tokens} tokens, over the limit of {self.max_tokens}"
+            self._refused = Refused(Cause.INVALID, f"{self.name_of(part.place)}: {text} for a call")
 
-    async def _until_fewer_than(self, count: int) -> None:
-        while len(self._under_way) >= count and not self._is_over:
-            await self._news.wait()
-            self._news.clear()
+    async def _hear(self, seconds: float | None) -> None:
+        """Wait until something is new, or so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        self._news.clear()
 
     @property
     def _is_over(self) -> bool:
@@ -147,9 +178,18 @@ class PooledCall:
         self._under_way.discard(part)
         if isinstance(outcome, Finished):
             self.finished.append(outcome)
-        elif self._refused is None:
-            self._refused = self._named(outcome, part.place)
+        else:
+            self._refuse(part, outcome)
         self._news.set()
+
+    def _refuse(self, part: _Part, refused: Refused) -> None:
+        """End the call; or try the prompt again where there may be room for it in a moment."""
+        again_s = self.intake.backend.clock.now_s() + RETRY_S
+        if refused.cause in _MOMENTARY and self.first_id and again_s < self._deadline_s:
+            self._waiting.appendleft(part)
+            self._begin_s = again_s
+        elif self._refused is None:
+            self._refused = self._named(refused, part.place)
 
     def _named(self, refused: Refused, place: int) -> Refused:
         """Return a refusal with the name that the call has for the prompt."""

@@ -6,7 +6,7 @@ for the headers at once or nothing was written for KEEP_ALIVE_S. And at most one
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
-from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.intake import Intake, Preparing
 from pdserve.router.frontend.openai.connection import Connection, header_lines
 from pdserve.router.frontend.openai.dialect import KEEP_ALIVE, Choice, Json, Shown, ledger_of
 from pdserve.router.frontend.openai.errors import JSON, Header
@@ -116,7 +116,7 @@ class Reply:
         loosen: Loosen | None,
     ) -> None:
         """Open one request of the call. Raises what Intake.accept raises."""
-        part.answer = await intake.accept(request, part, key, received_s=received_s, loosen=loosen)
+        part.answer = await intake.accept(request, part, key, received_s=received_s, preparing=Preparing(loosen))
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
         part.choices[0].prompt.token_ids = part.answer.event.token_ids
         self.response.num_prompt_tokens += len(part.answer.event.token_ids)
@@ -307,6 +307,15 @@ class Stream(Reply):
             self._put(KEEP_ALIVE)
         self._is_silent = True
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._break_silence)
+
+
+async def respond_in_parts(send: Send, status: int, parts: Iterable[bytes], headers: Sequence[Header]) -> None:
+    """Write a response whose parts are made as the client reads; others run between two."""
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def respond(send: Send, status: int, body: bytes, headers: Sequence[Header]) -> None:

@@ -7,14 +7,13 @@ import secrets
 import struct
 import time
 from collections.abc import Callable
-from math import inf
 
 from starlette.types import Scope, Send
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.refusal import invalid
-from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.intake import Intake, Preparing
 from pdserve.router.frontend.openai.dialect import Json, encode
 from pdserve.router.frontend.openai.embeddings import MAX_INPUTS
 from pdserve.router.frontend.openai.errors import JSON
@@ -22,9 +21,11 @@ from pdserve.router.frontend.openai.fields import RerankRequest, ScoreRequest
 from pdserve.router.frontend.openai.generation import headers_of
 from pdserve.router.frontend.openai.pooled import PooledCall, pooled_template
 from pdserve.router.frontend.openai.reply import respond
-from pdserve.router.frontend.openai.translate import with_prompt
 from pdserve.text.scoring import INSTRUCTION, ROLES, WORDS, score_of
 
+# Prompt tokens of a call: about as many as a body of 4 MiB can have where no text is used twice. A query is used with
+# each document.
+MAX_CALL_TOKENS = 2**22
 Pair = tuple[str, str]  # a query and a document
 
 
@@ -44,15 +45,9 @@ class Scorer:
         _check("documents", texts)
         pairs = [(asked.query, text) for text in texts]
         call = self._call(asked, scope, pairs, lambda place: f"documents[{place}]")
-        if not await call.run(len(pairs)):
-            return
-        results: list[Json] = [{"index": i, "relevance_score": score} for i, score in enumerate(_scores(call))]
-        results.sort(key=lambda result: -result["relevance_score"])
-        results = results[: asked.top_n or len(results)]
-        for result in results if asked.return_documents is not False else ():
-            result["document"] = {"text": texts[result["index"]]}
-        written = {"id": f"rerank-{secrets.token_hex(16)}", **call.shown(), "results": results}
-        await respond(send, 200, encode(written), [*JSON, *call.headers])
+        async with call.served(len(pairs)) as is_there:
+            if is_there:
+                await respond(send, 200, _ranked(asked, texts, call), [*JSON, *call.headers])
 
     async def score(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/score. Raises what `errors.refused_by` knows."""
@@ -66,11 +61,12 @@ class Scorer:
         _check("text_2", texts)
         pairs = list(zip(queries * (len(texts) if len(queries) == 1 else 1), texts, strict=True))
         call = self._call(asked, scope, pairs, lambda place: f"text_2[{place}]")
-        if not await call.run(len(pairs)):
-            return
-        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(_scores(call))]
-        about = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
-        await respond(send, 200, encode({**about, **call.shown(), "data": data}), [*JSON, *call.headers])
+        async with call.served(len(pairs)) as is_there:
+            if not is_there:
+                return
+            data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(_scores(call))]
+            about = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
+            await respond(send, 200, encode({**about, **call.shown(), "data": data}), [*JSON, *call.headers])
 
     def _call(
         self, asked: RerankRequest | ScoreRequest, scope: Scope, pairs: list[Pair], name_of: Callable[[int], str]
@@ -80,14 +76,15 @@ class Scorer:
             raise invalid("model", f"it scores no documents: its vocabulary has not all of {', '.join(WORDS)}")
         template = pooled_template(asked, headers_of(scope), Pooling("logits", scoring.token_ids))
 
-        async def request_of(place: int) -> inference.GenerateRequest:
+        def request_of(place: int) -> inference.GenerateRequest:
             parts = zip(ROLES, (asked.instruction or INSTRUCTION, *pairs[place]), strict=True)
             chat = inference.Chat(messages=[inference.ChatMessage(role=role, content=text) for role, text in parts])
             request = inference.GenerateRequest(chat=chat)
-            ids = await intake.prompts.tokenize(request, intake.max_model_len(), inf, scoring.template)
-            return with_prompt(template, ids)
+            request.MergeFrom(template)
+            return request
 
-        return PooledCall(intake, asked, scope, name_of, request_of)
+        preparing = Preparing(template=scoring.template)
+        return PooledCall(intake, asked, scope, name_of, request_of, preparing, MAX_CALL_TOKENS)
 
 
 def _check(field: str, texts: list[str]) -> None:
@@ -99,3 +96,12 @@ def _check(field: str, texts: list[str]) -> None:
 
 def _scores(call: PooledCall) -> list[float]:
     return [score_of(*struct.unpack("<2f", vector)) for vector in call.vectors]
+
+
+def _ranked(asked: RerankRequest, texts: list[str], call: PooledCall) -> bytes:
+    results: list[Json] = [{"index": i, "relevance_score": score} for i, score in enumerate(_scores(call))]
+    results.sort(key=lambda result: -result["relevance_score"])
+    results = results[: asked.top_n or len(results)]
+    for result in results if asked.return_documents is not False else ():
+        result["document"] = {"text": texts[result["index"]]}
+    return encode({"id": f"rerank-{secrets.token_hex(16)}", **call.shown(), "results": results})

@@ -15,7 +15,7 @@ from typing import Self
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
-from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.intake import Intake, Preparing
 from pdserve.router.frontend.openai.dialect import Choice, ledger_of
 from pdserve.router.frontend.prompts import Loosen
 from pdserve.router.frontend.responses.event_log import EventLog
@@ -125,7 +125,8 @@ class Background:
         told = dict(job.response.told)
         job.tell(job.response.queued())
         try:
-            job.answer = await self._intake.accept(request, job, key, received_s=received_s, loosen=loosen)
+            preparing = Preparing(loosen)
+            job.answer = await self._intake.accept(request, job, key, received_s=received_s, preparing=preparing)
             try:
                 await job.keeping.begin(told, self._running_s)
             except BaseException:

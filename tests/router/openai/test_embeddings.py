@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import struct
+from collections.abc import Iterable, Sequence
 from math import hypot
 from pathlib import Path
 
@@ -12,10 +13,13 @@ import openai
 import pytest
 from http_door import HttpRouter, StartHttp
 from router_fakes import MODEL, TOKENIZER, FakeWorker, collect, error_of, vector_of
+from starlette.types import Send
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.clients import new_key
+from pdserve.router.frontend.openai import embeddings
+from pdserve.router.frontend.openai.errors import Header
 from pdserve.router.frontend.openai.pooled import BEHIND, MAX_UNDER_WAY
 
 WHOLE_VOCABULARY = TOKENIZER.vocab_size
@@ -243,3 +247,91 @@ async def test_what_goes_with_no_pooling_is_named(start_http: StartHttp, fields:
     code, details = await error_of((await start_http()).router.generate(text="hello", **fields))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text in details
+
+
+@pytest.mark.parametrize(("encoding", "most"), [("float", 10), ("base64", 45)])
+async def test_a_response_over_the_limit_is_refused_before_work_begins(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, encoding: str, most: int
+) -> None:
+    monkeypatch.setattr(embeddings, "MAX_RESPONSE_BYTES", 960)
+    door = await start_http(pair=False)
+    worker = await prefill_alone(door)
+    reply = await door.post("/v1/embeddings", input=[[5]] * (most + 1), encoding_format=encoding)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "input")
+    assert f"{most + 1} vectors of 4 numbers" in error["message"]
+    assert "over the limit of 960 for a response; send fewer inputs, or fewer dimensions" in error["message"]
+    assert not worker.prefills
+    assert (await door.post("/v1/embeddings", input=[[5]] * most, encoding_format=encoding)).status_code == 200
+    fewer = await door.post("/v1/embeddings", input=[[5]] * (most + 1), encoding_format=encoding, dimensions=2)
+    assert fewer.status_code == 200
+
+
+async def test_a_long_response_is_written_in_parts(start_http: StartHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = await start_http()
+    ids = [[number, 7] for number in range(1, 31)]
+    whole = await door.post("/v1/embeddings", input=ids)
+    monkeypatch.setattr(embeddings, "PART_BYTES", 64)  # four vectors
+    parted = await door.post("/v1/embeddings", input=ids)
+    assert "content-length" in whole.headers
+    assert "content-length" not in parted.headers
+    assert parted.json() == whole.json()
+    assert [each["embedding"] for each in parted.json()["data"]] == [floats(vector_of(each)) for each in ids]
+
+
+async def test_a_call_is_under_way_until_its_response_is_written(start_http: StartHttp, tmp_path: Path) -> None:
+    """A client that does not read its vectors keeps its place among its tenant's calls."""
+    key, digest = new_key()
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"tenants: {{acme: {{keys: [{{id: a, sha256: {digest}}}], max_concurrent: 1}}}}")
+    file.chmod(0o600)
+    door = await start_http(api_keys_file=file, key=key)
+    written, taken = asyncio.Event(), asyncio.Event()
+    original = embeddings.respond_in_parts
+
+    async def slow(send: Send, status: int, parts: Iterable[bytes], headers: Sequence[Header]) -> None:
+        written.set()
+        await taken.wait()
+        await original(send, status, parts, headers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embeddings, "PART_BYTES", 16)
+        patch.setattr(embeddings, "respond_in_parts", slow)
+        client = door.client.with_options(max_retries=0)
+        first = asyncio.create_task(client.embeddings.create(model=MODEL, input=[[5], [6], [7]]))
+        await written.wait()
+        with pytest.raises(openai.RateLimitError):
+            await client.embeddings.create(model=MODEL, input=[5])
+        taken.set()
+        assert len((await first).data) == 3
+    assert len((await client.embeddings.create(model=MODEL, input=[5])).data) == 1
+
+
+async def test_objectives_of_inputs_behind_others_count_from_when_they_begin(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    worker = await prefill_alone(door)
+    worker.is_paused = True
+    call = {"input": [[number, 7] for number in range(1, MAX_UNDER_WAY + 2)], "slo": {"ttft_ms": 400}}
+    asked = asyncio.create_task(door.post("/v1/embeddings", **call))
+    await worker.until(lambda: len(worker.prefills) == MAX_UNDER_WAY)
+    await asyncio.sleep(0.5)
+    worker.is_paused = False
+    await worker.step([worker.delta(place.spec, 0, 0) for place in worker.prefills])
+    reply = await asked
+    assert (reply.status_code, len(reply.json()["data"])) == (200, MAX_UNDER_WAY + 1)
+
+
+async def test_an_input_without_room_for_a_moment_is_tried_again(start_http: StartHttp) -> None:
+    door = await start_http(max_num_requests=1, max_num_held=3)
+    ids = [[number, 7] for number in range(1, 13)]
+    given = await door.client.with_options(max_retries=0).embeddings.create(model=MODEL, input=ids)
+    assert [each.embedding for each in given.data] == [floats(vector_of(each)) for each in ids]
+
+
+async def test_no_input_is_tried_again_after_the_deadline(start_http: StartHttp) -> None:
+    door = await start_http(max_num_requests=1, max_num_held=3, pair=False)
+    (await prefill_alone(door)).is_paused = True
+    began_s = asyncio.get_running_loop().time()
+    reply = await door.post("/v1/embeddings", input=[[5]] * 9, deadline_ms=400)
+    assert reply.status_code in (429, 504)
+    assert 0.1 < asyncio.get_running_loop().time() - began_s < 2

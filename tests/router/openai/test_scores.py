@@ -8,7 +8,8 @@ from router_fakes import LETTERS, MODEL, TOKENIZER, logits_of
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.token_ids import from_wire
-from pdserve.text.scoring import score_of
+from pdserve.router.frontend.openai import scores
+from pdserve.text.scoring import INSTRUCTION, score_of
 
 DOCUMENTS = ["a cat", "a cat sat on a mat", "a", "a cat sat"]
 ORDER = [1, 3, 0, 2]
@@ -94,3 +95,32 @@ async def test_a_model_without_the_words_scores_nothing(start_http: StartHttp) -
     reply = await door.post("/v1/rerank", query="q", documents=["a"])
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
     assert "yes, no, <|im_start|>" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "name"), [("/v1/rerank", "documents[2]"), ("/v1/score", "text_2[2]")])
+async def test_prompt_tokens_of_a_call_have_a_limit(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, path: str, name: str
+) -> None:
+    each = len(TOKENIZER.encode(prompt("q", "a", INSTRUCTION), add_special=False))
+    monkeypatch.setattr(scores, "MAX_CALL_TOKENS", 3 * each - 1)
+    door = await start_http()
+    for count, status in ((2, 200), (3, 400), (9, 400)):
+        texts = {"query": "q", "documents": ["a"] * count}
+        pairs = {"text_1": "q", "text_2": ["a"] * count}
+        reply = await door.post(path, **(texts if path == "/v1/rerank" else pairs))
+        assert reply.status_code == status
+    error = reply.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", name)
+    assert (
+        f"the first 3 prompts have {3 * each} tokens, over the limit of {3 * each - 1} for a call" in error["message"]
+    )
+
+
+async def test_a_document_that_is_refused_is_counted_and_a_wrong_model_comes_first(start_http: StartHttp) -> None:
+    door = await start_http()
+    documents = ["b" * 5000]
+    assert (await door.post("/v1/rerank", model="nonsense", query="q", documents=documents)).status_code == 404
+    assert (await door.post("/v1/rerank", query="q", documents=documents)).status_code == 400
+    shown = (await door.http.get("/metrics")).text
+    assert 'status="INVALID_ARGUMENT"' in shown
+    assert 'status="NOT_FOUND"' in shown
