@@ -22,7 +22,7 @@ from pdserve.protocol.sampling import SamplingParams
 pytestmark = pytest.mark.slow
 
 DECODES = ("decode-0", "decode-1")
-COUNT, NUM_TOKENS, NUM_BEFORE = 8, 200, 12
+COUNT, NUM_TOKENS, NUM_BEFORE = 6, 120, 12
 SHAPE = {**moving.MODEL_SHAPE, "hidden_size": 256, "num_hidden_layers": 4}
 SAMPLINGS: tuple[dict[str, Any], ...] = (  # beside few allowed tokens, so that answers repeat themselves
     {"temperature": 0.0},
@@ -115,6 +115,7 @@ def test_answers_are_those_of_one_engine_without_guesses(
     assert accepted(cluster) > 20
 
 
+@pytest.mark.long
 def test_answers_that_move_stay_the_same(cluster: LiveCluster, expected: list[dict[int, list[int]]]) -> None:
     before = accepted(cluster)
     streams = Streams(cluster)

@@ -59,6 +59,8 @@ def mostly_right(answer: Seq[int], count: int, drawn: random.Random) -> tuple[in
 DRAFTERS: dict[str, Drafter | None] = {each.__name__: each for each in (right, beyond_the_end, liar, mostly_right)}
 DRAFTERS["ngram"] = None
 
+ALWAYS = ("mostly_right", "ngram")
+
 
 @dataclass
 class Bench:
@@ -182,8 +184,13 @@ def assert_same_scores(some: Answers, others: Answers) -> None:
                 assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("num_pages", [300, 14])  # with 14, sequences preempt each other
+@pytest.mark.parametrize(
+    ("drafter", "num_pages"),  # with 14, sequences preempt each other
+    [
+        *(pytest.param(drafter, 300, marks=() if drafter in ALWAYS else pytest.mark.long) for drafter in DRAFTERS),
+        *(pytest.param(drafter, 14, marks=() if drafter in ALWAYS else pytest.mark.long) for drafter in DRAFTERS),
+    ],
+)
 def test_answers_are_those_without_guesses_in_tokens_ends_and_scores(
     model: Model, drafter: str, num_pages: int
 ) -> None:
