@@ -23,7 +23,7 @@ from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
-from pdserve.executor import gloo_ranks, loading, rank, rank_loading
+from pdserve.executor import gloo_ranks, loading, rank, rank_loading, ranked
 from pdserve.executor.executor import Executor
 from pdserve.executor.gloo_ranks import GlooRanks
 from pdserve.executor.rank_frames import ALL_HAVE_LOADED, Channel, Ended, Part, Setup, parts_of, plan_of
@@ -211,6 +211,14 @@ def test_a_device_that_breaks_before_the_loop_is_there_ends_the_process(monkeypa
     with pytest.raises(DeviceError), ending_on_broken_device():
         raise DeviceError("rank 1: its process has ended")
     assert ended == [DEVICE_EXIT_STATUS]
+
+
+def test_a_rank_that_does_not_load_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked, "LOAD_S", 0.05)  # less than it takes to start Python
+    config = config_of(tmp_path)
+    with pytest.raises(DeviceError, match="rank 1: it waits for another one, or is stopped"):
+        build_engine(config, open_model(config), b"secret", lambda _: None)
+    assert not ranks()
 
 
 def test_what_only_another_rank_finds_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

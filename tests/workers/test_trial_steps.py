@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faultsim.engine import FakeRunner
+from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import StepPlan, StepResult, work_of
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts, TimedStep
 from pdserve.perfmodel.model import costs_of_trial
 from pdserve.protocol.paging import PageShape, Paging
+from pdserve.protocol.sampling import SamplingParams
 from pdserve.router.wire import MAX_TRIAL_STEPS
 from pdserve.worker.warm_up import warm_up
 
@@ -66,6 +69,16 @@ def test_a_page_that_no_step_can_fill_leaves_trial_steps() -> None:
     engine.cache = KvCache(64, Paging((PageShape(3216), PageShape(3216, window=2, is_state=True))), None)
     found = engine.warm_up(step_tokens=512)
     assert {step.step.prefill_tokens for step in found} == {0, 64, 128}
+
+
+def test_a_brief_step_has_few_tokens_of_prompts_however_large_pages_are() -> None:
+    for page_size, most in ((16, 16), (3216, 64)):
+        scheduler = Scheduler(KvCache(8, Paging.of(page_size), None), Engine().limits())
+        job = Job(RequestId(bytes(16)), Attempt(0), tuple(range(100)), 100, SamplingParams(), (0,))
+        scheduler.add(Sequence(job, (0,), list(range(100)), 0))
+        plan = scheduler.plan(is_brief=True)
+        assert plan is not None
+        assert plan.num_tokens == most
 
 
 def test_sizes_double_until_tokens_set_the_time() -> None:
