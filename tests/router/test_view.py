@@ -103,7 +103,7 @@ def test_a_step_is_told_with_its_guesses_and_those_that_were_kept() -> None:
     message = step_report((StepCost(work_of(plan, result), 0.25, 0.0),), (), (), (), 0.0)
     (event,) = worker_events(LinkId(1), message)
     assert isinstance(event, StepReported)
-    assert event.step == Step(sequences=4, kv_tokens=73 + 51, guesses=2, kept_guesses=1)
+    assert event.step == Step(sequences=4, kv_tokens=71 + 72 + 73 + 51, guesses=2, kept_guesses=1)
 
 
 def test_more_guesses_than_there_were_are_not_believed() -> None:
