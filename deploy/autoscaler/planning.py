@@ -80,7 +80,7 @@ class Planner:
         if self._interval.seconds < self._interval_s * 0.999 or (mixture is None and not self._is_idle(seen)):
             return
         answer = 0.0 if mixture is None else mean(mixture.answers)
-        self._take_in(self._interval.computed_tokens / self._interval.seconds, self._interval.rate * answer)
+        self._take_in(self._interval.computed_tokens / self._interval.seconds, self._interval.answer_rate * answer)
         self._is_warm, self._interval = True, DecayingCounts(1e9)
         self._tokens = self._forecast(startup_s)
 

@@ -112,7 +112,10 @@ def _kv_of_a_sequence(traffic: Traffic) -> float:
     """Return the KV tokens of a sequence that runs, on average: long answers run longer, and are met more often."""
     tokens = mean(traffic.answers)
     squares = sum(share * length**2 for length, share in traffic.answers)
-    return mean(traffic.prompts) + traffic.cached_tokens + squares / (2 * tokens) if tokens else 0.0
+    prompt = traffic.decoded_tokens
+    if prompt is None:
+        prompt = mean(traffic.prompts) + traffic.cached_tokens
+    return prompt + squares / (2 * tokens) if tokens else 0.0
 
 
 _PROMPTS_BEFORE = 6.0  # prompts that are computed until one of a burst is done, itself included

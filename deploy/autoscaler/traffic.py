@@ -21,6 +21,7 @@ class Traffic:
     prompts: Lengths  # tokens to compute
     answers: Lengths
     cached_tokens: float = 0.0  # of a prompt, on average, that nobody computes
+    decoded_tokens: float | None = None  # of a prompt that an answer follows, on average; None: one follows each
 
     @property
     def text(self) -> str:
@@ -42,6 +43,7 @@ class DecayingCounts:
         self.fades_s = fades_s
         self.seconds = 0.0  # in which they came, faded as the counts are
         self.num_requests = self._cached_tokens = 0.0
+        self._num_pooled = self._num_answered = self._answered_tokens = 0.0  # requests for vectors; all others
         self._prompts, self._answers = [0.0] * NUM_BANDS, [0.0] * NUM_BANDS
 
     def add(self, demand: Demand, seconds: float) -> None:
@@ -50,6 +52,9 @@ class DecayingCounts:
         self.seconds = self.seconds * kept + seconds
         self.num_requests = self.num_requests * kept + demand.num_requests
         self._cached_tokens = self._cached_tokens * kept + demand.cached_tokens
+        self._num_pooled = self._num_pooled * kept + demand.num_pooled
+        self._num_answered = self._num_answered * kept + demand.num_requests - demand.num_pooled
+        self._answered_tokens = self._answered_tokens * kept + demand.prompt_tokens - demand.pooled_tokens
         self._prompts = [before * kept + count for before, count in zip(self._prompts, demand.prompts, strict=True)]
         self._answers = [before * kept + count for before, count in zip(self._answers, demand.answers, strict=True)]
 
@@ -63,6 +68,11 @@ class DecayingCounts:
         return self.num_requests / self.seconds if self.seconds else 0.0
 
     @property
+    def answer_rate(self) -> float:
+        """Requests a second that an answer follows: all but those for vectors."""
+        return self._num_answered / self.seconds if self.seconds else 0.0
+
+    @property
     def computed_tokens(self) -> float:
         """Prompt tokens to compute."""
         return sum(count * tokens for count, tokens in zip(self._prompts, _MIDDLES, strict=True))
@@ -70,10 +80,13 @@ class DecayingCounts:
     def traffic(self) -> Traffic | None:
         """Return the stream; None before a request and an answer were counted."""
         prompts, answers = _lengths(self._prompts), _lengths(self._answers)
+        if not answers and self._num_pooled and not self._num_answered:
+            answers = ((1.0, 1.0),)  # of which none comes: vectors alone
         if not prompts or not answers:
             return None
         cached = self._cached_tokens / max(1.0, self.num_requests)
-        return Traffic(self.rate, self.rate, prompts, answers, cached)
+        decoded = self._answered_tokens / self._num_answered if self._num_pooled and self._num_answered else None
+        return Traffic(self.rate, self.answer_rate, prompts, answers, cached, decoded)
 
     def sure_rates(self, mixture: Traffic) -> tuple[float, float]:
         """Return lower bounds, with 95 %, of the prompts (of the mixture's mean length) and sequences a second.
@@ -84,7 +97,7 @@ class DecayingCounts:
             return 0.0, 0.0
         squares = sum(count * tokens**2 for count, tokens in zip(self._prompts, _MIDDLES, strict=True))
         tokens = max(0.0, self.computed_tokens - SURE * sqrt(squares))
-        requests = max(0.0, self.num_requests - SURE * sqrt(self.num_requests))
+        requests = max(0.0, self._num_answered - SURE * sqrt(self._num_answered))
         each = mean(mixture.prompts)
         return tokens / each / self.seconds if each else 0.0, requests / self.seconds
 

@@ -113,6 +113,8 @@ class Demand:
     num_within_ttft: int = 0
     num_within_tpot: int = 0
     num_within_both: int = 0
+    num_pooled: int = 0  # of num_requests: those for a vector, which no answer follows
+    pooled_tokens: int = 0  # of prompt_tokens: those of requests for a vector
 
     def __add__(self, other: "Demand") -> "Demand":
         return self._combined(other, 1)

@@ -567,6 +567,8 @@ class Demand(_message.Message):
     NUM_WITHIN_TTFT_FIELD_NUMBER: _builtins.int
     NUM_WITHIN_TPOT_FIELD_NUMBER: _builtins.int
     NUM_WITHIN_BOTH_FIELD_NUMBER: _builtins.int
+    NUM_POOLED_FIELD_NUMBER: _builtins.int
+    POOLED_TOKENS_FIELD_NUMBER: _builtins.int
     num_requests: _builtins.int
     """Requests that arrived, refused ones included."""
     prompt_tokens: _builtins.int
@@ -583,6 +585,10 @@ class Demand(_message.Message):
     """Those whose tokens after the first came fast enough."""
     num_within_both: _builtins.int
     """Those that met both."""
+    num_pooled: _builtins.int
+    """Of num_requests: those for a vector of their prompt, which no answer follows."""
+    pooled_tokens: _builtins.int
+    """Of prompt_tokens: those of requests for a vector."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests by the band of prompt tokens to compute, counted when they are first placed, or when they end unplaced."""
@@ -604,10 +610,12 @@ class Demand(_message.Message):
         num_within_ttft: _builtins.int = ...,
         num_within_tpot: _builtins.int = ...,
         num_within_both: _builtins.int = ...,
+        num_pooled: _builtins.int = ...,
+        pooled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "answers", b"answers", "cached_tokens", b"cached_tokens", "num_judged", b"num_judged", "num_requests", b"num_requests", "num_within_both", b"num_within_both", "num_within_tpot", b"num_within_tpot", "num_within_ttft", b"num_within_ttft", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "answers", b"answers", "cached_tokens", b"cached_tokens", "num_judged", b"num_judged", "num_pooled", b"num_pooled", "num_requests", b"num_requests", "num_within_both", b"num_within_both", "num_within_tpot", b"num_within_tpot", "num_within_ttft", b"num_within_ttft", "pooled_tokens", b"pooled_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

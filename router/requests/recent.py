@@ -61,6 +61,9 @@ class DemandCounts:
     def count_arrival(self, request: Request) -> None:
         self._sums["num_requests"] += 1
         self._sums["prompt_tokens"] += request.num_tokens
+        if request.params.pooling is not None:
+            self._sums["num_pooled"] += 1
+            self._sums["pooled_tokens"] += request.num_tokens
 
     def count_placed(self, request: Request, cached_tokens: int) -> None:
         """Count a request that is placed for the first time, and so many tokens of its prompt as not computed."""
@@ -73,7 +76,7 @@ class DemandCounts:
         for sequence in request.sequences:
             num_tokens = len(sequence.token_ids)
             self._sums["answer_tokens"] += num_tokens
-            if isinstance(outcome, Finished):
+            if isinstance(outcome, Finished) and request.params.pooling is None:
                 self._answers[band_of(num_tokens)] += 1
         verdict = judge(request.slo_s, outcome)
         if verdict is not None:

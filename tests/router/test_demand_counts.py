@@ -4,10 +4,13 @@ import pytest
 from router_driver import LENGTH, Driver, placed_request
 
 from pdserve.base.errors import ProtocolError
+from pdserve.capacity.wires import Delta
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.admin import demand_from_proto, demand_to_proto
+from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.reports import NUM_BANDS, Demand, band_of
 from pdserve.router.config import Limits
-from pdserve.router.requests.events import ClientGone, LinkLost
+from pdserve.router.requests.events import ClientGone, LinkLost, StepReported
 
 BANDS = range(NUM_BANDS)
 
@@ -103,3 +106,16 @@ def test_demand_survives_the_wire_and_other_bands_are_refused_by_name() -> None:
     message.answers.append(0)
     with pytest.raises(ProtocolError, match=r"demand\.answers: 49 bands, 48 are expected"):
         demand_from_proto(message)
+
+
+def test_a_vector_is_no_answer_and_its_prompt_is_counted_apart() -> None:
+    d = Driver()
+    prefill, _ = d.pair()
+    chat = d.arrive(prompt=range(8))
+    vector = d.arrive(prompt=range(40), max_tokens=1, pooling=Pooling("last"))
+    delta = Delta(vector, 0, 0, 0, (), inference.FINISH_REASON_STOP, pooled=b"\0" * 16)
+    d.post(StepReported(prefill, [delta]))
+    d.post(ClientGone(chat))
+    demand = counted(d)
+    assert demand == Demand(2, 48, prompts=bands(8, 40), num_pooled=1, pooled_tokens=40)
+    assert demand_from_proto(demand_to_proto(demand)) == demand
