@@ -15,7 +15,7 @@ MANY = 600  # tokens, of an answer that goes on while a rank is ended
 LENGTHS = (1, 16, 40, 130, 300)
 FLOAT32 = ("--dtype", "float32", "--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "500")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,6 @@ def test_a_rank_ends_with_its_worker(cluster: LiveCluster) -> None:
     rank.wait(5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
 def test_pairs_of_other_degrees_answer_as_transformers_does(
     model: Path, oracle: PreTrainedModel, sizes: tuple[int, int], tmp_path: Path
