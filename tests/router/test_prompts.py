@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 from threading import current_thread
-from typing import Any
 
 import pytest
 from router_fakes import TEMPLATE, TOKENIZER, StartRouter, collect, model_folder
@@ -118,7 +117,9 @@ async def test_each_step_before_admission_has_what_is_left_of_the_deadline(
             left_s.append(remaining_s)
             return await super().with_structured(event, remaining_s, loosen)
 
-        async def tokenize(self, request: Request, max_model_len: int, remaining_s: float, *more: Any) -> TokenIds:
+        async def tokenize(
+            self, request: Request, max_model_len: int, remaining_s: float, *more: ChatTemplate | None
+        ) -> TokenIds:
             left_s.append(remaining_s)
             return await super().tokenize(request, max_model_len, remaining_s, *more)
 
