@@ -229,9 +229,8 @@ class KvCache:
         )
         sizes = self.paging.sizes
         found = PageTables(runs, [s.start * self.page_size // size for s, size in zip(needed, sizes, strict=True)])
-        found.take_unneeded(
-            self.paging, max(num_spans * self.page_size, num_known)
-        )  # a span's first pages; nothing is held yet
+        # These are a span's first pages; nothing is held yet.
+        found.take_unneeded(self.paging, max(num_spans * self.page_size, num_known))
         return found
 
     def _hash(self, prefix: Prefix, num_spans: int) -> None:

@@ -44,9 +44,7 @@ class Followers:
     def __init__(self, config: WorkerConfig, form: Form, num_pages: int, page_bytes: int) -> None:
         """Start them; they load their parts meanwhile."""
         self.ranks = GlooRanks(Rank(0, config.tensor_parallel_size), config.stalled_step_s)
-        self._store = os.memfd_create(
-            "pdserve-ranks"
-        )  # open until this process ends: gloo opens it again by its number
+        self._store = os.memfd_create("pdserve-ranks")  # open until this process ends: gloo opens it by its number
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading

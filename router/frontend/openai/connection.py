@@ -65,8 +65,8 @@ class Peer:
         return not is_gone and now_s - self._taken_s < STALLED_S
 
 
-class Told(Protocol):
-    """Who serves a request of a connection."""
+class ConnectionListener(Protocol):
+    """What serves a request, and hears of its connection."""
 
     def resume(self) -> None:
         """Take note that the connection takes bytes again."""
@@ -78,7 +78,7 @@ class Told(Protocol):
 class Connection(HttpToolsProtocol):
     """One connection. While a request is served, `reply` is told when the connection is writable, or lost."""
 
-    reply: Told | None = None
+    reply: ConnectionListener | None = None
     _timer: asyncio.TimerHandle | None = None  # for the head or body that is being received
     _looking: asyncio.TimerHandle | None = None
     _was_closing = False  # at the last check
