@@ -10,7 +10,7 @@ from math import isfinite
 
 from pdserve.base.clock import VirtualClock
 from pdserve.base.collector import garbage_left
-from pdserve.base.ids import AttemptKey, Peer
+from pdserve.base.ids import AttemptKey, Peer, RequestId
 from pdserve.base.roles import Role
 from pdserve.capacity.leaping import END
 from pdserve.capacity.wires import (
@@ -161,21 +161,26 @@ class SimCluster:
     def _arrive(self, number: int, arrival: Arrival) -> None:
         if number == self._num_awaited:
             self.clock.stop()
-        request_id = request_id_of(number)
-        self._outcomes[request_id] = Outcome(arrival.at_s, arrival.prompt_tokens, arrival.output_tokens, number)
         self._expect_next()
+        self._send(number, arrival, self._workload.token_ids(number, arrival))
+
+    def _send(self, number: int, arrival: Arrival, token_ids: Sequence[int], session: str = "") -> RequestId:
+        """Send a request now; return its id. `session`: the conversation that it names."""
+        request_id, now_s = request_id_of(number), self.clock.now_s()
+        self._outcomes[request_id] = Outcome(arrival.at_s, arrival.prompt_tokens, arrival.output_tokens, number)
         self._lengths[request_id] = arrival.output_tokens
-        now_s = self.clock.now_s()
         event = router_events.RequestArrived(
             request_id=request_id,
-            token_ids=self._workload.token_ids(number, arrival),
+            token_ids=token_ids,
             params=SamplingParams(max_tokens=self._workload.max_tokens(arrival), stop_token_ids=(END,)),
             received_s=now_s,
             deadline_s=now_s + DEADLINE_S,
             ttft_slo_s=self._objective.ttft_s if isfinite(self._objective.ttft_s) else None,
             tpot_slo_s=self._objective.tpot_s if isfinite(self._objective.tpot_s) else None,
+            session=session,
         )
         self._post(self._routers[self._router_of(request_id)], event)
+        return request_id
 
     def _router_of(self, request_id: bytes) -> RouterRef:
         return RouterRef(int.from_bytes(request_id[8:], "big") % len(self._routers))
@@ -201,6 +206,7 @@ class SimCluster:
                 self._outcomes[request_id].take(len(token_ids), self.clock.now_s())
             case End(request_id, end):
                 note_end(self._outcomes[request_id], end, self.clock.now_s())
+                self._note_ended(request_id)
             case Move():
                 self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
@@ -213,6 +219,9 @@ class SimCluster:
                 self._wires.offer(link, PeerGone(process))
             case _:
                 pass
+
+    def _note_ended(self, request_id: RequestId) -> None:
+        """Called once a request has ended."""
 
     def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec

@@ -135,7 +135,7 @@ class Client(OpenLoop):
 def take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
     """Note what a request's ledger says."""
     outcome.attempts = ledger.attempts
-    outcome.prefill_worker = ledger.prefill_worker
+    outcome.prefill_worker, outcome.decode_worker = ledger.prefill_worker, ledger.decode_worker
     outcome.handoff_bytes, outcome.handoff_s = ledger.handoff_bytes, ledger.handoff_ms / 1e3
     outcome.fetched_tokens = ledger.fetched_tokens
     outcome.moves = tuple(

@@ -90,6 +90,7 @@ class Outcome:
     attempts: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefill worker's prefix cache
     prefill_worker: str = ""
+    decode_worker: str = ""
     handoff_bytes: int = 0
     handoff_s: float = 0.0
     fetched_tokens: int = 0  # of the prompt, fetched from another worker's prefix cache

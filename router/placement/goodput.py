@@ -13,6 +13,7 @@ from math import inf
 from pdserve.base.roles import Role
 from pdserve.base.values import value
 from pdserve.protocol.refusal import Cause, Refused
+from pdserve.router.placement.leaving import Leaving
 from pdserve.router.placement.predict import FirstToken, Prediction, Predictor, Prompt
 from pdserve.router.placement.prefix_index import Hashes
 from pdserve.router.placement.refusals import impossible, late, no_room, reserved, slow
@@ -47,10 +48,11 @@ class _First:
     worker: WorkerView
     token: FirstToken
     harm_s: float  # the delay of what it decodes
+    away_s: float  # the price of leaving where the conversation lives
 
     @property
     def cost_s(self) -> float:
-        return self.token.ttft_s + self.harm_s
+        return self.token.ttft_s + self.harm_s + self.away_s
 
 
 @value
@@ -60,7 +62,8 @@ class _Rest:
     worker: WorkerView
     step_s: float
     lacks: Cause | None
-    total_s: float  # of all these tokens; infinite where room lacks: it is the last choice
+    total_s: float  # of all these tokens, and `away_s`; infinite where room lacks: it is the last choice
+    away_s: float
 
 
 @value
@@ -85,11 +88,14 @@ class Goodput:
 
     def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
         cached = self._predictor.prefixes.match(demand.hashes, demand.now_s)
-        prompt = Prompt(demand.num_tokens, demand.num_sequences, cached, demand.priority, demand.max_tokens)
-        some = [_some(group, prompt, demand.draw) for group in groups]
+        hinted = demand.output_tokens
+        prompt = Prompt(demand.num_tokens, demand.num_sequences, cached, demand.priority, demand.max_tokens, hinted)
+        some = [_some(group, prompt, demand) for group in groups]
         if cached and self._predictor.may_fetch:
             prompt = replace(prompt, holders=self._holders(groups, some, cached, demand.hashes))
-        options = [option for group in some for option in self._options(group, prompt, demand)]
+        workers = [worker for group in some for worker in (*group.prefills, *group.decodes)]
+        leaving = Leaving(self._predictor, prompt, workers, demand.home, demand.now_s)
+        options = [option for group in some for option in self._options(group, prompt, demand, leaving)]
         judge = _Judge(self._predictor, demand, _share_queued(some))
         slacks = [judge.slack(option) for option in options]
         good = [place for place, slack in enumerate(slacks) if slack >= 0]
@@ -114,28 +120,31 @@ class Goodput:
 
     # ---- options
 
-    def _options(self, group: Group, prompt: Prompt, demand: Demand) -> Iterator[_Option]:
+    def _options(self, group: Group, prompt: Prompt, demand: Demand, leaving: Leaving) -> Iterator[_Option]:
         """Yield the best hand-off of a group, and the best decode worker to do it all."""
         # A worker hands nothing over to itself.
         prefills = [worker for worker in group.prefills if list(group.decodes) != [worker]]
         if prefills:
-            yield self._handoff(prefills, group.decodes, prompt, demand)
+            yield self._handoff(replace(group, prefills=prefills), prompt, demand, leaving)
         alone = [worker for worker in group.decodes if group.local or worker.role is Role.MIXED]
         if alone and (demand.needs_decode or not prefills):
             reserves = any(worker.role is Role.PREFILL for worker in prefills)
             limit_s = _LOCAL_SHARE * (demand.tpot_slo_s or inf) if reserves else inf
-            ways = [self._local(worker, prompt, limit_s) for worker in alone]
+            ways = [self._local(worker, prompt, limit_s, leaving) for worker in alone]
             yield min(ways, key=lambda way: (not _keeps(way.prediction, demand), way.cost_s))
 
-    def _handoff(self, prefills: Seq[WorkerView], decodes: Seq[WorkerView], prompt: Prompt, demand: Demand) -> _Option:
+    def _handoff(self, group: Group, prompt: Prompt, demand: Demand, leaving: Leaving) -> _Option:
         """Return the pair by which the whole answer is there soonest; of equal ones, that on which least was placed."""
-        firsts = [self._first(worker, decodes, prompt, demand.now_s) for worker in prefills]
+        decodes = group.decodes
+        firsts = [self._first(worker, decodes, prompt, demand.now_s, leaving) for worker in group.prefills]
         if not demand.needs_decode or not decodes:
             one = min(firsts, key=lambda first: (first.cost_s, first.worker.num_placed))
             prediction = Prediction(one.token.ttft_s, 0.0, one.token.because)
-            return _Option(Pair(one.worker, None), prediction, one.token.ttft_s, 0, one.token)
+            return _Option(Pair(one.worker, None), prediction, one.cost_s, 0, one.token)
         num_later, soonest_s = self._num_later(prompt), min([first.token.ttft_s for first in firsts])
-        rests = [self._rest(worker, prompt, soonest_s, num_later) for worker in decodes]
+        source = min(firsts, key=lambda first: first.cost_s).worker
+        away_s = [leaving.decoding_s(worker, source) for worker in decodes]
+        rests = [self._rest(worker, prompt, soonest_s, each_s) for worker, each_s in zip(decodes, away_s, strict=True)]
         least_s, ways = min([rest.total_s for rest in rests]), list[_Way]()
         for first in sorted(firsts, key=lambda first: first.cost_s):
             if ways and first.cost_s + least_s > min([way.total_s for way in ways]):
@@ -152,31 +161,34 @@ class Goodput:
         tpot_s = rest.step_s + (way.handoff_s + rest.step_s / 2) / num_later
         later = Cause.HANDOFF if way.handoff_s > rest.step_s * num_later else Cause.BATCH
         prediction = Prediction(first.token.ttft_s, tpot_s, first.token.because, later, rest.lacks)
-        cost_s = prediction.ttft_s + tpot_s * num_later + first.harm_s
+        cost_s = first.cost_s + tpot_s * num_later + rest.away_s
         return _Option(Pair(first.worker, rest.worker), prediction, cost_s, rest.worker.num_sequences, first.token)
 
-    def _first(self, worker: WorkerView, decodes: Seq[WorkerView], prompt: Prompt, now_s: float) -> _First:
+    def _first(
+        self, worker: WorkerView, decodes: Seq[WorkerView], prompt: Prompt, now_s: float, leaving: Leaving
+    ) -> _First:
         token, harm_s = self._predictor.first_token(worker, prompt, now_s), 0.0
         if worker.role is Role.MIXED and worker in decodes:  # it computes the prompt beside what it decodes
             beside, harm_s = self._predictor.beside_decoding(worker, prompt, token.cached_tokens)
             token = replace(token, ttft_s=max(token.ttft_s, beside.ttft_s))
-        return _First(worker, token, harm_s)
+        return _First(worker, token, harm_s, leaving.computing_s(worker, token))
 
-    def _rest(self, worker: WorkerView, prompt: Prompt, after_s: float, num_later: float) -> _Rest:
+    def _rest(self, worker: WorkerView, prompt: Prompt, after_s: float, away_s: float) -> _Rest:
         step_s, lacks = self._predictor.decode_step(worker, prompt, after_s)
-        return _Rest(worker, step_s, lacks, step_s * num_later if lacks is None else inf)
+        total_s = step_s * self._num_later(prompt) + away_s if lacks is None else inf
+        return _Rest(worker, step_s, lacks, total_s, away_s)
 
-    def _local(self, worker: WorkerView, prompt: Prompt, limit_s: float) -> _Option:
+    def _local(self, worker: WorkerView, prompt: Prompt, limit_s: float, leaving: Leaving) -> _Option:
         """Return what a decode worker would bring that does it all, and may only while its steps are within a limit."""
         found, harm_s = self._predictor.beside_decoding(worker, prompt)
         if found.has_room and found.tpot_s * self._predictor.tpot_margin.factor > limit_s:
             found = replace(found, lacks=Cause.RESERVED)
-        cost_s = found.ttft_s + found.tpot_s * self._num_later(prompt) + harm_s
+        cost_s = found.ttft_s + found.tpot_s * self._num_later(prompt) + harm_s + leaving.computing_s(worker, None)
         return _Option(Pair(None, worker), found, cost_s, worker.num_sequences)
 
     def _num_later(self, prompt: Prompt) -> float:
         """Return how many tokens an answer will probably have after its first."""
-        return max(1.0, self._predictor.lengths.expected(prompt.max_tokens) - 1)
+        return max(1.0, self._predictor.lengths.expected(prompt.max_tokens, prompt.hinted) - 1)
 
     # ---- admission
 
@@ -294,21 +306,24 @@ def _keeps(prediction: Prediction, demand: Demand) -> bool:
     return prediction.tpot_s <= (demand.tpot_slo_s or inf)
 
 
-def _some(group: Group, prompt: Prompt, draw: int) -> Group:
+def _some(group: Group, prompt: Prompt, demand: Demand) -> Group:
     """Return a group small enough to look at each of its workers."""
     if max(len(group.prefills), len(group.decodes)) <= _MAX_LOOKED_AT:
         return group
-    return Group(_around(group.prefills, prompt, draw), _around(group.decodes, prompt, draw // 8191), group.local)
+    prefills, decodes = _around(group.prefills, prompt, demand, 1), _around(group.decodes, prompt, demand, 8191)
+    return Group(prefills, decodes, group.local)
 
 
-def _around(workers: Seq[WorkerView], prompt: Prompt, draw: int) -> Seq[WorkerView]:
+def _around(workers: Seq[WorkerView], prompt: Prompt, demand: Demand, divisor: int) -> Seq[WorkerView]:
     if len(workers) <= _MAX_LOOKED_AT:
         return workers
-    start = draw % len(workers)
+    start, home = demand.draw // divisor % len(workers), demand.home
     around = [*workers[start : start + _MAX_LOOKED_AT], *workers[: max(0, start + _MAX_LOOKED_AT - len(workers))]]
     near = {worker.link for worker in around}
     holders = [worker for worker in workers if worker.link in prompt.cached and worker.link not in near]
-    return around + nlargest(_MAX_LOOKED_AT, holders, key=lambda worker: prompt.cached[worker.link])
+    most = nlargest(_MAX_LOOKED_AT, holders, key=lambda worker: prompt.cached[worker.link])
+    at_home = () if home is None else [w for w in holders if w.link in (home.computes, home.decode) and w not in most]
+    return [*around, *most, *at_home]
 
 
 def _share_queued(groups: Seq[Group]) -> float:

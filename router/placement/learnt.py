@@ -82,20 +82,26 @@ class AnswerLengths:
 
     Two guesses compete: the mean of the answers so far, and the mean share of what requests allowed. Where clients ask
     for what they need, the second is right; where they ask for more than they need, the first. Whichever was nearer
-    lately is believed.
+    lately is believed. Where a client says how long its answer will be, that is believed while such words were nearer
+    lately than the guess.
     """
 
     def __init__(self) -> None:
         self.tokens, self._share = Mean(_START_TOKENS), Mean(1.0)
         self._errors = Mean(0.0), Mean(0.0)  # of |guess - tokens|: by the mean, by the share
         self._overdue_tokens = Mean(_START_TOKENS)
+        self._hint_errors = Mean(0.0), Mean(0.0)  # of answers with hints: by the hint, by the guess
 
     @property
     def mean_tokens(self) -> float:
         return self.tokens.value
 
-    def observe(self, num_tokens: int, max_tokens: int) -> None:
-        excess = num_tokens - self.expected(max_tokens)
+    def observe(self, num_tokens: int, max_tokens: int, hinted: int = 0) -> None:
+        """Learn from an answer that has ended. `hinted`: the tokens that its client expected; 0: it did not say."""
+        excess = num_tokens - self.expected(max_tokens, hinted)
+        if hinted:
+            for error, guess in zip(self._hint_errors, (hinted, self.expected(max_tokens)), strict=True):
+                error.observe(abs(guess - num_tokens))
         if excess >= 0:
             self._overdue_tokens.observe(excess)
         for error, guess in zip(self._errors, self._guesses(max_tokens), strict=True):
@@ -103,14 +109,17 @@ class AnswerLengths:
         self.tokens.observe(num_tokens)
         self._share.observe(num_tokens / max(1, max_tokens))
 
-    def expected(self, max_tokens: int) -> float:
+    def expected(self, max_tokens: int, hinted: int = 0) -> float:
+        by_hint_error, by_guess_error = self._hint_errors
+        if hinted and by_hint_error.value <= by_guess_error.value:
+            return min(hinted, max_tokens)
         by_mean, by_share = self._guesses(max_tokens)
         by_mean_error, by_share_error = self._errors
         return by_share if by_share_error.value < by_mean_error.value else by_mean
 
-    def left(self, num_tokens: int, max_tokens: int) -> float:
+    def left(self, num_tokens: int, max_tokens: int, hinted: int = 0) -> float:
         """Return how many tokens an answer that has so many will probably still gain."""
-        return min(max_tokens - num_tokens, max(self.expected(max_tokens) - num_tokens, self.overdue_tokens))
+        return min(max_tokens - num_tokens, max(self.expected(max_tokens, hinted) - num_tokens, self.overdue_tokens))
 
     @property
     def overdue_tokens(self) -> float:

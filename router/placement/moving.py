@@ -162,7 +162,11 @@ class Moving:
         """Return the continuations that decode on a worker and do not move, those with most tokens to come first."""
         lengths = self._predictor.lengths
         found = [
-            _Candidate(request, sequence, lengths.left(len(sequence.token_ids), request.params.max_tokens))
+            _Candidate(
+                request,
+                sequence,
+                lengths.left(len(sequence.token_ids), request.params.max_tokens, request.output_tokens),
+            )
             for request, sequence in self._decoding(source)
             if sequence.shadow is None
         ]

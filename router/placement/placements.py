@@ -13,6 +13,7 @@ from pdserve.router.config import Limits
 from pdserve.router.placement.learnt import Fading
 from pdserve.router.placement.predict import Predictor
 from pdserve.router.placement.routing import Decision, Held, Placed, Policy, Workers, choose
+from pdserve.router.placement.sessions import Home, Sessions
 from pdserve.router.placement.view import Share, WorkerView
 from pdserve.router.requests.commands import CancelAttempt, Command, End, Finished, Move, Place
 from pdserve.router.requests.events import LinkId, Registration
@@ -88,6 +89,7 @@ class Placements:
         self.num_replaced = 0
         self.num_without_handoff, self.without_handoff_because = 0, ""  # placements since the last with a hand-off
         self.shadows = Shadows(self.recent)
+        self.sessions = Sessions()
         self.num_ended = 0
         self._commands: list[Command] = []
         self._alarms: list[tuple[float, int, Request]] = []  # a heap
@@ -137,7 +139,8 @@ class Placements:
         """
         if self._limits.scale_to_zero:
             request.excuse_wait(now_s)
-        demand = request.demand(indices, self.num_placed, now_s, self._limits.max_hold_s)
+        home = self.sessions.home(request.session, now_s)
+        demand = request.demand(indices, self.num_placed, now_s, self._limits.max_hold_s, home)
         decision = choose(self.workers, demand, self._policy, local=self._limits.local_prefill)
         if not isinstance(decision, Held) or not decision.lacks_workers:
             return decision
@@ -173,6 +176,7 @@ class Placements:
                 share.prefill_tokens, share.prefill_work = fresh, work
             decode.assign(placement.key, share, now_s)
         self.predictor.note_placed(prefill, decode, request.hashes, fresh, now_s)
+        self._settle(request, placement, now_s)
         self.num_placed += 1
         self.num_without_handoff += 1
         self.without_handoff_because = placed.summary
@@ -180,6 +184,20 @@ class Placements:
             self.num_without_handoff, self.without_handoff_because = 0, ""
         self.num_replaced += placement.attempt > 0
         self.emit(Place(spec, _registration(prefill), _registration(decode), placed.fetch))
+
+    def _settle(self, request: Request, placement: Placement, now_s: float) -> None:
+        """Note where a conversation lives from now on, and whether its turn has kept to where it lived."""
+        first = placement.prefill or placement.decode
+        if not request.session or first is None:
+            return
+        before = self.sessions.home(request.session, now_s)
+        after = Home(first.link, None if placement.decode is None else placement.decode.link)
+        if placement.attempt == 0:
+            links = () if before is None else (before.computes, before.decode)
+            there = [self.workers.get(link) for link in links if link is not None]
+            is_there = any(worker is not None and not self.workers.unroutable(worker) for worker in there)
+            self.sessions.count(before, after, is_there=is_there)
+        self.sessions.bind(request.session, after, now_s)
 
     def release_prefill(self, placement: Placement) -> None:
         """Note that the decode worker goes on without the prefill worker."""
@@ -226,6 +244,8 @@ class Placements:
         if shadow is None or present is None:
             raise InvariantError(f"{request}: sequence {sequence.index} does not move")
         self.shadows.remove(shadow)
+        if shadow.decode is not None:
+            self.sessions.move(request.session, shadow.decode.link)
         sequence.shadow, sequence.placement = None, shadow
         shadow.running.add(sequence.index)
         self._leave(request, present, sequence.index, stop_workers=True)

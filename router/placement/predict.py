@@ -30,6 +30,7 @@ class Prompt:
     cached: dict[LinkId, int]  # leading tokens that workers probably hold
     priority: int = 0
     max_tokens: int = 1 << 30  # of each answer, still to come
+    hinted: int = 0  # tokens of each answer that the client expects, still to come; 0: it did not say
     holders: tuple[tuple[WorkerView, int], ...] = ()  # that may send so many leading tokens to workers of their kind
 
     def cached_on(self, worker: WorkerView, fetched_tokens: int = 0) -> int:
@@ -294,9 +295,9 @@ class Predictor:
             return None if layout.most_pages(prompt.num_tokens + width) <= worker.num_pages else Cause.PAGES
         if present + width > worker.registration.max_num_seqs:
             return Cause.ROWS
-        answer_tokens = self.lengths.mean_tokens * (present / 2 + width) + layout.pages_beside * layout.page_size * (
-            present + width
-        )
+        own = self.lengths.expected(prompt.max_tokens, prompt.hinted) if prompt.hinted else self.lengths.mean_tokens
+        answer_tokens = self.lengths.mean_tokens * present / 2 + own * width
+        answer_tokens += layout.pages_beside * layout.page_size * (present + width)
         missing = prompt.num_tokens - prompt.cached.get(worker.link, 0)
         num_tokens = worker.kv_tokens + prompt.num_tokens + answer_tokens
         is_full = layout.mean_pages(num_tokens, present + width) > worker.num_pages

@@ -13,6 +13,7 @@ from pdserve.protocol.adapters import NO_ADAPTER, AdapterDigest
 from pdserve.protocol.kvlayout import KvLayout
 from pdserve.protocol.refusal import Cause, Refused
 from pdserve.router.placement.prefix_index import Hashes
+from pdserve.router.placement.sessions import Home
 from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.commands import Fetch
 from pdserve.router.requests.events import LinkId, Registration
@@ -38,6 +39,8 @@ class Demand:
     may_wait_s: float = inf  # for room; then it is refused
     priority: int = 0  # workers compute prompts of a higher one first
     adapter: AdapterDigest = NO_ADAPTER  # that both workers must have
+    home: Home | None = None  # of its conversation; what the policy may make of it is the policy's to say
+    output_tokens: int = 0  # that the client expects of each answer, still to come; 0: it did not say
 
 
 @value

@@ -151,7 +151,7 @@ class Delivery:
     def _learn_answer(self, request: Request, sequence: Sequence) -> None:
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
         predictor, decoding_s = self._placements.predictor, sequence.last_s - sequence.first_s
-        predictor.lengths.observe(num_tokens, request.params.max_tokens)
+        predictor.lengths.observe(num_tokens, request.params.max_tokens, request.output_tokens)
         if placement is not None and placement.tpot_s is not None:
             predictor.observe_answer(placement.tpot_s, decoding_s, num_tokens)
 

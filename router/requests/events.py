@@ -78,6 +78,8 @@ class RequestArrived:
     trace: TraceContext | None = None  # what workers make their spans below
     resumed: Resumed | None = None  # set where another router had the request before
     adapter: AdapterDigest = NO_ADAPTER
+    session: str = ""  # the client's name of the conversation; empty: it named none
+    output_tokens: int = 0  # that the client expects of each answer; 0: it did not say
 
 
 @value

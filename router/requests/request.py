@@ -18,6 +18,7 @@ from pdserve.protocol.sampling import PromptLogprobs
 from pdserve.protocol.token_ids import pack
 from pdserve.router.placement.prefix_index import Hashes, block_hashes
 from pdserve.router.placement.routing import Demand
+from pdserve.router.placement.sessions import Home, session_key
 from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.commands import Fetch, SequenceSpec
 from pdserve.router.requests.events import LinkId, PromptScored, RequestArrived, Resumed, TokenDelta
@@ -123,6 +124,8 @@ class Request:
         self.params = event.params
         self.priority = event.priority
         self.scope = CacheScope(event.tenant, event.adapter)
+        self.session = session_key(self.scope, event.session)
+        self.output_tokens = min(event.output_tokens, event.params.max_tokens)
         self.trace = event.trace
         self.deadline_s = event.deadline_s
         self.slo_s = (event.ttft_slo_s, event.tpot_slo_s)
@@ -213,7 +216,9 @@ class Request:
         self.awaits_prompt = stop < self.num_tokens
         return scored.logprobs.slice(start, len(scored.logprobs))
 
-    def demand(self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float) -> Demand:
+    def demand(
+        self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float, home: Home | None = None
+    ) -> Demand:
         num_delivered = len(self.sequences[indices[0]].token_ids)
         waited_s = now_s - self.received_s - self._excused_s
         return Demand(
@@ -233,6 +238,8 @@ class Request:
             is_admitted=self.is_admitted,
             priority=self.priority,
             adapter=self.scope.adapter,
+            home=home,
+            output_tokens=max(0, self.output_tokens - num_delivered),
         )
 
     def wait_for_pair(self, now_s: float) -> float:
