@@ -14,6 +14,7 @@ from pdserve.router.frontend.clients import DENIALS, Clients
 from pdserve.router.frontend.limits import Uses
 from pdserve.router.live import WORKER_STATES, state_of
 from pdserve.router.placement.placements import DONE
+from pdserve.router.placement.sessions import TURNS
 from pdserve.router.requests.commands import Finished
 from pdserve.router.requests.core import RouterCore
 from pdserve.router.requests.events import RequestArrived
@@ -154,6 +155,9 @@ def _requests(core: RouterCore, tenants: Uses) -> Iterator[Sample]:
     yield Sample(metrics.REPLACED, placements.num_replaced)
     failures = [failure.name.lower() for failure in Failure]
     yield from _all(metrics.MOVES, (DONE, *failures), placements.shadows.ended)
+    yield Sample(metrics.CONVERSATIONS, len(placements.sessions))
+    yield Sample(metrics.CONVERSATIONS_FORGOTTEN, placements.sessions.num_forgotten)
+    yield from _all(metrics.TURNS, TURNS, placements.sessions.turns)
 
 
 def _all(metric: Metric, names: tuple[str, ...], counts: Counter[str]) -> Iterator[Sample]:

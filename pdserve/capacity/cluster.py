@@ -161,13 +161,13 @@ class SimCluster:
     def _arrive(self, number: int, arrival: Arrival) -> None:
         if number == self._num_awaited:
             self.clock.stop()
-        self._expect_next()
         self._send(number, arrival, self._workload.token_ids(number, arrival))
 
     def _send(self, number: int, arrival: Arrival, token_ids: Sequence[int], session: str = "") -> RequestId:
         """Send a request now; return its id. `session`: the conversation that it names."""
         request_id, now_s = request_id_of(number), self.clock.now_s()
         self._outcomes[request_id] = Outcome(arrival.at_s, arrival.prompt_tokens, arrival.output_tokens, number)
+        self._expect_next()
         self._lengths[request_id] = arrival.output_tokens
         event = router_events.RequestArrived(
             request_id=request_id,

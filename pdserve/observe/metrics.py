@@ -177,6 +177,16 @@ ATTAINMENT = _gauge(
     _CLASS,
 )
 REPLACED = _counter("pdserve_placements_again_total", "Placements of requests that had been placed before.")
+CONVERSATIONS = _gauge("pdserve_conversations", "Conversations that clients name, of which a router knows the workers.")
+CONVERSATIONS_FORGOTTEN = _counter(
+    "pdserve_conversations_forgotten_total",
+    "Conversations that were forgotten for want of room; old ones do not count.",
+)
+TURNS = _counter(
+    "pdserve_conversation_turns_total",
+    "Placed turns of named conversations: new ones, and by whether they kept to the workers of the turn before.",
+    "outcome",
+)
 MOVES = _counter("pdserve_moves_total", "Moves of running answers: done, or why they failed.", "outcome")
 WORKERS = _gauge("pdserve_workers", "Attached workers.", "role", "state")
 REFUSED_MESSAGES = _counter(

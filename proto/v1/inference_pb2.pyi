@@ -91,6 +91,9 @@ class GenerateRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREPARE_NEXT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name; empty for the one that is served."""
     text: _builtins.str
@@ -113,6 +116,16 @@ class GenerateRequest(_message.Message):
     """What vendors of tracing systems add to it; goes with traceparent, at most 512 characters."""
     add_special_tokens: _builtins.bool
     """Whether the tokenizer adds its special tokens to `text`, such as a beginning of sequence. Default true."""
+    session: _builtins.str
+    """The client's name of the conversation that this is a turn of. The router prefers the workers that served the turn
+    before, within what that costs. Of another tenant it is another conversation. At most 512 bytes; empty: none.
+    """
+    output_tokens: _builtins.int
+    """Tokens that each answer will probably have; 0: not said. Placement counts with it while such words come true."""
+    prepare_next: _builtins.bool
+    """Compute what is known of the next turn's prompt as soon as the answer has ended, with the lowest priority, where the
+    cluster has time for it.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -154,10 +167,13 @@ class GenerateRequest(_message.Message):
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        session: _builtins.str = ...,
+        output_tokens: _builtins.int = ...,
+        prepare_next: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_deadline_ms", b"_deadline_ms", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "deadline_ms", b"deadline_ms", "prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_deadline_ms", b"_deadline_ms", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "deadline_ms", b"deadline_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_label", b"request_label", "sampling", b"sampling", "slo", b"slo", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_deadline_ms", b"_deadline_ms", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "deadline_ms", b"deadline_ms", "model", b"model", "output_tokens", b"output_tokens", "prepare_next", b"prepare_next", "priority", b"priority", "prompt", b"prompt", "request_label", b"request_label", "sampling", b"sampling", "session", b"session", "slo", b"slo", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

@@ -22,6 +22,7 @@ from pdserve.text.stop import check_stops
 
 MAX_TENANT_BYTES = 64
 MAX_LABEL_BYTES = 128
+MAX_SESSION_BYTES = 512
 MAX_ANSWER_TOKENS = 2**31 - 1
 
 
@@ -41,6 +42,11 @@ def check_terms(
     if num_bytes > MAX_TENANT_BYTES:
         raise invalid("tenant", f"{num_bytes} bytes are over the limit of {MAX_TENANT_BYTES}")
     _check_label(request.request_label)
+    num_bytes = len(request.session.encode())
+    if num_bytes > MAX_SESSION_BYTES:
+        raise invalid("session", f"{num_bytes} bytes are over the limit of {MAX_SESSION_BYTES}")
+    if request.output_tokens > MAX_ANSWER_TOKENS:
+        raise invalid("output_tokens", f"{request.output_tokens} is over the limit of {MAX_ANSWER_TOKENS}")
     deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else max_deadline_ms
     if not 0 < deadline_ms <= max_deadline_ms:
         raise invalid("deadline_ms", f"{deadline_ms} is outside [1, {max_deadline_ms}]")
@@ -54,6 +60,8 @@ def check_terms(
         tenant=request.tenant,
         ttft_slo_s=_slo_s(request.slo, "ttft_ms"),
         tpot_slo_s=_slo_s(request.slo, "tpot_ms"),
+        session=request.session,
+        output_tokens=request.output_tokens,
     )
 
 

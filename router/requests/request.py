@@ -216,9 +216,7 @@ class Request:
         self.awaits_prompt = stop < self.num_tokens
         return scored.logprobs.slice(start, len(scored.logprobs))
 
-    def demand(
-        self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float, home: Home | None = None
-    ) -> Demand:
+    def demand(self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float, home: Home | None = None) -> Demand:
         num_delivered = len(self.sequences[indices[0]].token_ids)
         waited_s = now_s - self.received_s - self._excused_s
         return Demand(

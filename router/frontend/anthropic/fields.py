@@ -8,7 +8,9 @@ from pydantic import Field
 
 from pdserve.base.errors import echo
 from pdserve.protocol.refusal import invalid
-from pdserve.router.frontend.openai.fields import Body, ChatRequest, Object
+from pdserve.router.frontend.openai.agents import NvExt, usable_session
+from pdserve.router.frontend.openai.body import Body, Object
+from pdserve.router.frontend.openai.fields import ChatRequest
 
 # Of the API. The later one has no temperature, top_p and top_k any more; they are heeded all the same.
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -108,6 +110,10 @@ class CountTokensRequest(Body):
         )
 
 
+class Metadata(Body):
+    user_id: str | None = Field(None, description="Names a user or, as Claude Code writes it, a conversation.")
+
+
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
@@ -117,11 +123,17 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: int | None = Field(None, ge=0, lt=2**31)
     stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+    nvext: NvExt | None = None
+
+    PARTS: ClassVar[tuple[str, ...]] = ("nvext",)
 
     def chat(self) -> ChatRequest:
         chat = super().chat()
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        return chat.model_copy(update={name: getattr(self, name) for name in names} | {"stop": self.stop_sequences})
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "nvext")
+        user = "" if self.metadata is None else self.metadata.user_id or ""
+        own = {"stop": self.stop_sequences, "prompt_cache_key": usable_session("metadata.user_id", user)}
+        return chat.model_copy(update={name: getattr(self, name) for name in names} | own)
 
 
 def check_version(version: str | None) -> None:

@@ -7,8 +7,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest
+from pdserve.router.frontend.openai.body import Body
 from pdserve.router.frontend.openai.fields import (
-    Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,

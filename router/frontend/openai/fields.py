@@ -1,42 +1,17 @@
-"""The fields of requests over HTTP: OpenAI's, and vLLM's additions.
-
-A null means the same as a missing field. Unknown fields are accepted; `ignored` names them for a header.
-"""
+"""The fields of requests over HTTP: OpenAI's, and vLLM's additions. A null means the same as a missing field."""
 
 from array import array
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator
 
 from pdserve.protocol.sampling import MAX_SEQUENCES
+from pdserve.router.frontend.openai.agents import NvExt
+from pdserve.router.frontend.openai.body import Body, Object
 
-WITHOUT_EFFECT = frozenset(  # OpenAI's fields that would not change any answer
-    {
-        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "verbosity"),
-    }
-)
 MAX_PROMPTS = 128
-Object = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Prompt = str | list[int] | list[str] | list[list[int]]
-
-
-class Body(BaseModel):
-    """The body of a request."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    PARTS: ClassVar[tuple[str, ...]] = ()
-    """Fields that are bodies themselves, and whose unknown fields are named."""
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names of fields that were sent and are not known here; those of PARTS follow the fields' own."""
-        given = (self.model_extra or {}).items()
-        names = [name for name, value in given if value is not None and name not in WITHOUT_EFFECT]
-        parts = [(part, getattr(self, part)) for part in self.PARTS]
-        return names + [f"{part}.{name}" for part, of in parts if of is not None for name in of.ignored]
 
 
 class StreamOptions(Body):
@@ -109,9 +84,14 @@ class Generation(Served):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    session_id: str | None = Field(None, description="The conversation that this is a turn of.")
+    prompt_cache_key: str | None = Field(None, description="As session_id, which takes precedence.")
+    expected_output_tokens: int | None = Field(None, ge=1, lt=2**31, description="As nvext.agent_hints.osl.")
+    prepare_next_turn: bool | None = Field(None, description="As nvext.agent_hints.speculative_prefill.")
+    nvext: NvExt | None = None
 
     REFUSED: ClassVar[dict[str, str]] = {**Served.REFUSED, "use_beam_search": "beam search is not supported"}
-    PARTS: ClassVar[tuple[str, ...]] = ("stream_options", "slo")
+    PARTS: ClassVar[tuple[str, ...]] = ("stream_options", "slo", "nvext")
 
 
 class TextPart(Body):

@@ -15,7 +15,8 @@ from pdserve.grammar.compiler import WHITESPACE
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import Cause, RefusedError, invalid
 from pdserve.protocol.sampling import StructuredOutput
-from pdserve.router.frontend.openai.fields import ChatRequest, Object
+from pdserve.router.frontend.openai.body import Object
+from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.prompts import Check
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.text.tool_calls import ToolFormat

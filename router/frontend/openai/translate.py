@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pdserve.base.errors import echo
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import invalid
+from pdserve.router.frontend.openai.agents import hints_of, session_of
+from pdserve.router.frontend.openai.body import Object
 from pdserve.router.frontend.openai.fields import (
     MAX_PROMPTS,
     ChatRequest,
     CompletionRequest,
     Generation,
     Message,
-    Object,
     Served,
     TokenizeRequest,
 )
@@ -117,6 +118,13 @@ def _request(body: Generation, headers: Headers) -> inference.GenerateRequest:
     given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
     request, stop = served_request(body, headers), body.stop
     request.stop.extend([stop] if isinstance(stop, str) else stop or ())
+    if body.nvext is not None:
+        body.nvext.check()
+    hints = hints_of(body)
+    request.session, request.output_tokens = session_of(body, headers), hints.osl or 0
+    request.prepare_next = bool(hints.speculative_prefill)
+    if hints.priority is not None:
+        request.priority = hints.priority
     request.sampling.CopyFrom(
         inference.SamplingParams(
             **given,

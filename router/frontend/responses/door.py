@@ -14,6 +14,7 @@ from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.connection import Connection
 from pdserve.router.frontend.openai.errors import JSON, Header
+from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.openai.filters import Plan, renamed
 from pdserve.router.frontend.openai.generation import (
     MAX_TOKEN_BODY_BYTES,
@@ -33,8 +34,8 @@ from pdserve.router.frontend.responses.event_log import EVENTS, EventLog
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
 from pdserve.router.frontend.responses.items import Item
-from pdserve.router.frontend.responses.keeping import Keeping, context_of, given_in
-from pdserve.router.frontend.responses.response import ItemsResponse
+from pdserve.router.frontend.responses.keeping import Keeping, context_of, given_in, session_of
+from pdserve.router.frontend.responses.response import ItemsResponse, new_response_id
 from pdserve.router.frontend.responses.shelf import Limits
 from pdserve.router.frontend.responses.store import Store
 from pdserve.text.reasoning import ReasoningTokens
@@ -68,25 +69,28 @@ class Responses:
         tenant = tenant_of(self._intake, scope)
         context = await context_of(self.store, tenant, asked)
         given = await given_in(self.store, tenant, asked.input)
+        name = new_response_id()
+        session = asked.prompt_cache_key or await session_of(self.store, tenant, asked, name)
+        chat = asked.chat(context, given).model_copy(update={"prompt_cache_key": session})
         if asked.background:
-            await self._begin(asked, context, given, scope, send)
+            await self._begin(asked, chat, given, name, scope, send)
             return
 
         def begun(plan: Plan) -> ItemsResponse:
-            response = self._begun(asked, plan)
+            response = self._begun(asked, plan, name)
             if asked.is_stored:
                 response.settle = Keeping(self.store, tenant, asked, given, response).settle
             return response
 
-        await self._generator.converse(asked.chat(context, given), asked, begun, scope, send)
+        await self._generator.converse(chat, asked, begun, scope, send)
 
     async def _begin(
-        self, asked: ResponseRequest, context: Sequence[Item], given: Sequence[Item], scope: Scope, send: Send
+        self, asked: ResponseRequest, chat: ChatRequest, given: Sequence[Item], name: str, scope: Scope, send: Send
     ) -> None:
         """Begin a response in the background, and tell the client of it."""
-        given_headers, chat = headers_of(scope), asked.chat(context, given)
+        given_headers = headers_of(scope)
         request, plan = self._generator.planned(chat, given_headers)
-        response = self._begun(asked, plan)
+        response = self._begun(asked, plan, name)
         keeping = Keeping(self.store, tenant_of(self._intake, scope), asked, given, response)
         job = Job(response, keeping, choices_of(plan)[0], EventLog() if asked.stream else None)
         loosen = None if plan.grammar is None else plan.grammar.loosen
@@ -120,11 +124,11 @@ class Responses:
         told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await respond(send, 200, msgspec.json.encode(told), JSON)
 
-    def _begun(self, asked: ResponseRequest, plan: Plan) -> ItemsResponse:
+    def _begun(self, asked: ResponseRequest, plan: Plan, name: str) -> ItemsResponse:
         tokenizer, reasoning = self._intake.model.tokenizer, None
         if plan.begins_inside is not None:
             reasoning = ReasoningTokens[Json](tokenizer.piece, begins_inside=plan.begins_inside)
-        return ItemsResponse(asked, self._generator.name_of(asked.model), tokenizer, reasoning)
+        return ItemsResponse(asked, self._generator.name_of(asked.model), tokenizer, reasoning, name)
 
 
 async def _stream(log: EventLog, connection: Connection, send: Send, headers: Sequence[Header]) -> None:

@@ -7,7 +7,9 @@ from pydantic import Field, StringConstraints
 
 from pdserve.base.errors import echo
 from pdserve.protocol.refusal import invalid
-from pdserve.router.frontend.openai.fields import Body, ChatRequest, Object
+from pdserve.router.frontend.openai.agents import NvExt
+from pdserve.router.frontend.openai.body import Body, Object
+from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.responses.items import Item, messages_of
 
 MAX_TOP_LOGPROBS = 20
@@ -142,10 +144,11 @@ class ResponseRequest(CountInputRequest):
     metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: str | None = Field(None, description="The conversation that this is a turn of.")
+    nvext: NvExt | None = None
     service_tier: str | None = None
 
-    PARTS: ClassVar[tuple[str, ...]] = (*CountInputRequest.PARTS, "stream_options")
+    PARTS: ClassVar[tuple[str, ...]] = (*CountInputRequest.PARTS, "stream_options", "nvext")
 
     @property
     def is_stored(self) -> bool:
@@ -171,7 +174,7 @@ class ResponseRequest(CountInputRequest):
             raise invalid(field, "log probabilities go without tools: a call has no place for them")
 
     def chat(self, context: Sequence[Item], given: Sequence[Item]) -> ChatRequest:
-        names = ("stream", "temperature", "top_p")
+        names = ("stream", "temperature", "top_p", "prompt_cache_key", "nvext")
         own = {name: getattr(self, name) for name in names} | {"max_completion_tokens": self.max_output_tokens}
         if self.shows_logprobs:
             own |= {"logprobs": True, "top_logprobs": self.top_logprobs}

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.base.errors import echo
 from pdserve.protocol.refusal import invalid
-from pdserve.router.frontend.openai.fields import Body, Object
+from pdserve.router.frontend.openai.body import Body, Object
 
 REFERENCE = "item_reference"
 MAX_ID_CHARS = 128

@@ -30,6 +30,18 @@ async def context_of(store: Store, tenant: str, asked: CountInputRequest) -> lis
     return [Item.model_validate(item) for item in await store.history(tenant, name, kind, field)]
 
 
+async def session_of(store: Store, tenant: str, asked: ResponseRequest, own_id: str) -> str:
+    """Return the name of the conversation that a response belongs to, where the client gives none; empty: none.
+
+    It is the conversation's, or that of the response with which it began.
+    """
+    if asked.conversation_id:
+        return asked.conversation_id
+    if asked.previous_response_id:
+        return await store.ask(Shelf.first, tenant, asked.previous_response_id)
+    return own_id if asked.is_stored else ""
+
+
 def check_room(store: Store, holder: Holder, num_bytes: int, field: str) -> None:
     """Raise RefusedError if a holder has no room for so many bytes more."""
     if holder.num_bytes + num_bytes > store.limits.max_bytes:

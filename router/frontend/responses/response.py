@@ -30,12 +30,17 @@ class ItemsResponse:
     """One response: its items, and the events that bring them."""
 
     def __init__(
-        self, asked: ResponseRequest, model: str, tokenizer: Tokenizer, reasoning: ReasoningTokens[Json] | None
+        self,
+        asked: ResponseRequest,
+        model: str,
+        tokenizer: Tokenizer,
+        reasoning: ReasoningTokens[Json] | None,
+        name: str = "",
     ) -> None:
         """`reasoning` counts the tokens of reasoning; None: the answer has none."""
         self.shown = Shown()
         self.num_prompt_tokens = 0
-        self.id = new_response_id()
+        self.id = name or new_response_id()
         self.settle: Settle | None = None
         self.told = {"id": self.id, **envelope(asked, model)}  # the response's members as they are now
         self.output = Output()

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.intake import Intake
-from pdserve.router.frontend.openai.fields import Body
+from pdserve.router.frontend.openai.body import Body
 from pdserve.router.frontend.responses.background import Background
 from pdserve.router.frontend.responses.door import tenant_of
 from pdserve.router.frontend.responses.event_log import EVENTS

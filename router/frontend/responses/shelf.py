@@ -219,6 +219,13 @@ class Shelf:
                 name = found.previous
                 found = self._get(tenant, name, kind)
 
+    def first(self, tenant: str, name: str) -> str:
+        """Return the response with which the one of this name began, as far as it is kept."""
+        of = "SELECT previous FROM holders WHERE tenant = ? AND id = ?"
+        while before := next(self._rows(of, tenant, name), ("",))[0]:
+            name = before
+        return name
+
     def item(self, tenant: str, item_id: str, holder: str = "") -> bytes | None:
         """Return an item by its id, as JSON: a holder's, or the one that was kept last."""
         query = "SELECT i.body FROM items i JOIN holders h ON h.tenant = i.tenant AND h.id = i.holder"
@@ -293,10 +300,8 @@ class Shelf:
         query = "SELECT COALESCE(MAX(place) + 1, 0) FROM items WHERE tenant = ? AND holder = ?"
         (first,) = next(self._rows(query, tenant, name))
         packed = [(item["id"], is_output, msgspec.json.encode(item)) for item in items]
-        self._db.executemany(
-            "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)",
-            [(tenant, name, first + place, *row) for place, row in enumerate(packed)],
-        )
+        rows = [(tenant, name, first + place, *row) for place, row in enumerate(packed)]
+        self._db.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)", rows)
         self._grow(tenant, name, sum(len(body) + ITEM_BYTES for *_, body in packed))
 
     def _grow(self, tenant: str, name: str, num_bytes: int) -> None:

@@ -1,0 +1,193 @@
+"""Turns of a named conversation prefer the workers of the turn before, within what leaving them would cost."""
+
+import pytest
+from goodput_cluster import Cluster, placed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_driver import LAYOUT
+
+from pdserve.base.ids import WorkerId
+from pdserve.protocol.prefix_hash import EVERYONE, CacheScope
+from pdserve.router.placement.leaving import MOST_S
+from pdserve.router.placement.prefix_index import block_hashes
+from pdserve.router.placement.sessions import LIFE_S, Home, Sessions, session_key
+from pdserve.router.requests.commands import Place
+from pdserve.router.requests.events import DrainAsked, KvChanged, LinkId, LinkLost, PairMeasured
+
+WORKERS = "p0 p1 d0 d1"
+PROMPT = tuple(range(1, 3001))
+
+
+def names(place: Place) -> tuple[str, str]:
+    assert place.prefill is not None
+    assert place.decode is not None
+    return place.prefill.worker_id, place.decode.worker_id
+
+
+def hold(cluster: Cluster, name: str, num_tokens: int) -> None:
+    """Let a worker report that it holds so many leading tokens of the prompt."""
+    hasher = cluster.predictor.prefixes.hasher
+    blocks = LAYOUT.page_size // hasher.block_tokens
+    cluster.post(
+        KvChanged(cluster.links[name], stored=block_hashes(hasher, PROMPT[:num_tokens], EVERYONE)[blocks - 1 :: blocks])
+    )
+
+
+def slow_links(cluster: Cluster) -> None:
+    """Make links so slow that nothing is fetched."""
+    for source in cluster.links:
+        for target in cluster.links:
+            cluster.post(PairMeasured(cluster.links[source], WorkerId(target), 1e5, "tcp", is_slow=False))
+
+
+def turn(cluster: Cluster, num_tokens: int = 3000, session: str = "talk", **terms: object) -> Place:
+    return placed(cluster.arrive(tokens=list(PROMPT[:num_tokens]), session=session, **terms))
+
+
+def at_home(cluster: Cluster, computes: str, decode: str, session: str = "talk") -> None:
+    """Let a conversation's last turn have been there."""
+    home = Home(cluster.links[computes], cluster.links[decode])
+    cluster.core.placements.sessions.bind(session_key(CacheScope(""), session), home, cluster.now_s)
+
+
+def test_of_equal_workers_the_next_turn_takes_those_of_the_turn_before() -> None:
+    for computes, decode in (("p0", "d0"), ("p1", "d0"), ("p0", "d1"), ("p1", "d1")):
+        cluster = Cluster(workers=WORKERS)
+        for worker in cluster.links:
+            hold(cluster, worker, 1600)
+        hold(cluster, computes, 2400)
+        hold(cluster, decode, 2400)
+        slow_links(cluster)
+        at_home(cluster, computes, decode)
+        assert names(turn(cluster)) == (computes, decode)
+
+
+def test_a_turn_stays_behind_a_queue_that_costs_less_than_computing_again() -> None:
+    """The queue at home takes 0.12 s, the 3,000 tokens elsewhere 0.1 s more than the few at home."""
+    stays: dict[str, str] = {}
+    for session in ("", "talk"):
+        cluster = Cluster(workers="p0 p1 d0")
+        slow_links(cluster)
+        hold(cluster, "p0", 2992)
+        at_home(cluster, "p0", "d0")
+        for number in range(5):  # 1,000 tokens each
+            prefix = [10_000 + number] * 900
+            cluster.core.placements.workers.known(cluster.links["p1"]).num_placed = 1 + number
+            first = placed(cluster.arrive(tokens=prefix))
+            assert first.prefill is not None
+        stays[session] = names(turn(cluster, session=session))[0]
+    assert stays["talk"] == "p0"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    held=st.tuples(*[st.integers(0, 187)] * 4),
+    queues=st.lists(st.integers(100, 3000), max_size=8),
+    home=st.tuples(st.sampled_from(("p0", "p1")), st.sampled_from(("d0", "d1"))),
+    is_slow=st.booleans(),
+)
+def test_home_is_never_later_than_another_way_by_more_than_the_price(
+    held: tuple[int, int, int, int], queues: list[int], home: tuple[str, str], is_slow: bool
+) -> None:
+    """What is chosen is predicted to be complete at most two prices later than what would be chosen without a name."""
+    costs: dict[str, float] = {}
+    for session in ("", "talk"):
+        cluster = Cluster(workers=WORKERS)
+        if is_slow:
+            slow_links(cluster)
+        for worker, pages in zip(WORKERS.split(), held, strict=True):
+            hold(cluster, worker, 16 * pages)
+        for number, num_tokens in enumerate(queues):
+            placed(cluster.arrive(tokens=[20_000 + number] * num_tokens))
+        at_home(cluster, *home)
+        place = turn(cluster, session=session)
+        ttft_s, tpot_s = cluster.predicted_s(place)
+        costs[session] = ttft_s + tpot_s * (cluster.predictor.lengths.expected(100) - 1)
+    assert costs["talk"] <= costs[""] + 2 * MOST_S + 1e-6
+
+
+@settings(max_examples=15, deadline=None)
+@given(computes=st.sampled_from(("p0", "p1")), decode=st.sampled_from(("d0", "d1")), drains=st.booleans())
+def test_a_lost_or_draining_worker_is_never_chosen(computes: str, decode: str, drains: bool) -> None:
+    cluster = Cluster(workers=WORKERS)
+    hold(cluster, computes, 2992)
+    hold(cluster, decode, 2992)
+    at_home(cluster, computes, decode)
+    for name in (computes, decode):
+        cluster.post(DrainAsked(cluster.links[name]) if drains else LinkLost(cluster.links[name], "gone"))
+    assert not set(names(turn(cluster))) & {computes, decode}
+    assert cluster.core.placements.sessions.turns == {"gone": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        (None, (1, 2), "new"),
+        ((1, 2), (1, 2), "kept"),
+        ((1, None), (1, 2), "kept"),
+        ((1, 2), (1, 3), "partly"),
+        ((1, 2), (3, 2), "partly"),
+        ((1, 2), (3, 4), "left"),
+    ],
+)
+def test_turns_are_counted_by_whether_they_kept_to_their_homes(
+    before: tuple[int, int | None] | None, after: tuple[int, int], outcome: str
+) -> None:
+    sessions = Sessions()
+    sessions.count(None if before is None else home_of(*before), home_of(*after), is_there=True)
+    assert sessions.turns == {outcome: 1}
+
+
+def home_of(computes: int, decode: int | None) -> Home:
+    return Home(LinkId(computes), None if decode is None else LinkId(decode))
+
+
+def test_a_router_counts_the_turns_that_it_places() -> None:
+    cluster = Cluster(workers="p0 d0")
+    sessions = cluster.core.placements.sessions
+    for tenant, session in (("", "talk"), ("", "talk"), ("", ""), ("other", "talk")):
+        turn(cluster, session=session, tenant=tenant)
+    assert sessions.turns == {"new": 2, "kept": 1}
+    assert len(sessions) == 2
+
+
+def test_a_conversation_of_another_tenant_or_adapter_is_another_one() -> None:
+    keys = {session_key(CacheScope(tenant), name) for tenant in ("", "a", "ab") for name in ("bc", "c", "x")}
+    assert len(keys) == 9
+    assert session_key(CacheScope("a"), "") == b""
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, LIFE_S)), max_size=60))
+def test_the_table_is_bounded_and_forgets_the_oldest_turn_first(turns: list[tuple[int, float]]) -> None:
+    sessions, now_s, last = Sessions(max_sessions=8), 0.0, dict[bytes, float]()
+    for number, gap_s in turns:
+        now_s += gap_s
+        key = session_key(CacheScope(), str(number))
+        sessions.bind(key, Home(LinkId(number), None), now_s)
+        last.pop(key, None)
+        last[key] = now_s
+        assert len(sessions) <= 8
+    known = {key for key in last if sessions.home(key, now_s) is not None}
+    recent = [key for key, at_s in last.items() if at_s + LIFE_S > now_s][-8:]
+    assert known == set(recent)
+
+
+def test_a_moved_answer_takes_its_conversation_along() -> None:
+    sessions, key = Sessions(), session_key(CacheScope(), "talk")
+    sessions.bind(key, Home(LinkId(1), LinkId(2)), 0.0)
+    sessions.move(key, LinkId(3))
+    assert sessions.home(key, 1.0) == Home(LinkId(1), LinkId(3))
+    sessions.move(session_key(CacheScope(), "other"), LinkId(3))
+    assert len(sessions) == 1
+
+
+@pytest.mark.parametrize("count", [4, 20])
+def test_home_is_looked_at_among_many_workers(count: int) -> None:
+    workers = " ".join([*(f"p{number}" for number in range(count)), *(f"d{number}" for number in range(count))])
+    cluster = Cluster(workers=workers)
+    slow_links(cluster)
+    for name in cluster.links:
+        hold(cluster, name, 1600)
+    hold(cluster, "p3", 1616)
+    at_home(cluster, "p3", "d3")
+    assert names(turn(cluster))[0] == "p3"
