@@ -25,6 +25,7 @@ from pdserve.router.shell import Shell
 _LATELY = 1000  # ended requests of a class that the attainment is taken of
 _OBJECTIVES = ("ttft", "tpot")
 _CLASSES = ("high", "normal", "low")  # of priorities over, at and under 0
+PREPARED = ("done", "cancelled", "refused")
 OK = "OK"
 _PARTS = (  # of a request's life, from one stage to another
     (metrics.TTFT, Stage.RECEIVED, Stage.FIRST_TOKEN),
@@ -47,7 +48,7 @@ class Ends:
         self._prompt_tokens = self._cached_tokens = self._handoff_bytes = 0
         self._finished = Counter[int]()
         self._invalid = Counter[Status]()
-        self._goodput = Counter[str]()
+        self._goodput, self._prepared = Counter[str](), Counter[str]()
         self._judged = Counter[tuple[str, str, bool]]()
         self._lately = {(name, each): deque[bool](maxlen=_LATELY) for name in _OBJECTIVES for each in _CLASSES}
 
@@ -56,6 +57,10 @@ class Ends:
 
     def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
         """Count a request that is valid."""
+        if event.is_preparation:
+            done = isinstance(outcome, Finished)
+            self._prepared[PREPARED[0 if done else 1 if outcome.status is Status.CANCELLED else 2]] += 1
+            return
         priority, slo_s = event.priority, (event.ttft_slo_s, event.tpot_slo_s)
         if isinstance(outcome, Finished):
             self._finished.update(finish_reasons)
@@ -116,6 +121,7 @@ class Ends:
         yield Sample(metrics.HANDOFF_BYTES, self._handoff_bytes)
         yield from (Sample(metrics.OUTCOME_RATIO, ratio, (name,)) for name, ratio in self._ratios.items())
         yield from (Sample(metrics.INVALID, self._invalid[each], (each.value,)) for each in Status)
+        yield from (Sample(metrics.PREPARED, self._prepared[each], (each,)) for each in PREPARED)
         yield from (Sample(metrics.GOODPUT, self._goodput[each], (each,)) for each in _CLASSES)
         for objective, name in self._lately:
             for verdict, is_met in (("met", True), ("missed", False)):

@@ -187,6 +187,11 @@ TURNS = _counter(
     "Placed turns of named conversations: new ones, and by whether they kept to the workers of the turn before.",
     "outcome",
 )
+PREPARED = _counter(
+    "pdserve_turns_prepared_total",
+    "Preparations of next turns: done, cancelled as the turn came, or refused, because prompts waited.",
+    "outcome",
+)
 MOVES = _counter("pdserve_moves_total", "Moves of running answers: done, or why they failed.", "outcome")
 WORKERS = _gauge("pdserve_workers", "Attached workers.", "role", "state")
 REFUSED_MESSAGES = _counter(

@@ -85,6 +85,9 @@ class Answer:
         self.event = event
         self.hex_id = event.request_id.hex()
         self.ignored: tuple[str, ...] = ()  # of the request's schemas
+        self.keeps = False  # whether what was gained is kept
+        self.kept_ids: list[int] = []
+        self.kept_text: list[str] = []
         self.num_tokens = 0  # of all continuations
         self.num_written = self.num_unsent = 0  # tokens
         self.outcome: Outcome | None = None  # how the request ended
@@ -145,6 +148,9 @@ class Answer:
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
         gain.token_ids += token_ids
         gain.text += text
+        if self.keeps:
+            self.kept_ids += token_ids
+            self.kept_text.append(text)
         self.num_tokens += len(token_ids)
         self.num_unsent += len(token_ids)
         self._unsent_bytes += TOKEN_BYTES * len(token_ids) + len(text)

@@ -29,6 +29,7 @@ from pdserve.router.frontend.grpc_endpoint import (
     RequireKey,
 )
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.next_turns import NextTurns
 from pdserve.router.frontend.prompts import Prompts
 from pdserve.router.frontend.records import Records
 from pdserve.router.frontend.served import ServedModel
@@ -82,17 +83,19 @@ async def open_endpoints(
     export = _span_export(config, instance)
     records = Records(model.name, config, export)
     backend.span_counts = records.span_counts
-    intake = Intake(backend, model, prompts, clients, config, records)
     serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.readiness().can_serve)
     shown = HealthMethods({"": lambda: backend.readiness().is_live, **serves})
     try:
-        server = _server(config, intake, shown)
-        public = listen(server, config.host, config.port, port_key, _credentials(config, backend.connections))
-        async with running(server, LAST_WORDS_S), _listening_http(config, intake, instance) as http:
-            logger.info("serving %s on %s", model.name, public)
-            if http:
-                logger.info("serving OpenAI's API at %s", http)
-            yield Endpoints(public, http, shown.changed)
+        async with NextTurns(backend, prompts, model.tokenizer) as next_turns:
+            intake = Intake(backend, model, prompts, clients, config, records)
+            intake.next_turns = next_turns
+            server = _server(config, intake, shown)
+            public = listen(server, config.host, config.port, port_key, _credentials(config, backend.connections))
+            async with running(server, LAST_WORDS_S), _listening_http(config, intake, instance) as http:
+                logger.info("serving %s on %s", model.name, public)
+                if http:
+                    logger.info("serving OpenAI's API at %s", http)
+                yield Endpoints(public, http, shown.changed)
     finally:
         await prompts.close()
         if export is not None:

@@ -15,10 +15,12 @@ from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.answer import Answer, Outcome, Pace, Sink
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients, Visit
+from pdserve.router.frontend.next_turns import NextTurns, Said
 from pdserve.router.frontend.prompts import Loosen, Prompts, with_tokens
 from pdserve.router.frontend.records import Opened, Records
 from pdserve.router.frontend.served import ServedModel
 from pdserve.router.frontend.terms import check_terms
+from pdserve.router.requests.commands import Finished
 from pdserve.router.requests.events import RequestArrived
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.stop import OutputText
@@ -30,6 +32,7 @@ class Preparing:
 
     loosen: Loosen | None = None  # replaces a structured output that is refused
     template: ChatTemplate | None = None  # of a conversation, in place of the model's
+    said: Said | None = None  # what a client will send back of an answer, to a chat
 
 
 _PLAINLY = Preparing()
@@ -53,6 +56,7 @@ class Intake:
         self.clients = clients
         self._config = config
         self._records = records
+        self.next_turns: NextTurns | None = None  # while they are prepared
         self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), backend.fail)
 
     async def accept(
@@ -86,7 +90,13 @@ class Intake:
         except RefusedError as error:
             self._records.reject(opened, error.refused, "" if client is None else client.tenant, clock.now_s())
             raise
-        answer = self._answer(event, request, sink, partial(self._note_end, visit, opened))
+        then = None
+        if self.next_turns is not None:
+            self.next_turns.give_way(event)
+            if _prepares(request):
+                then = partial(self.next_turns.begin, request, preparing.said, visit.part())
+        answer = self._answer(event, request, sink, partial(self._note_end, visit, opened, then))
+        answer.keeps = then is not None
         answer.ignored = ignored
         self.backend.submit(event, answer)
         return answer
@@ -144,11 +154,15 @@ class Intake:
             on_end=on_end,
         )
 
-    def _note_end(self, visit: Visit, opened: Opened, answer: Answer, outcome: Outcome) -> None:
+    def _note_end(
+        self, visit: Visit, opened: Opened, then: Callable[[Answer], None] | None, answer: Answer, outcome: Outcome
+    ) -> None:
         visit.spend(answer.num_tokens)
         visit.end()
         self._records.end(answer, opened, outcome, self.backend.clock.now_s())
         self.backend.outcomes.end(answer.event, outcome, answer.finish_reasons)
+        if then is not None and isinstance(outcome, Finished):
+            then(answer)
 
     def adapter(self, name: str) -> AdapterDigest:
         """Return which adapter a name asks for; RefusedError unless it is empty, the model's, or a loaded adapter's."""
@@ -176,6 +190,11 @@ class Intake:
         of_workers = self.backend.readiness().max_model_len
         known = (self.model.max_model_len, self._config.max_model_len, of_workers)
         return min(length for length in known if length is not None)
+
+
+def _prepares(request: inference.GenerateRequest) -> bool:
+    """Whether the next turn is to be prepared: of several continuations nobody knows which goes on."""
+    return request.prepare_next and request.sampling.n <= 1
 
 
 def _permitted(event: RequestArrived, visit: Visit) -> RequestArrived:

@@ -175,7 +175,9 @@ class Placements:
             if prefill is None:
                 share.prefill_tokens, share.prefill_work = fresh, work
             decode.assign(placement.key, share, now_s)
-        self.predictor.note_placed(prefill, decode, request.hashes, fresh, now_s)
+        # A preparation may be cancelled: its pages count once they are there.
+        hashes = () if request.is_preparation else request.hashes
+        self.predictor.note_placed(prefill, decode, hashes, fresh, now_s)
         self._settle(request, placement, now_s)
         self.num_placed += 1
         self.num_without_handoff += 1
@@ -192,7 +194,9 @@ class Placements:
             return
         before = self.sessions.home(request.session, now_s)
         after = Home(first.link, None if placement.decode is None else placement.decode.link)
-        if placement.attempt == 0:
+        if before is not None and after.decode is None:
+            after = Home(first.link, before.decode)
+        if placement.attempt == 0 and not request.is_preparation:
             links = () if before is None else (before.computes, before.decode)
             there = [self.workers.get(link) for link in links if link is not None]
             is_there = any(worker is not None and not self.workers.unroutable(worker) for worker in there)
@@ -287,6 +291,10 @@ class Placements:
 
     def report_end(self, request: Request, outcome: Finished | Refused) -> None:
         request.has_ended = True
+        if request.is_preparation:
+            self.num_ended += 1
+            self.emit(End(request.request_id, outcome))
+            return
         self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
         self.num_ended += 1
         self.demand.count_end(request, outcome)

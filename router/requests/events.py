@@ -80,6 +80,7 @@ class RequestArrived:
     adapter: AdapterDigest = NO_ADAPTER
     session: str = ""  # the client's name of the conversation; empty: it named none
     output_tokens: int = 0  # that the client expects of each answer; 0: it did not say
+    is_preparation: bool = False  # of the next turn: nobody waits for it, and it counts nowhere
 
 
 @value

@@ -50,8 +50,8 @@ def judge(slo_s: tuple[float | None, float | None], outcome: Finished | Refused)
 class DemandCounts:
     """Demand since the router's start.
 
-    Invariant: each request is counted once when it arrives, once in `prompts` when it is first placed or ends unplaced,
-    and once when it ends.
+    Invariant: each request, but for preparations of next turns, is counted once when it arrives, once in `prompts` when
+    it is first placed or ends unplaced, and once when it ends.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,8 @@ class DemandCounts:
         self._prompts, self._answers = [0] * NUM_BANDS, [0] * NUM_BANDS
 
     def count_arrival(self, request: Request) -> None:
+        if request.is_preparation:
+            return
         self._sums["num_requests"] += 1
         self._sums["prompt_tokens"] += request.num_tokens
         if request.params.pooling is not None:
@@ -67,6 +69,8 @@ class DemandCounts:
 
     def count_placed(self, request: Request, cached_tokens: int) -> None:
         """Count a request that is placed for the first time, and so many tokens of its prompt as not computed."""
+        if request.is_preparation:
+            return
         self._sums["cached_tokens"] += cached_tokens
         self._prompts[band_of(request.num_tokens - cached_tokens)] += 1
 

@@ -126,6 +126,7 @@ class Request:
         self.scope = CacheScope(event.tenant, event.adapter)
         self.session = session_key(self.scope, event.session)
         self.output_tokens = min(event.output_tokens, event.params.max_tokens)
+        self.is_preparation = event.is_preparation
         self.trace = event.trace
         self.deadline_s = event.deadline_s
         self.slo_s = (event.ttft_slo_s, event.tpot_slo_s)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from math import inf
 
 import msgspec
@@ -16,7 +17,7 @@ from pdserve.router.frontend.answer import Answer
 from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest, check_version
 from pdserve.router.frontend.anthropic.response import MessagesResponse
 from pdserve.router.frontend.clients import Visit, bearer
-from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.intake import Intake, Preparing
 from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
 from pdserve.router.frontend.openai.errors import JSON, Header
@@ -29,6 +30,7 @@ from pdserve.router.frontend.openai.translate import (
     completion_template,
     label_of,
     prompts_of,
+    said_in,
     with_prompt,
 )
 from pdserve.router.frontend.responses.fields import ResponseRequest
@@ -147,12 +149,12 @@ class Generator:
         plan: filters.Plan,
         asked: Asked,
     ) -> None:
-        loosen = None if plan.grammar is None else plan.grammar.loosen
+        preparing = preparing_of(plan)
         try:
             try:
                 for part, request in zip(reply.parts, requests, strict=True):
                     await reply.begin_part(
-                        part, self._intake, request, key_of(scope), scope["state"]["received_s"], loosen
+                        part, self._intake, request, key_of(scope), scope["state"]["received_s"], preparing
                     )
             finally:
                 answers = [part.answer for part in reply.parts if part.answer is not None]
@@ -248,6 +250,11 @@ def choices_of(plan: filters.Plan, num_choices: int = 1, first: int = 0, echo: s
     """Return the choices of one prompt, whose text begins with `echo`."""
     new_filter, prompt = plan.new_filter, Prompt(echo)
     return [Choice(first + place, prompt, None if new_filter is None else new_filter()) for place in range(num_choices)]
+
+
+def preparing_of(plan: filters.Plan) -> Preparing:
+    """Return what is done in the way of this API to a request."""
+    return Preparing(None if plan.grammar is None else plan.grammar.loosen, said=partial(said_in, plan))
 
 
 def ignored(asked: Asked, plan: filters.Plan, answers: Sequence[Answer]) -> list[Header]:

@@ -20,7 +20,6 @@ from pdserve.router.frontend.intake import Intake, Preparing
 from pdserve.router.frontend.openai.connection import Connection, header_lines
 from pdserve.router.frontend.openai.dialect import KEEP_ALIVE, Choice, Json, Shown, ledger_of
 from pdserve.router.frontend.openai.errors import JSON, Header
-from pdserve.router.frontend.prompts import Loosen
 from pdserve.router.requests.commands import Finished
 from pdserve.router.requests.timeline import Usage
 
@@ -113,10 +112,10 @@ class Reply:
         request: inference.GenerateRequest,
         key: bytes | None,
         received_s: float,
-        loosen: Loosen | None,
+        preparing: Preparing,
     ) -> None:
         """Open one request of the call. Raises what Intake.accept raises."""
-        part.answer = await intake.accept(request, part, key, received_s=received_s, preparing=Preparing(loosen))
+        part.answer = await intake.accept(request, part, key, received_s=received_s, preparing=preparing)
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
         part.choices[0].prompt.token_ids = part.answer.event.token_ids
         self.response.num_prompt_tokens += len(part.answer.event.token_ids)

@@ -8,6 +8,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.openai.agents import hints_of, session_of
 from pdserve.router.frontend.openai.body import Object
+from pdserve.router.frontend.openai.dialect import merged
 from pdserve.router.frontend.openai.fields import (
     MAX_PROMPTS,
     ChatRequest,
@@ -17,6 +18,7 @@ from pdserve.router.frontend.openai.fields import (
     Served,
     TokenizeRequest,
 )
+from pdserve.router.frontend.openai.filters import Plan
 from pdserve.router.frontend.openai.tools import offered
 from pdserve.router.frontend.terms import usable_label
 
@@ -107,6 +109,15 @@ def chat_of(body: ChatRequest | TokenizeRequest) -> inference.Chat:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
     )
+
+
+def said_in(plan: Plan, text: str) -> inference.ChatMessage:
+    """Return the message that clients take an answer for, and send back with the next turn."""
+    if plan.new_filter is None:
+        return inference.ChatMessage(role="assistant", content=text)
+    each = plan.new_filter()
+    deltas = [*each.push(text), *each.finish("stop")[0]]
+    return _message(Message.model_validate(merged(deltas)), 0)
 
 
 def label_of(body: Served, headers: Headers) -> str:

@@ -17,7 +17,6 @@ from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.intake import Intake, Preparing
 from pdserve.router.frontend.openai.dialect import Choice, ledger_of
-from pdserve.router.frontend.prompts import Loosen
 from pdserve.router.frontend.responses.event_log import EventLog
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.keeping import Keeping
@@ -112,7 +111,7 @@ class Background:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def start(
-        self, job: Job, request: inference.GenerateRequest, key: bytes | None, received_s: float, loosen: Loosen | None
+        self, job: Job, request: inference.GenerateRequest, key: bytes | None, received_s: float, preparing: Preparing
     ) -> tuple[Answer, Json]:
         """Begin a response; return its answer, and what the client is told of it.
 
@@ -125,7 +124,6 @@ class Background:
         told = dict(job.response.told)
         job.tell(job.response.queued())
         try:
-            preparing = Preparing(loosen)
             job.answer = await self._intake.accept(request, job, key, received_s=received_s, preparing=preparing)
             try:
                 await job.keeping.begin(told, self._running_s)

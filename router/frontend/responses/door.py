@@ -24,6 +24,7 @@ from pdserve.router.frontend.openai.generation import (
     headers_of,
     ignored,
     key_of,
+    preparing_of,
     too_large,
     visiting,
 )
@@ -93,10 +94,9 @@ class Responses:
         response = self._begun(asked, plan, name)
         keeping = Keeping(self.store, tenant_of(self._intake, scope), asked, given, response)
         job = Job(response, keeping, choices_of(plan)[0], EventLog() if asked.stream else None)
-        loosen = None if plan.grammar is None else plan.grammar.loosen
         try:
             answer, told = await self.background.start(
-                job, request, key_of(scope), scope["state"]["received_s"], loosen
+                job, request, key_of(scope), scope["state"]["received_s"], preparing_of(plan)
             )
         except RefusedError as error:
             raise RefusedError(renamed(error.refused, plan.constrained_by)) from None

@@ -1,10 +1,11 @@
 """What agents say of their requests, by whichever names: their conversations, and hints of what comes."""
 
+import asyncio
 import re
 from typing import Any
 
 from http_door import HttpRouter, StartHttp
-from router_fakes import MODEL
+from router_fakes import MODEL, TOKENIZER, token_ids_of
 
 CHAT, RESPONSES, MESSAGES, TEXT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -127,3 +128,50 @@ async def test_hints_without_effect_are_named_as_ignored(start_http: StartHttp) 
         *("nvext.cache_control", "nvext.use_raw_prompt", "nvext.agent_hints.latency_sensitivity"),
         *("nvext.session_control.action", "nvext.session_control.timeout"),
     ]
+
+
+PREPARED = re.compile(r'pdserve_turns_prepared_total\{outcome="(\w+)"\} (\d+)')
+
+
+async def prepared(door: HttpRouter, count: int) -> dict[str, int]:
+    """Wait until so many preparations have ended; return how."""
+    async with asyncio.timeout(20):
+        while True:
+            text = (await door.http.get("/metrics")).text
+            ended = {outcome: int(number) for outcome, number in PREPARED.findall(text) if int(number)}
+            if sum(ended.values()) >= count:
+                return ended
+            await asyncio.sleep(0.01)
+
+
+async def test_what_is_known_of_the_next_turn_is_computed_at_the_lowest_priority(start_http: StartHttp) -> None:
+    door = await start_http()
+    hint = {"nvext": {"agent_hints": {"speculative_prefill": True}}}
+    chat = await sent(door, CHAT, session_id="a", **hint)
+    assert await prepared(door, 1) == {"done": 1}
+    said = chat["choices"][0]["message"]["content"]
+    text = await sent(door, TEXT, prepare_next_turn=True, return_token_ids=True)
+    await prepared(door, 2)
+    message = await sent(door, MESSAGES, **hint)
+    await prepared(door, 3)
+    response = await sent(door, RESPONSES, **hint)
+    assert await prepared(door, 4) == {"done": 4}
+    jobs = [(each.spec.priority, token_ids_of(each.spec)) for each in door.router.workers["p0"].prefills]
+    begun = [TOKENIZER.decode(token_ids) for priority, token_ids in jobs if priority == -(2**31)]
+    whole = f"user: hello\nassistant: {said}\nuser: "
+    assert begun[0] == whole
+    assert begun[1] == "hello" + text["choices"][0]["text"]
+    assert begun[2:] == [whole, whole]
+    assert message["content"][0]["text"] == response["output"][0]["content"][0]["text"] == said
+    # Nobody waits for these: they are no requests of anybody's.
+    metrics = (await door.http.get("/metrics")).text
+    assert "pdserve_requests_arrived_total 4.0" in metrics or "pdserve_requests_arrived_total 4" in metrics
+    assert await turns(door) == {"new": 2}
+
+
+async def test_a_turn_that_comes_cancels_its_preparation(start_http: StartHttp) -> None:
+    door = await start_http()
+    await sent(door, CHAT, session_id="a", prepare_next_turn=True)
+    await sent(door, CHAT, session_id="a")
+    ended = await prepared(door, 0)
+    assert sum(ended.values()) <= 1
