@@ -37,6 +37,13 @@ _PARTS = (  # of a request's life, from one stage to another
 )
 
 
+def _ended_how(outcome: Finished | Refused) -> str:
+    """Return one of PREPARED."""
+    if isinstance(outcome, Finished):
+        return "done"
+    return "cancelled" if outcome.status is Status.CANCELLED else "refused"
+
+
 class Ends:
     def __init__(self, model: str) -> None:
         self._model = model
@@ -58,8 +65,7 @@ class Ends:
     def end(self, event: RequestArrived, outcome: Finished | Refused, finish_reasons: Sequence[int]) -> None:
         """Count a request that is valid."""
         if event.is_preparation:
-            done = isinstance(outcome, Finished)
-            self._prepared[PREPARED[0 if done else 1 if outcome.status is Status.CANCELLED else 2]] += 1
+            self._prepared[_ended_how(outcome)] += 1
             return
         priority, slo_s = event.priority, (event.ttft_slo_s, event.tpot_slo_s)
         if isinstance(outcome, Finished):

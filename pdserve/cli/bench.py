@@ -1,6 +1,6 @@
 """Measurements of a running cluster, of clusters that are started for them, and of a router's processes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,6 +24,7 @@ from pdserve.cli.options import (
     RouterFlags,
     WorkloadFlags,
     checked_rate,
+    one_of,
 )
 from pdserve.cli.results import HtmlFile, JsonFile, fail_unless_right, report, run, show
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pdserve.measure.frontend import Load as FrontendLoad
     from pdserve.measure.outcomes import Objective
     from pdserve.measure.overload import Findings
+    from pdserve.measure.sessions import Shape as SessionShape
+    from pdserve.measure.sessions import TurnRow
 
 _SIZES, _SHORT_SIZES = WorkloadFlags(), WorkloadFlags(num_prompts=2000, scale=0.125, max_length=1024)
 _LOADS, _SHORT_LOADS = LoadFlags(), LoadFlags(seconds=40)
@@ -90,6 +93,66 @@ def load(
 
         write_report(html, ", ".join(each.name for each in read), runs, goal)
     fail_unless_right(summaries)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFlags:
+    """What sessions of agents look like; lengths are means, in tokens."""
+
+    sessions: Annotated[int, typer.Option(help="Sessions of a round.")] = 16
+    turns: Annotated[int, typer.Option(help="Turns of a session.")] = 6
+    shared_tokens: Annotated[int, typer.Option(help="Of the system prompt that all sessions share.")] = 512
+    first_tokens: Annotated[int, typer.Option(help="Of a session's first message.")] = 256
+    tool_tokens: Annotated[int, typer.Option(help="That a tool brings to each later turn.")] = 48
+    answer_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 32
+    pause: Annotated[float, typer.Option(help="Seconds that a tool runs, on average.")] = 0.5
+    branches: Annotated[float, typer.Option(help="Share of the sessions that begin as a branch of another one.")] = 0.25
+
+    def shape(self) -> "SessionShape":
+        from pdserve.measure.sessions import Shape
+
+        given = asdict(self)
+        shape = Shape(pause_s=given.pop("pause"), **given)
+        shape.check()
+        return shape
+
+
+SESSIONS = SessionFlags()
+
+
+@grouped_flags
+def agents(
+    shape: SessionFlags = SESSIONS,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            **one_of("unnamed", "named", "prepared"),
+            help="Whether turns name their session, and also ask that the next turn is prepared; repeatable. By "
+            "default all three.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often sessions are played each way.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the sessions of the first round.")] = 0,
+    json_file: JsonFile = None,
+    router: RouterFlags = THIS_MACHINES_ROUTER,
+) -> None:
+    """Play sessions of agents: turns with tools between them, and branches. Measure the turns by their numbers.
+
+    Exit status 1 if a turn had no whole answer.
+    """
+    from pdserve.measure.load import grpc_client
+    from pdserve.measure.sessions import Way, measure_sessions
+
+    asked, ways = shape.shape(), [Way(each) for each in way or ("unnamed", "named", "prepared")]
+
+    async def measure() -> "list[TurnRow]":
+        async with grpc_client(*router.router()) as client:
+            return await measure_sessions(client, asked, list(dict.fromkeys(ways)), rounds, seed)
+
+    found = run(measure())
+    show(json_file, found, "shares are of the prompts' tokens; moved: of the turns")
+    if failed := [f"{row.name}: {row.failures}" for row in found if row.failures]:
+        raise CommandError(f"turns failed: {'; '.join(failed)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,15 @@ async def _client(door: Door, reached: Reached) -> AsyncIterator[OpenLoop]:
         async with http_client.connected(*reached) as client:
             yield client
     else:
-        async with connect(*reached) as channel:
-            yield Client(channel, MonotonicClock())
+        async with grpc_client(*reached) as grpc:
+            yield grpc
+
+
+@asynccontextmanager
+async def grpc_client(endpoint: str, access: Access | None) -> AsyncIterator[Client]:
+    """Be a client of a router's gRPC port for the length of the block."""
+    async with connect(endpoint, access) as channel:
+        yield Client(channel, MonotonicClock())
 
 
 def door_notes(runs: Iterable[Run]) -> list[str]:

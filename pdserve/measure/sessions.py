@@ -8,12 +8,15 @@ Invariant: a turn is sent once the turn before it has ended and its tool has run
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from pdserve.base.errors import ConfigError
 from pdserve.measure.client import OpenLoop, new_tenant
 from pdserve.measure.outcomes import Outcome, Percentiles, percentiles
+from pdserve.measure.tables import counted
 from pdserve.proto.v1 import inference_pb2 as inference
 
 MAX_SESSIONS, MAX_TURNS = 10_000, 1_000
@@ -106,13 +109,12 @@ class Taken:
     has_moved: bool = False  # its prompt was computed, or its answer decoded, elsewhere than the turn's before
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How turns are sent: with a name of the session or without, and with which hints."""
+class Way(StrEnum):
+    """How turns are sent: with a name of the session or without, and whether the next one is to be prepared."""
 
-    name: str
-    names_session: bool = False
-    prepares: bool = False  # asks that the next turn is prepared while a tool runs
+    UNNAMED = "unnamed"
+    NAMED = "named"
+    PREPARED = "prepared"
 
 
 @dataclass(slots=True)
@@ -182,7 +184,11 @@ class Round:
     def _request(self, session: Session, token_ids: Sequence[int], turn: Turn) -> inference.GenerateRequest:
         sampling = inference.SamplingParams(max_tokens=turn.answer_tokens, ignore_eos=True, temperature=0.0)
         return inference.GenerateRequest(
-            token_ids=inference.TokenIds(ids=token_ids), sampling=sampling, tenant=self._tenant
+            token_ids=inference.TokenIds(ids=token_ids),
+            sampling=sampling,
+            tenant=self._tenant,
+            session="" if self._way is Way.UNNAMED else session.name,
+            prepare_next=self._way is Way.PREPARED,
         )
 
 
@@ -192,7 +198,7 @@ class TurnRow:
 
     name: str
     num_turns: int
-    failures: int
+    failures: dict[str, int]  # by status
     prompt_tokens: float  # mean
     reuse: float  # share of the prompts' tokens that their conversations had said or answered before
     cached: float  # share that was in the prefix cache of who computed the prompt, fetched or not
@@ -201,8 +207,25 @@ class TurnRow:
     ttft_s: Percentiles | None
 
 
+async def measure_sessions(
+    client: OpenLoop, shape: Shape, ways: Sequence[Way], rounds: int, seed: int
+) -> list["TurnRow"]:
+    """Play sessions each way, all ways in each round, forth and back; return what came of the turns by their numbers.
+
+    Rounds differ in their sessions; the ways of a round have equal ones.
+    """
+    taken: dict[Way, list[Taken]] = {way: [] for way in ways}
+    vocab_size = await client.vocab_size()
+    for number in range(rounds):
+        sessions = sessions_of(shape, vocab_size, seed + number)
+        for way in ways if number % 2 == 0 else reversed(ways):
+            with counted(f"round {number + 1}, {way}", sum(len(each.turns) for each in sessions)) as advance:
+                taken[way] += await Round(client, sessions, way, shape.turns).run(advance)
+    return [row for way, turns in taken.items() for row in rows(way, turns)]
+
+
 def rows(way: str, taken: Iterable[Taken]) -> Iterator[TurnRow]:
-    """Yield the first turns, the second ones, the later ones, and all but the first."""
+    """Yield the first turns, the second ones, and the later ones."""
     taken = list(taken)
     kinds: dict[str, Callable[[int], bool]] = {
         "turn 1": lambda number: number == 1,
@@ -220,7 +243,7 @@ def _row(name: str, taken: Sequence[Taken]) -> TurnRow:
     return TurnRow(
         name=name,
         num_turns=len(taken),
-        failures=sum(not each.is_good for each in outcomes),
+        failures=dict(Counter(each.wrong or each.status for each in outcomes if not each.is_good)),
         prompt_tokens=num_tokens / len(taken),
         reuse=sum(each.known_tokens for each in taken) / num_tokens,
         cached=sum(each.cached_tokens for each in outcomes) / num_tokens,

@@ -71,12 +71,13 @@ def usable_session(field: str, name: str) -> str:
 
 def hints_of(body: "Generation") -> AgentHints:
     """Return a request's hints, by whichever names they were given; our own names take precedence."""
-    of = (body.nvext.agent_hints if body.nvext is not None else None) or AgentHints()
-    return AgentHints(
-        priority=of.priority if body.priority is None else body.priority,
-        osl=of.osl if body.expected_output_tokens is None else body.expected_output_tokens,
-        speculative_prefill=of.speculative_prefill if body.prepare_next_turn is None else body.prepare_next_turn,
-    )
+    of = (body.nvext.agent_hints if body.nvext is not None else None) or AgentHints.model_validate({})
+    own = {
+        "priority": body.priority,
+        "osl": body.expected_output_tokens,
+        "speculative_prefill": body.prepare_next_turn,
+    }
+    return of.model_copy(update={name: value for name, value in own.items() if value is not None})
 
 
 def _names(body: "Generation", headers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
