@@ -206,7 +206,6 @@ class SimCluster:
                 self._outcomes[request_id].take(len(token_ids), self.clock.now_s())
             case End(request_id, end):
                 note_end(self._outcomes[request_id], end, self.clock.now_s())
-                self._note_ended(request_id)
             case Move():
                 self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
@@ -219,9 +218,6 @@ class SimCluster:
                 self._wires.offer(link, PeerGone(process))
             case _:
                 pass
-
-    def _note_ended(self, request_id: RequestId) -> None:
-        """Called once a request has ended."""
 
     def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pdserve.base.ids import RequestId
-from pdserve.capacity.cluster import SimCluster
+from pdserve.capacity.cluster import SimCluster, _Router
 from pdserve.capacity.leaping import OTHER
 from pdserve.capacity.worker import Shape
 from pdserve.measure.outcomes import ANY, Percentiles, percentiles
@@ -13,6 +13,7 @@ from pdserve.measure.sessions import Session, Turn, sessions_of
 from pdserve.measure.sessions import Shape as SessionsShape
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
+from pdserve.router.requests.commands import Command, End
 
 _VOCABULARY = 1 << 30
 _BLOCK = 64
@@ -56,6 +57,11 @@ class SimSessions(SimCluster):
         request_id = self._send(len(self._outcomes) + 1, arrival, tuple(running.history), name)
         self._sent[request_id] = running, turn.answer_tokens, len(running.ends)
         self.turns.append((request_id, len(running.ends) + 1))
+
+    def _carry_out(self, router: _Router, command: Command) -> None:
+        super()._carry_out(router, command)
+        if isinstance(command, End):
+            self._note_ended(command.request_id)
 
     def _note_ended(self, request_id: RequestId) -> None:
         running, num_tokens, _ = self._sent.pop(request_id)

@@ -165,13 +165,5 @@ async def test_what_is_known_of_the_next_turn_is_computed_at_the_lowest_priority
     assert message["content"][0]["text"] == response["output"][0]["content"][0]["text"] == said
     # Nobody waits for these: they are no requests of anybody's.
     metrics = (await door.http.get("/metrics")).text
-    assert "pdserve_requests_arrived_total 4.0" in metrics or "pdserve_requests_arrived_total 4" in metrics
+    assert re.search(r"^pdserve_requests_arrived_total 4(\.0)?$", metrics, re.MULTILINE)
     assert await turns(door) == {"new": 2}
-
-
-async def test_a_turn_that_comes_cancels_its_preparation(start_http: StartHttp) -> None:
-    door = await start_http()
-    await sent(door, CHAT, session_id="a", prepare_next_turn=True)
-    await sent(door, CHAT, session_id="a")
-    ended = await prepared(door, 0)
-    assert sum(ended.values()) <= 1
