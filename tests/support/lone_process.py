@@ -1,6 +1,7 @@
 """One process of a cluster, started alone, and a router that places on a worker what never ends."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -45,7 +46,12 @@ def command(kind: str, folder: Path, model: Path, **flags: object) -> list[str]:
 
 @contextmanager
 def process(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a process for the length of the block; it is killed then if it has not ended. Its folder holds its state."""
+    """Run a process for the length of the block; it is killed then if it has not ended. Its folder holds its state.
+
+    It heeds SIGHUP even where these tests run under nohup: what is handled here, and not ignored, is not ignored there.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as running:
         try:

@@ -6,7 +6,7 @@ query sees of it: with a window, on its last tokens. With an adapter, the chain 
 A group of states has the end of the chain alone, in the page of its span, and goes on from what the page before holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from struct import Struct, pack, unpack
 from zlib import crc32
@@ -28,7 +28,8 @@ class FakeRunner:
     """Computes steps on bytes: the slot of a token holds a hash of that token and the slot before it.
 
     With `most_drafts` it guesses what follows, up to so many tokens: some guesses are right, others are not. With
-    `others` it has more groups of layers than one; the pages of the first are the largest.
+    `others` it has more groups of layers than one; the pages of the first are the largest. `before_states` may raise
+    when all of a step is written but its states, as an engine fails.
     """
 
     def __init__(
@@ -41,16 +42,22 @@ class FakeRunner:
         self._pages = [bytearray(self.page_bytes) for _ in range(num_pages)]
         self._page_size = page_size
         self._vocab_size = vocab_size
+        self._states: dict[PageId, bytes] = {}  # of the step that runs
+        self.before_states: Callable[[StepPlan], None] = lambda _: None
 
     def page(self, page: PageId) -> bytearray:
         """Return one page's bytes, to be changed in place."""
         return self._pages[page]
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._states = {}
         for source, target in plan.copies:
             self._pages[target][:] = self._pages[source]
         tokens = tuple([self._compute(chunk) for chunk in plan.chunks])
         pooled = {place: self._pool(chunk) for place, chunk in enumerate(plan.chunks) if chunk.pooling is not None}
+        self.before_states(plan)
+        for page, content in self._states.items():
+            self._pages[page][:] = content
         if not self._most_drafts:
             return StepResult(tokens, 0.0, pooled=pooled)
         sampled = enumerate(zip(plan.chunks, tokens, strict=True))
@@ -148,10 +155,11 @@ class FakeRunner:
         for start, end in pairwise([chunk.start, *ends]):
             slots = chain(state, chunk.token_ids[start - chunk.start : end - chunk.start])
             state = int.from_bytes(slots[-SIZE:], "little")
-            self._pages[rows[start // shape.page_size]][:] = group_slot(group, state, self.page_bytes)
+            self._states[rows[start // shape.page_size]] = group_slot(group, state, self.page_bytes)
 
     def _state_after(self, group: int, shape: PageShape, rows: Sequence[PageId], num_tokens: int) -> int:
-        return _state(group, bytes(self._pages[rows[(num_tokens - 1) // shape.page_size]]))
+        page = rows[(num_tokens - 1) // shape.page_size]
+        return _state(group, self._states.get(page) or bytes(self._pages[page]))
 
     def _read_others(self, chunk: Chunk, num_tokens: int) -> list[list[int]]:
         """Return what a query at the last of so many tokens sees in each group after the first."""

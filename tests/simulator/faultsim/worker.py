@@ -67,6 +67,7 @@ class WorkerProcess(Host):
         self.network = network
         self.size = size
         self.runner = FakeRunner(size.num_pages, size.page_size, size.vocab_size, size.most_drafts, size.others)
+        self.runner.before_states = self._break
         hasher = PrefixHasher(b"a secret of the cluster", MODEL, block_tokens=size.page_size)
         tokens = size.max_num_batched_tokens
         limits = Limits(size.max_num_seqs, tokens, size.max_model_len, frozenset(), size.most_drafts)
@@ -86,7 +87,7 @@ class WorkerProcess(Host):
         self.witness = WorkerWitness(name, self.world)
         self.break_next_step = False
         self._broken: list[Chunk] = []  # of the step that is computed
-        self._steps = Isolating(self._compute)
+        self._steps = Isolating(self.runner.run)
         self._turns = Turns(self.core, self)
         self._reports_due_s = inf
         self.exited = False
@@ -239,9 +240,8 @@ class WorkerProcess(Host):
         self._broken = []
         return self._steps.run(plan)
 
-    def _compute(self, plan: StepPlan) -> StepResult:
-        """Compute a step or a part of it, and raise if something of it is broken, after memory is written."""
-        result = self.runner.run(plan)
+    def _break(self, plan: StepPlan) -> None:
+        """Raise if something of a step or of a part of it is broken, after K and V are written."""
         if self.break_next_step and plan.chunks:
             self.break_next_step = False
             share = self.world.rng.choice((0.3, 1.0))
@@ -249,7 +249,6 @@ class WorkerProcess(Host):
             self.world.note(self.name, f"a step breaks for {len(self._broken)} of {len(plan.chunks)} sequences")
         if any(chunk in self._broken for chunk in plan.chunks):
             raise RuntimeError("broken by the simulator")
-        return result
 
     def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
         reports: list[Report] = []
