@@ -52,6 +52,7 @@ class _Group:
 @dataclass(frozen=True, slots=True)
 class _Step:
     angles: Seq[Angles]  # of each distinct rope
+    growths: Seq[Tensor | None]  # of queries, by rope: [num_tokens, 1, 1]
     targets: Tensor  # [num_tokens, kv_parts * kv heads] into layer 0 of the pool's slots
 
 
@@ -74,6 +75,7 @@ class TorchAttention:
         positions = torch.from_numpy(batch.positions)
         self._step = _Step(
             angles=[rope.angles(positions, self._dtype) for rope in self._ropes],
+            growths=[rope.growth(positions, self._dtype) for rope in self._ropes],
             targets=torch.from_numpy(runs * self._page_size + batch.slots[:, None]),
         )
         self._grouped.plan(batch, 0)
@@ -86,7 +88,10 @@ class TorchAttention:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         if qk_norm is not None and not qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
-        rotate_(qkv[:, : num_heads + num_kv_heads], step.angles[self._rope_of_layer[layer]])
+        rope = self._rope_of_layer[layer]
+        rotate_(qkv[:, : num_heads + num_kv_heads], step.angles[rope])
+        if (growth := step.growths[rope]) is not None:
+            qkv[:, :num_heads] *= growth
         if qk_norm is not None and qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
         slots_before = layer * self._grouped.runs_per_layer * self._page_size
@@ -104,7 +109,7 @@ class GroupedAttention:
     """Attends in groups, after q and k have been rotated and K and V written into the pages."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
-        kv, self._window = kind.kv, kind.scores.window
+        kv, self._scores = kind.kv, kind.scores
         self._config = config
         self._kv_parts, self._page_size = kv.shape[2], kv.shape[4]
         self._dtype = kv.dtype
@@ -168,29 +173,35 @@ class GroupedAttention:
 
     def _group(self, batch: Batch, first: int, last: int) -> _Group:
         query_len = int(batch.query_lens[first])
-        longest, window = int(batch.kv_lens[last - 1]), self._window
+        longest, window = int(batch.kv_lens[last - 1]), self._scores.window
         fresh = longest == query_len and (window is None or longest <= window)
         gather, mask = None, None
         if not fresh:
-            kv_lens, page_table = self._seen(batch.kv_lens[first:last], batch.page_table[first:last], query_len)
+            positions = (batch.kv_lens[first:last] - query_len)[:, None] + np.arange(query_len)
+            begins = self._begins(positions)
+            left = begins[:, 0] // self._page_size * self._page_size  # tokens on pages that no query sees
+            kv_lens = batch.kv_lens[first:last] - left
             longest = int(kv_lens.max())
-            runs = self._gathered_runs(page_table)
+            runs = self._gathered_runs(self._seen(batch.page_table[first:last], left, kv_lens))
             copy = torch.empty((len(runs), self._runs.shape[1]), dtype=self._dtype)
             gather = _Gather(runs, copy, self._unwritten(copy, kv_lens))
-            mask = _mask(kv_lens, query_len, window, self._dtype)
+            mask = _mask(positions - left[:, None], begins - left[:, None], kv_lens, self._dtype)
         tokens = slice(int(batch.query_starts[first]), int(batch.query_starts[last]))
         return _Group(tokens, last - first, query_len, longest, gather, mask)
 
-    def _seen(self, kv_lens: Ints, page_table: Ints, query_len: int) -> tuple[Ints, Ints]:
-        """Return contexts and pages of chunks without the pages that are out of the window of all their queries."""
-        size, firsts = self._page_size, np.zeros_like(kv_lens)
-        if self._window is not None:
-            firsts = np.maximum(kv_lens - query_len - self._window + 1, 0) // size
-        kv_lens = kv_lens - firsts * size
-        counts = -(-kv_lens // size)
+    def _begins(self, positions: Ints) -> Ints:
+        """Return the first token that a query at each position sees."""
+        window = self._scores.window
+        if window is None:
+            return np.zeros_like(positions)
+        return positions // window * window if self._scores.aligned else np.maximum(positions - window + 1, 0)
+
+    def _seen(self, page_table: Ints, left: Ints, kv_lens: Ints) -> Ints:
+        """Return the pages of chunks behind so many tokens that are left out, which hold `kv_lens` tokens."""
+        counts = -(-kv_lens // self._page_size)
         columns = np.arange(int(counts.max()))
-        places = firsts[:, None] + np.where(columns < counts[:, None], columns, 0)
-        return kv_lens, np.take_along_axis(page_table, places, 1)
+        places = (left // self._page_size)[:, None] + np.where(columns < counts[:, None], columns, 0)
+        return np.take_along_axis(page_table, places, 1)
 
     def _gathered_runs(self, page_table: Ints) -> Tensor:
         """Return the runs of [num_chunks, pages] in the order part, chunk, kv head, page."""
@@ -256,16 +267,15 @@ def _scored(heads: tuple[Tensor, Tensor, Tensor], scoring: _Scoring, mask: Tenso
     return torch.cat(parts, 1)
 
 
-def _mask(kv_lens: Ints, query_len: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 0 where a query sees a key and -inf elsewhere; None where every query sees every key."""
+def _mask(positions: Ints, begins: Ints, kv_lens: Ints, dtype: torch.dtype) -> Tensor | None:
+    """Return 0 where a query sees a key and -inf elsewhere; None where every query sees every key.
+
+    positions, begins: of each chunk's queries, and of the first token that each of them sees.
+    """
     longest = int(kv_lens.max())
-    within_window = window is None or longest <= window
-    if query_len == 1 and within_window and bool((kv_lens == longest).all()):
+    if positions.shape[1] == 1 and not begins.any() and bool((kv_lens == longest).all()):
         return None
     keys = np.arange(longest)
-    positions = (kv_lens[:, None] - query_len + np.arange(query_len))[:, :, None]
-    hidden = keys > positions
-    if window is not None:
-        hidden |= keys <= positions - window
+    hidden = (keys > positions[:, :, None]) | (keys < begins[:, :, None])
     mask = torch.zeros(hidden.shape, dtype=dtype)
     return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None]

@@ -107,8 +107,8 @@ class DecodePrograms:
 
 
 def is_compiled(model: Model) -> bool:
-    """Say whether the library computes all of a step; of latent attention and of states, torch computes a part."""
-    of_torch = model.config.is_latent or model.config.has_states
+    """Say whether the library computes all of a step; of some attention and of states, torch computes a part."""
+    of_torch = model.config.attends_in_torch or model.config.has_states
     return not of_torch and all(isinstance(matrix, Tiles) for matrix in model.matrices())
 
 
@@ -223,7 +223,7 @@ _Attentions = ByLayer[TorchAttention] | ByLayer[CompiledAttention]
 def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Attentions, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded, config = library(), part_of(model.config, model.rank)
-    if isinstance(loaded, Missing) or config.is_latent or not serves(config.head_dim, kv.dtype):
+    if isinstance(loaded, Missing) or config.attends_in_torch or not serves(config.head_dim, kv.dtype):
         return by_layer(partial(TorchAttention, config), model, kv, groups), None
     with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, kv.dtype)
     make = partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)

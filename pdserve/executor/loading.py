@@ -212,8 +212,9 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
     from pdserve.kernels.attention import PagedAttention  # noqa: PLC0415
     from pdserve.kernels.tuning import device_of  # noqa: PLC0415
 
-    if model.is_latent or model.has_states:
-        lacking = "no latent attention" if model.is_latent else "no layers with a state"
+    if model.attends_in_torch or model.has_states:
+        attention = "latent attention" if model.is_latent else "windows that begin at multiples of their length"
+        lacking = f"no {attention}" if model.attends_in_torch else "no layers with a state"
         raise ConfigError(f"device: {config.device} does not serve this model: its kernels have {lacking} yet")
     try:
         specs = [

@@ -21,6 +21,7 @@ from pdserve.model.families.gpt_oss import GPT_OSS
 from pdserve.model.families.granite import GRANITE, GRANITE_MOE
 from pdserve.model.families.hunyuan import HUNYUAN
 from pdserve.model.families.lfm2 import LFM2
+from pdserve.model.families.llama4 import LLAMA_4
 from pdserve.model.families.nemotron import NEMOTRON
 from pdserve.model.families.olmo2 import OLMO2, OLMO3
 from pdserve.model.families.phi import PHI
@@ -35,6 +36,7 @@ from pdserve.model.wrappers import WRAPPERS, text_config
 
 FAMILIES: Mapping[str, Family] = {  # by architecture
     "LlamaForCausalLM": llama.LLAMA,
+    "Llama4ForCausalLM": LLAMA_4,
     "MinistralForCausalLM": llama.MINISTRAL,
     "Ministral3ForCausalLM": llama.MINISTRAL_3,
     "MistralForCausalLM": llama.MISTRAL,
@@ -166,6 +168,12 @@ class ModelConfig:
     def is_latent(self) -> bool:
         """Say whether layers keep one row for a token, of which keys and values are made."""
         return any(isinstance(each, LatentAttention) for each in self.design.attentions)
+
+    @property
+    def attends_in_torch(self) -> bool:
+        """Say whether no kernel serves its attention: latents, windows that begin at multiples, queries that grow."""
+        of_layers = [each for each in self.design.attentions if each is not None]
+        return self.is_latent or any(each.scores.aligned or each.rope.growth is not None for each in of_layers)
 
     @property
     def has_states(self) -> bool:

@@ -51,6 +51,7 @@ class HeadNorms:
     k: str = "k_norm"
     after_rope: bool = False
     plus: float = 0.0  # to the weights
+    has_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Scores:
 
     scale: float | None = None  # None: head_dim ** -0.5
     window: int | None = None  # a token sees itself and the window - 1 before it; None: all before it
+    aligned: bool = False  # windows begin at multiples of their length: a token sees those of its own one before it
     soft_cap: float | None = None  # c of c * tanh(score / c)
     has_sinks: bool = False  # a learnt score of each head joins the softmax, without a value (GPT-OSS, 2025)
 
@@ -154,7 +156,8 @@ class Routing:
     num_chosen: int
     by_sigmoid: bool = False  # scores; else by softmax over all experts
     bias: str | None = None  # a tensor that is added to scores where experts are chosen, not where they are weighed
-    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them may be chosen from: by their two best
+    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them may be chosen from
+    group_best: int = 2  # by the sum of so many of its experts' scores a group is chosen
     normalized: bool = True  # weights are divided by their sum
     scale: float = 1.0  # of weights
 
@@ -183,6 +186,7 @@ class Experts:
     router: str = "gate"
     router_bias: bool = False  # added to logits
     stacked: Stacked | None = None  # else each has tensors of its own
+    weighs_inputs: bool = False  # weights multiply what an expert takes, not what it makes
 
     @property
     def inner_size(self) -> int:

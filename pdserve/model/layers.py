@@ -278,6 +278,9 @@ def _qk_norm(
         return None
     config, tensors = parts.config, parts.tensors
     if isinstance(of, design.HeadNorms):
+        if not of.has_weights:
+            ones = torch.ones(config.head_dim, dtype=tensors.dtype, device=tensors.device)
+            return QkNorm(ones, ones, of.eps, of.after_rope)
         q, k = (tensors.take(f"{prefix}{name}.weight", (config.head_dim,), plus=of.plus) for name in (of.q, of.k))
         if features is not None:
             q, k = q[features], k[features]

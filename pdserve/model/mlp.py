@@ -150,6 +150,7 @@ class Experts:
     experts: tuple[GatedMlp, ...]
     shared: Shared | None
     counts: Tensor  # int64 [num_experts]: tokens that have chosen each so far; each step adds its own
+    weighs_inputs: bool = False
 
     def forward(self, ops: Ops, x: Tensor, residual: Tensor | None, scale: float = 1.0) -> Tensor:
         weights, chosen = ops.route(x, self.router, self.bias, self.routing)
@@ -161,9 +162,12 @@ class Experts:
         first = 0
         for expert, count in zip(self.experts, counts.tolist(), strict=True):
             if count:
-                rows = tokens[first : first + count]
-                made = expert.forward(ops, x.index_select(0, rows), None)
-                out.index_add_(0, rows, made.float() * shares[first : first + count])
+                rows, share = tokens[first : first + count], shares[first : first + count]
+                taken = x.index_select(0, rows)
+                if self.weighs_inputs:
+                    out.index_add_(0, rows, expert.forward(ops, taken * share.to(x.dtype), None).float())
+                else:
+                    out.index_add_(0, rows, expert.forward(ops, taken, None).float() * share)
                 first += count
         if self.shared is not None:
             made, gate = self.shared.mlp.forward(ops, x, None).float(), self.shared.gate
@@ -201,7 +205,8 @@ class Experts:
         if ops.stacks_experts:
             return CompiledExperts(_stacked(router, bias, of, made), shared)
         first = next(made)
-        if isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
+        by_torch = of.weighs_inputs or (routing.group_best != 2 and routing.groups[1] < routing.groups[0])
+        if not by_torch and isinstance(first.gate_up, Tiles) and isinstance(first.down, Tiles):
             rule = (routing.num_chosen, routing.by_sigmoid, routing.groups, routing.normalized, routing.scale)
             added = None if router.bias is None else router.bias.float()
             try:
@@ -210,7 +215,7 @@ class Experts:
                 raise ConfigError(f"{prefix}experts: {error}") from error
             return CompiledExperts(tiled, shared)
         counts = torch.zeros(of.num_experts, dtype=torch.int64, device=tensors.device)
-        return cls(router, bias, routing, (first, *made), shared, counts)
+        return cls(router, bias, routing, (first, *made), shared, counts, of.weighs_inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class Rope:
         frequencies, scale = _frequencies(turning, config)
         still = (head_dim - turning) // 2
         self._frequencies = torch.cat((frequencies, torch.zeros(still))).to(device)
+        self._growth = config.growth
         self._scale = torch.tensor([scale] * (turning // 2) + [1.0] * still).to(device)
 
     def table(self, num_positions: int) -> Tensor:
@@ -40,6 +41,13 @@ class Rope:
         cos, sin = self._turns(positions)
         cosines, sines = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return cosines.to(dtype)[:, None, :], sines.to(dtype)[:, None, :]
+
+    def growth(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return what queries at `positions` are multiplied with, [num_tokens, 1, 1]; None: nothing."""
+        if self._growth is None:
+            return None
+        steps = torch.floor((positions.float() + 1.0) / self._growth.length)
+        return (torch.log1p(steps) * self._growth.strength + 1.0).to(dtype)[:, None, None]
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         turns = positions.float()[:, None] * self._frequencies

@@ -51,6 +51,14 @@ class LongRope:
     original_max_position_embeddings: int
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Queries grow with their position p: times 1 + strength * log(1 + floor((p + 1) / length)) (Nakanishi 2025)."""
+
+    strength: float
+    length: int
+
+
 RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
 
 
@@ -63,6 +71,7 @@ class RopeConfig:
     share: float = 1.0  # of a head's features that turn: its first ones
     longest_plain: int | None = None  # tokens, where queries of later positions grow, which is not computed
     interleaved: bool = False  # features 2i and 2i + 1 turn together; else i and i + half of those that turn
+    growth: Growth | None = None  # of queries
 
     def turning(self, head_dim: int) -> int:
         """Return how many features of a head turn."""

@@ -16,7 +16,7 @@ def routed(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
     num_groups, num_chosen_groups = routing.groups
     if num_chosen_groups < num_groups:
         grouped = ranks.unflatten(1, (num_groups, ranks.shape[1] // num_groups))
-        best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+        best = grouped.topk(min(routing.group_best, grouped.shape[-1]), -1).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _first_of(best, num_chosen_groups), 1)
         ranks = grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
     chosen = _first_of(ranks, routing.num_chosen)

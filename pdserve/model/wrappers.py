@@ -14,6 +14,7 @@ PREFIXES = {
     "model.language_model.": "model.",
 }  # of the text part's tensors, and what they become
 OTHERS = (
+    "vision_model.",
     "vision_tower.",
     "visual.",
     "multi_modal_projector.",
@@ -34,6 +35,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
         {"gemma3_text": "Gemma3ForCausalLM"},
         ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"),
         {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072},
+    ),
+    "Llama4ForConditionalGeneration": Wrapper(
+        {"llama4_text": "Llama4ForCausalLM"},
+        ("boi_token_index", "eoi_token_index", "image_token_index", "vision_config"),
     ),
     "Qwen3_5ForConditionalGeneration": Wrapper(
         {"qwen3_5_text": "Qwen3_5ForCausalLM"},

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow
 
 PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
 CPU = torch.device("cpu")
-ALIKE = ("deepseek-v2", "glm4-lite", "granite-moe", "ministral3")  # steps of others have the same calls
+ALIKE = ("deepseek-v2", "deepseek-v2-groups", "glm4-lite", "granite-moe", "ministral3")  # steps of others have the same calls
 
 
 @pytest.fixture(autouse=True)
@@ -396,6 +396,17 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
         ("falcon-h1", f"the multiplier of {name}"): space(scales=(*SCALES[:place], 1.0, *SCALES[place + 1 :]))
         for place, name in enumerate(("gates", "x", "B", "C", "steps"))
     },
+    ("deepseek-v2-groups", "groups"): experts(groups=(1, 1)),
+    ("deepseek-v2-groups", "groups by their best one"): experts(group_best=2),
+    ("llama4", "blocks"): sliding(aligned=False),
+    ("llama4", "the length of blocks"): sliding(window=96),
+    ("llama4", "queries that grow"): rope(growth=None),
+    ("llama4", "norms of q and k"): attention(qk_norm=None),
+    ("llama4", "no rope"): rope(share=1.0),
+    ("llama4", "pairs of neighbours"): rope(interleaved=False),
+    ("llama4", "weights of inputs"): mlp_of_experts(weighs_inputs=False),
+    ("llama4", "sigmoids"): experts(by_sigmoid=False),
+    ("llama4", "the shared expert"): mlp_of_experts(shared=None),
     ("lfm2", "norms of q and k"): attending(qk_norm=None),
     ("lfm2", "biases of convolutions"): lambda of: each_layer(of, without_conv_bias),
     ("qwen3-next", "1 + weight"): without_norm_weights_plus_one,

@@ -226,6 +226,7 @@ OWN_KEYS = {  # keys of the list below that a family knows
     "Qwen3MoeForCausalLM": {"num_local_experts"},
     "Qwen3NextForCausalLM": {"num_local_experts"},
     "GraniteForCausalLM": {"embedding_multiplier", "residual_multiplier", "logits_scaling"},
+    "Llama4ForCausalLM": {"attention_chunk_size", "no_rope_layers", "num_local_experts", "use_qk_norm"},
     "SmolLM3ForCausalLM": {"no_rope_layers"},
     "HunYuanDenseV1ForCausalLM": {"use_qk_norm"},
 }

@@ -32,6 +32,8 @@ from transformers import (
     GraniteMoeConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    Llama4Config,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -96,6 +98,20 @@ DELTA_HEADS = {
 }
 
 
+CHUNKED = {  # of Llama 4
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 96,
+    "attention_chunk_size": 48,
+    "floor_scale": 40,
+    "attn_scale": 0.5,
+    "no_rope_layer_interval": 3,
+    "rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 64},
+}
+
+
 def causal(config: Callable[..., PreTrainedConfig], **own: object) -> Callable[[dict[str, Any]], PreTrainedModel]:
     """Return what makes a model of SHAPE, with what the family adds to it, and with what a test asks for."""
     return lambda asked: AutoModelForCausalLM.from_config(config(**{**SHAPE, **own, **asked}))
@@ -124,6 +140,23 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         n_group=1,
         topk_group=1,
         num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "deepseek-v2-groups": causal(
+        DeepseekV2Config,
+        q_lora_rank=24,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        num_key_value_heads=4,
+        n_routed_experts=12,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.0,
         moe_intermediate_size=48,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
@@ -290,6 +323,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
         ssm_out_multiplier=0.9,
     ),
     "lfm2": causal(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
+    "llama4": causal(Llama4TextConfig, num_hidden_layers=4, **CHUNKED),
     "qwen3-next": causal(
         Qwen3NextConfig,
         num_hidden_layers=4,
@@ -340,17 +374,19 @@ WITH_IMAGES = {
         head_dim=32,
         **DELTA_HEADS,
     ),
+    "llama4-images": seeing(Llama4Config, "llama4_text", "llama4_vision_model", **CHUNKED),
     "mistral3-images": seeing(Mistral3Config, "mistral", "pixtral", sliding_window=None),
 }
-LATENT = ("deepseek-v2", "deepseek-v3", "glm4-lite")
+LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-lite")
 DELTA_NETS = ("qwen3-next", "qwen3.5")
 STATES = (*DELTA_NETS, "falcon-h1", "lfm2")
-IN_TORCH = (*LATENT, *STATES)  # of which torch computes a part
+IN_TORCH = (*LATENT, *STATES, "llama4")  # of which torch computes a part
 WITH_EXPERTS = (
     *LATENT,
     "glm4-moe",
     "gpt-oss",
     "granite-moe",
+    "llama4",
     "minimax-m2",
     "mixtral",
     "qwen2-moe",

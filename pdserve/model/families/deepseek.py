@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pdserve.model.design import Design, Experts, GatedMlp, Head, LatentAttention, RmsNorm, Routing, Scores, Sequential
 from pdserve.model.families.experts import (
+    expert_groups,
     num_chosen,
     num_experts,
     num_more,
@@ -28,16 +29,27 @@ def _read_v3(fields: Fields) -> Design:
 
 
 def _read_v2(fields: Fields) -> Design:
-    require(
-        fields, moe_layer_freq=1, scoring_func="softmax", topk_method="greedy", norm_topk_prob=False, mlp_bias=False
-    )
-    require(fields, n_group=1, topk_group=1)
+    require(fields, moe_layer_freq=1, scoring_func="softmax", norm_topk_prob=False, mlp_bias=False)
     count, first = num_experts(fields, "n_routed_experts", 64), fields.integer("first_k_dense_replace", 0)
     inner, num_shared = fields.positive("moe_intermediate_size", 1407), fields.positive("n_shared_experts", 2)
     scale = fields.number("routed_scaling_factor", 1.0)
-    routing = Routing(num_chosen(fields, count, 6), normalized=False, scale=scale)
+    groups = _groups(fields, count)
+    most = count // groups[0] * groups[1]
+    routing = Routing(num_chosen(fields, most, 6), groups=groups, group_best=1, normalized=False, scale=scale)
     experts = Experts(count, GatedMlp(inner), routing, GatedMlp(inner * num_shared))
     return _with_experts(fields, experts, lambda index: index >= first)
+
+
+def _groups(fields: Fields, count: int) -> tuple[int, int]:
+    """Return how many groups of experts there are, and how many of them a token chooses from: by their best ones."""
+    method = fields.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.unsupported("topk_method", "greedy or group_limited_greedy")
+    if method == "greedy":
+        fields.optional_int("n_group")
+        fields.optional_int("topk_group")
+        return 1, 1
+    return expert_groups(fields, count)
 
 
 def _read_glm(fields: Fields) -> Design:

@@ -93,9 +93,7 @@ def scored_experts(fields: Fields) -> Experts:
     """Read the experts of DeepSeek-V3 and GLM-4.5."""
     count = num_experts(fields, "n_routed_experts", 128)
     inner, num_shared = fields.positive("moe_intermediate_size", 1408), fields.integer("n_shared_experts", 1)
-    groups = fields.positive("n_group", 1), fields.positive("topk_group", 1)
-    if count % groups[0] or groups[1] > groups[0]:
-        raise fields.unsupported("n_group", f"a divisor of {count} experts, and not below topk_group")
+    groups = expert_groups(fields, count)
     routing = Routing(
         num_chosen(fields, count // groups[0] * groups[1], 8),
         by_sigmoid=True,
@@ -105,6 +103,14 @@ def scored_experts(fields: Fields) -> Experts:
         scale=fields.number("routed_scaling_factor", 1.0),
     )
     return Experts(count, GatedMlp(inner), routing, GatedMlp(inner * num_shared) if num_shared > 0 else None)
+
+
+def expert_groups(fields: Fields, count: int) -> tuple[int, int]:
+    """Return how many groups so many experts are in, and how many of them a token chooses from."""
+    groups = fields.positive("n_group", 1), fields.positive("topk_group", 1)
+    if count % groups[0] or groups[1] > groups[0]:
+        raise fields.unsupported("n_group", f"a divisor of {count} experts, and not below topk_group")
+    return groups
 
 
 def _read_minimax(fields: Fields) -> Design:

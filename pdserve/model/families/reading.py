@@ -80,6 +80,17 @@ def with_rope(layer: L, rope: RopeConfig) -> L:
     return replace(layer, attention=replace(_self_attention(layer), rope=rope))
 
 
+def rotating(fields: Fields) -> list[bool]:
+    """Say of each layer whether it has rope, where some have none (Yang et al. 2025, RNoPE)."""
+    num_layers, interval = fields.num_layers, fields.positive("no_rope_layer_interval", 4)
+    given = fields.numbers("no_rope_layers") if fields.has("no_rope_layers") else ()
+    if not given:
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if len(given) != num_layers:
+        raise fields.unsupported("no_rope_layers", f"a 0 or a 1 for each of {num_layers} layers")
+    return [rotates != 0.0 for rotates in given]  # a 1 means rope, whatever the key says
+
+
 def _self_attention(layer: Layer) -> SelfAttention:
     assert isinstance(layer.attention, SelfAttention), "no other has windows, or several ropes"
     return layer.attention

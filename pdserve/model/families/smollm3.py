@@ -1,7 +1,7 @@
 """SmolLM3 (Hugging Face 2025): a Llama without rope in each fourth layer (Yang et al. 2025, RNoPE)."""
 
 from pdserve.model.design import Design, Head, RmsNorm, SelfAttention, Sequential
-from pdserve.model.families.reading import Family, require, swiglu, with_rope
+from pdserve.model.families.reading import Family, require, rotating, swiglu, with_rope
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import NO_ROPE, read_rope
 
@@ -19,18 +19,7 @@ def _read(fields: Fields) -> Design:
         RmsNorm(fields.number("rms_norm_eps", 1e-6)),
     )
     unrotated = with_rope(layer, NO_ROPE)
-    return Design(tuple(layer if rotates else unrotated for rotates in _with_rope(fields)), Head(layer.norm))
-
-
-def _with_rope(fields: Fields) -> list[bool]:
-    """Say of each layer whether it has rope."""
-    num_layers, interval = fields.num_layers, fields.positive("no_rope_layer_interval", 4)
-    if not fields.has("no_rope_layers"):
-        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    given = fields.numbers("no_rope_layers")
-    if len(given) != num_layers:
-        raise fields.unsupported("no_rope_layers", f"a 0 or a 1 for each of {num_layers} layers")
-    return [rotates != 0.0 for rotates in given]  # a 1 means rope, whatever the key says
+    return Design(tuple(layer if rotates else unrotated for rotates in rotating(fields)), Head(layer.norm))
 
 
 SMOLLM3 = Family(_read, {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4})
