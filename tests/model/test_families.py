@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow
 
 PAGE_SIZE, NUM_PAGES, NUM_TOKENS = 16, 100, 24
 CPU = torch.device("cpu")
-ALIKE = ("deepseek-v2", "deepseek-v2-groups", "glm4-lite", "granite-moe", "ministral3")  # steps of others have the same calls
+ALIKE = ("deepseek-v2", "deepseek-v2-groups", "glm4-lite", "granite-moe", "ministral3")  # others make the same calls
 
 
 @pytest.fixture(autouse=True)
