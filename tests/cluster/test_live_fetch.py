@@ -68,6 +68,24 @@ def test_the_answer_before_is_fetched_from_the_worker_that_wrote_it(
     assert answer.ledger.attempts == 1
 
 
+def test_what_was_prepared_of_a_turn_is_neither_fetched_nor_computed(
+    cluster: WiredCluster, oracle: PreTrainedModel
+) -> None:
+    rng = random.Random("prepared")
+    asked = [rng.randrange(3, VOCAB) for _ in range(FIRST)]
+    first = greedy(asked, ANSWER)
+    first.session, first.prepare_next = "talk", True
+    answer = cluster.generate(first)
+    cluster.wait_for(is_idle, 10)
+    later = [*asked, *answer.tokens[0], *(rng.randrange(3, VOCAB) for _ in range(SAID))]
+    second = greedy(later, 20)
+    second.session = "talk"
+    answer = cluster.generate(second)
+    assert_right(oracle, later, answer.tokens[0], 20)
+    assert answer.ledger.fetched_from == ""
+    assert len(later) - answer.usage.cached_tokens <= SAID + 2 * PAGE_SIZE
+
+
 @pytest.mark.long
 def test_a_holder_killed_in_the_middle_costs_a_computation_and_no_error(
     cluster: WiredCluster, oracle: PreTrainedModel

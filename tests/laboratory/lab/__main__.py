@@ -19,6 +19,7 @@ from lab.mixtures import measure_mixtures
 from lab.moves import OperationsPlan, run_moves
 from lab.placing import measure_policies, measure_steps
 from lab.planning import measure_planning
+from lab.sessions import measure_rounds
 from lab.simulator import measure_simulator
 from lab.speculating import SpeculationBench, measure_speculation
 from lab.versus import rivals
@@ -26,10 +27,11 @@ from pdserve.autoscaler.actuator import sizes_at_start
 from pdserve.autoscaler.schema import load as load_policy
 from pdserve.base.errors import CommandError
 from pdserve.capacity.scaling import follow
+from pdserve.capacity.worker import Shape as ClusterShape
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.cli.app import main
 from pdserve.cli.autoscale import SCENE, WHOLE_TRACE, PolicyFile, SceneFlags, show_scaled
-from pdserve.cli.bench import FRONTENDS, FrontendFlags, Repeats, objective_of, show_findings
+from pdserve.cli.bench import FRONTENDS, FrontendFlags, Repeats, SessionFlags, objective_of, show_findings
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
     DEFAULT_MODEL,
@@ -66,6 +68,9 @@ _SERVING = OwnClusterFlags(dtype="auto")
 _CHECKED, _LONE_THREAD = OwnClusterFlags(), OwnClusterFlags(num_threads=1)
 _FOUR_LONE_THREADS = OwnClusterFlags(prefill=2, decode=2, num_threads=1)
 _MOVED_REQUESTS, _DRAINED_REQUESTS = KnownRequestFlags(), KnownRequestFlags(distinct=5, input_len=64, output_len=500)
+_LONG_SESSIONS = SessionFlags(
+    sessions=120, turns=8, shared_tokens=2048, first_tokens=1024, tool_tokens=384, answer_tokens=64, pause=3.0
+)
 _SCALED_REQUESTS = KnownRequestFlags(distinct=30, input_len=1900, output_len=96)
 
 
@@ -361,6 +366,20 @@ def versus(
     show_scaled([scaled, *others], scene, wanted, json_file, html)
 
 
+def sessions(
+    shape: SessionFlags = _LONG_SESSIONS,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 4,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 4,
+    kv_share: Annotated[float, typer.Option(min=0.01, help="Of the KV pages that fit, which a worker gets.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Of equal sessions, without and with names.")] = 10,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Simulate sessions of agents on OPT-13B's profile, without and with names of their conversations."""
+    found = measure_rounds(ClusterShape(prefill, decode, kv_share=kv_share), shape.shape(), rounds, seed, report)
+    show(json_file, found, f"{prefill} + {decode} workers, {kv_share:g} of their KV, {rounds} rounds")
+
+
 for _command in (
     cancel,
     conversation,
@@ -372,6 +391,7 @@ for _command in (
     router,
     scale,
     scheduler,
+    sessions,
     simulator,
     speculation,
     versus,

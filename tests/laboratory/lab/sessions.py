@@ -1,18 +1,20 @@
 """Sessions of agents on a simulated cluster: the real router and workers, with and without names of conversations."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import mean
 
 from pdserve.base.ids import RequestId
+from pdserve.base.roles import Role
 from pdserve.capacity.cluster import SimCluster, _Router
 from pdserve.capacity.leaping import OTHER
 from pdserve.capacity.worker import Shape
-from pdserve.measure.outcomes import ANY, Percentiles, percentiles
+from pdserve.measure.outcomes import ANY, Outcome, Percentiles, percentiles
 from pdserve.measure.sessions import Session, Turn, sessions_of
 from pdserve.measure.sessions import Shape as SessionsShape
 from pdserve.measure.workload import Arrival, Workload
-from pdserve.perfmodel.profile import Profile
+from pdserve.perfmodel.profile import Profile, read_profile, shipped_profile
 from pdserve.router.requests.commands import Command, End
 
 _VOCABULARY = 1 << 30
@@ -26,6 +28,17 @@ class _Running:
     turn: int = 0
     history: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    turns: Counter[str]
+    busy_s: float
+    outcomes: list[tuple[int, Outcome]]  # with the turns' numbers
+
+    @property
+    def mean_s(self) -> float:
+        return mean(each.ttft_s or 0.0 for number, each in self.outcomes if number > 1)
 
 
 class SimSessions(SimCluster):
@@ -48,6 +61,12 @@ class SimSessions(SimCluster):
         self.clock.run()
         for router in self.routers:
             router.check_idle()
+
+    def found(self) -> _Round:
+        """Return what came of them."""
+        turns = sum((router.placements.sessions.turns for router in self.routers), start=Counter[str]())
+        busy_s = sum(worker.busy_s for worker in self.workers if worker.core.load().role is Role.PREFILL)
+        return _Round(turns, busy_s, [(number, self._outcomes[request_id]) for request_id, number in self.turns])
 
     def _next(self, running: _Running) -> None:
         turn: Turn = running.session.turns[running.turn]
@@ -93,38 +112,53 @@ def _length(sessions: list[Session], number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SessionsFound:
-    """What came of all turns of a round but the first ones."""
+    """What came of the turns of all rounds; times to first token from the second turn on, of all rounds together."""
 
     name: str
     num_turns: int
     turns: dict[str, int]  # by what became of their homes
-    ttft_1_s: Percentiles | None
-    ttft_2_s: Percentiles | None
-    ttft_later_s: Percentiles | None
+    prefill_busy_s: float  # that all prefill workers computed, mean of the rounds
+    rounds_won: int  # with the lower mean time to first token
     ttft_mean_s: float
+    ttft_first_s: Percentiles | None
+    ttft_second_s: Percentiles | None
+    ttft_later_s: Percentiles | None
     tpot_s: Percentiles | None
-    busy_prefill_s: float
-    span_s: float
 
 
-def measure_sessions(
-    profile: Profile, shape: Shape, sessions: SessionsShape, seed: int, *, names_sessions: bool
-) -> SessionsFound:
-    """Serve sessions once."""
-    cluster = SimSessions(profile, shape, sessions_of(sessions, _VOCABULARY, seed), names_sessions=names_sessions)
-    cluster.play()
-    found = [(number, cluster._outcomes[request_id]) for request_id, number in cluster.turns]
-    counts = sum((router.placements.sessions.turns for router in cluster.routers), start=Counter[str]())
+def measure_rounds(
+    shape: Shape, sessions: SessionsShape, rounds: int, seed: int, report: Callable[[str], None]
+) -> list[SessionsFound]:
+    """Simulate rounds of sessions, each without names and with them."""
+    profile, ways = read_profile(shipped_profile()), {"unnamed": list[_Round](), "named": list[_Round]()}
+    for number in range(rounds):
+        report(f"round {number + 1} of {rounds}")
+        played = sessions_of(sessions, _VOCABULARY, seed + number)
+        for name, found in ways.items():
+            cluster = SimSessions(profile, shape, played, names_sessions=name == "named")
+            cluster.play()
+            found.append(cluster.found())
+    means = {name: [each.mean_s for each in found] for name, found in ways.items()}
+    pairs = list(zip(means["unnamed"], means["named"], strict=True))
+    won = {"unnamed": sum(one < other for one, other in pairs), "named": sum(other < one for one, other in pairs)}
+    return [_summary(name, found, won[name]) for name, found in ways.items()]
+
+
+def _summary(name: str, rounds: list[_Round], rounds_won: int) -> SessionsFound:
+    outcomes = [each for one in rounds for each in one.outcomes]
+
+    def ttft_s(wanted: Callable[[int], bool]) -> Percentiles | None:
+        return percentiles(each.ttft_s for number, each in outcomes if wanted(number))
+
     return SessionsFound(
-        name="named" if names_sessions else "unnamed",
-        num_turns=len(found),
-        turns=dict(counts),
-        ttft_1_s=percentiles(each.ttft_s for number, each in found if number == 1),
-        ttft_2_s=percentiles(each.ttft_s for number, each in found if number == 2),
-        ttft_later_s=percentiles(each.ttft_s for number, each in found if number > 2),
-        ttft_mean_s=sum(each.ttft_s or 0.0 for number, each in found if number > 1)
-        / max(1, sum(number > 1 for number, _ in found)),
-        tpot_s=percentiles(each.tpot_s for _, each in found),
-        busy_prefill_s=sum(w.busy_s for w in cluster.workers if str(w.peer.worker_id).startswith("p")),
-        span_s=max(each.ended_s for _, each in found),
+        name=name,
+        num_turns=len(outcomes),
+        turns=dict(sum((each.turns for each in rounds), start=Counter[str]())),
+        prefill_busy_s=mean(each.busy_s for each in rounds),
+        rounds_won=rounds_won,
+        ttft_mean_s=mean(each.mean_s for each in rounds),
+        ttft_first_s=ttft_s(lambda number: number == 1),
+        ttft_second_s=ttft_s(lambda number: number == 2),
+        ttft_later_s=ttft_s(lambda number: number > 2),
+        tpot_s=percentiles(each.tpot_s for _, each in outcomes),
     )
