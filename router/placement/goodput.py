@@ -90,7 +90,7 @@ class Goodput:
         cached = self._predictor.prefixes.match(demand.hashes, demand.now_s)
         hinted = demand.output_tokens
         prompt = Prompt(demand.num_tokens, demand.num_sequences, cached, demand.priority, demand.max_tokens, hinted)
-        some = [_some(group, prompt, demand) for group in groups]
+        some = [_some(group, prompt, demand.draw) for group in groups]
         if cached and self._predictor.may_fetch:
             prompt = replace(prompt, holders=self._holders(groups, some, cached, demand.hashes))
         workers = [worker for group in some for worker in (*group.prefills, *group.decodes)]
@@ -306,24 +306,21 @@ def _keeps(prediction: Prediction, demand: Demand) -> bool:
     return prediction.tpot_s <= (demand.tpot_slo_s or inf)
 
 
-def _some(group: Group, prompt: Prompt, demand: Demand) -> Group:
+def _some(group: Group, prompt: Prompt, draw: int) -> Group:
     """Return a group small enough to look at each of its workers."""
     if max(len(group.prefills), len(group.decodes)) <= _MAX_LOOKED_AT:
         return group
-    prefills, decodes = _around(group.prefills, prompt, demand, 1), _around(group.decodes, prompt, demand, 8191)
-    return Group(prefills, decodes, group.local)
+    return Group(_around(group.prefills, prompt, draw), _around(group.decodes, prompt, draw // 8191), group.local)
 
 
-def _around(workers: Seq[WorkerView], prompt: Prompt, demand: Demand, divisor: int) -> Seq[WorkerView]:
+def _around(workers: Seq[WorkerView], prompt: Prompt, draw: int) -> Seq[WorkerView]:
     if len(workers) <= _MAX_LOOKED_AT:
         return workers
-    start, home = demand.draw // divisor % len(workers), demand.home
+    start = draw % len(workers)
     around = [*workers[start : start + _MAX_LOOKED_AT], *workers[: max(0, start + _MAX_LOOKED_AT - len(workers))]]
     near = {worker.link for worker in around}
     holders = [worker for worker in workers if worker.link in prompt.cached and worker.link not in near]
-    most = nlargest(_MAX_LOOKED_AT, holders, key=lambda worker: prompt.cached[worker.link])
-    at_home = () if home is None else [w for w in holders if w.link in (home.computes, home.decode) and w not in most]
-    return [*around, *most, *at_home]
+    return around + nlargest(_MAX_LOOKED_AT, holders, key=lambda worker: prompt.cached[worker.link])
 
 
 def _share_queued(groups: Seq[Group]) -> float:

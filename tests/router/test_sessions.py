@@ -12,7 +12,7 @@ from pdserve.router.placement.leaving import MOST_S
 from pdserve.router.placement.prefix_index import block_hashes
 from pdserve.router.placement.sessions import LIFE_S, Home, Sessions, session_key
 from pdserve.router.requests.commands import Place
-from pdserve.router.requests.events import DrainAsked, KvChanged, LinkId, LinkLost, PairMeasured
+from pdserve.router.requests.events import ClientGone, DrainAsked, KvChanged, LinkId, LinkLost, PairMeasured
 
 WORKERS = "p0 p1 d0 d1"
 PROMPT = tuple(range(1, 3001))
@@ -157,7 +157,7 @@ def test_a_conversation_of_another_tenant_or_adapter_is_another_one() -> None:
     assert session_key(CacheScope("a"), "") == b""
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, LIFE_S)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from((0.0, 1.0, LIFE_S / 9, LIFE_S))), max_size=60))
 def test_the_table_is_bounded_and_forgets_the_oldest_turn_first(turns: list[tuple[int, float]]) -> None:
     sessions, now_s, last = Sessions(max_sessions=8), 0.0, dict[bytes, float]()
     for number, gap_s in turns:
@@ -181,13 +181,43 @@ def test_a_moved_answer_takes_its_conversation_along() -> None:
     assert len(sessions) == 1
 
 
-@pytest.mark.parametrize("count", [4, 20])
-def test_home_is_looked_at_among_many_workers(count: int) -> None:
-    workers = " ".join([*(f"p{number}" for number in range(count)), *(f"d{number}" for number in range(count))])
+@pytest.mark.parametrize("number", range(5))
+def test_home_is_looked_at_among_many_workers(number: int) -> None:
+    workers = " ".join([*(f"p{place}" for place in range(20)), *(f"d{place}" for place in range(20))])
     cluster = Cluster(workers=workers)
+    cluster.count = number  # requests draw other workers
     slow_links(cluster)
     for name in cluster.links:
         hold(cluster, name, 1600)
     hold(cluster, "p3", 1616)
     at_home(cluster, "p3", "d3")
     assert names(turn(cluster))[0] == "p3"
+
+
+def test_a_long_queue_is_left_whatever_is_cached_behind_it() -> None:
+    cluster = Cluster(workers="p0 d0")
+    hold(cluster, "p0", 2992)
+    at_home(cluster, "p0", "d0")
+    for number in range(20):  # 0.1 s each, and 0.3 s to compute the turn elsewhere
+        placed(cluster.arrive(tokens=[10_000 + number] * 1000))
+    cluster.attach("p1")
+    slow_links(cluster)
+    assert names(turn(cluster))[0] == "p1"
+
+
+def test_a_preparation_is_no_demand_and_what_it_brings_counts_once_it_is_there() -> None:
+    cluster = Cluster(workers="p0 d0")
+    at_home(cluster, "p0", "d0")
+    tokens, talk = list(PROMPT), session_key(CacheScope(""), "talk")
+    place = placed(cluster.arrive(tokens=tokens, max_tokens=1, session="talk", is_preparation=True, priority=-5))
+    assert place.decode is None
+    placements = cluster.core.placements
+    assert placements.demand.counted().num_requests == 0
+    assert not placements.sessions.turns
+    assert placements.sessions.home(talk, 0.0) == Home(cluster.links["p0"], cluster.links["d0"])
+    hashes = block_hashes(cluster.predictor.prefixes.hasher, PROMPT, EVERYONE)
+    assert cluster.predictor.prefixes.match(hashes, cluster.now_s) == {}
+    cluster.post(ClientGone(place.spec.request_id))
+    assert not placements.ended
+    assert not placements.recent.ended
+    assert placements.num_ended == 1
