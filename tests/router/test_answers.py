@@ -60,3 +60,16 @@ def test_what_is_overdue_goes_on_for_as_long_as_answers_have_been_overdue() -> N
     for _ in range(500):
         exact.observe(70, 70)
     assert exact.overdue_tokens == 1.0
+
+
+def test_a_clients_word_of_its_answers_length_is_believed_while_it_is_nearer_than_the_guess() -> None:
+    honest, wild = AnswerLengths(), AnswerLengths()
+    for number in range(40):
+        num_tokens = 20 if number % 2 else 400
+        honest.observe(num_tokens, 1000, hinted=num_tokens + 5)
+        wild.observe(num_tokens, 1000, hinted=1000 - num_tokens)
+    assert honest.expected(1000, 300) == 300
+    assert honest.expected(100, 300) == 100
+    assert honest.left(250, 1000, 300) >= 50
+    assert wild.expected(1000, 300) == wild.expected(1000) != 300
+    assert AnswerLengths().expected(1000, 77) == 77  # before anything was seen

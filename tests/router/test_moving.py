@@ -5,11 +5,13 @@ from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
 
 from pdserve.base.ids import RequestId, WorkerId
 from pdserve.base.roles import Role
+from pdserve.protocol.prefix_hash import EVERYONE
 from pdserve.protocol.refusal import Cause, Refused
 from pdserve.protocol.reports import Failure, LoadPart, ReportedLoad, Stage
 from pdserve.router.config import Limits
 from pdserve.router.placement.moving import MAX_MOVES
 from pdserve.router.placement.predict import Predictor, Prompt
+from pdserve.router.placement.sessions import Home, session_key
 from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.commands import CancelAttempt, Move, Warn
 from pdserve.router.requests.events import (
@@ -170,6 +172,19 @@ def test_a_move_that_its_source_reports_failed_is_cancelled_at_its_target(failur
     d.tokens(d.s, request, 2, 2, end=STOP)
     assert d.delivered[request, 0] == [0, 1, 2]
     d.answer(request)
+
+
+def test_a_conversation_lives_where_its_answer_has_moved_to() -> None:
+    d = Moves()
+    request = d.run_on_s()
+    key, sessions = session_key(EVERYONE, "talk"), d.core.placements.sessions
+    d.core.placements.requests[request].session = key
+    sessions.bind(key, Home(d.p, d.s), d.now_s)
+    d.attach_t()
+    d.ask()
+    assert sessions.home(key, d.now_s) == Home(d.p, d.s)
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    assert sessions.home(key, d.now_s) == Home(d.p, d.t)
 
 
 def test_where_it_has_moved_to_decides_what_becomes_of_it_and_no_longer_its_source() -> None:

@@ -199,7 +199,7 @@ def test_a_long_queue_is_left_whatever_is_cached_behind_it() -> None:
     hold(cluster, "p0", 2992)
     at_home(cluster, "p0", "d0")
     for number in range(20):  # 0.1 s each, and 0.3 s to compute the turn elsewhere
-        placed(cluster.arrive(tokens=[10_000 + number] * 1000))
+        placed(cluster.arrive(tokens=[10_000 + number] * 1000, max_tokens=1))
     cluster.attach("p1")
     slow_links(cluster)
     assert names(turn(cluster))[0] == "p1"
