@@ -2,7 +2,7 @@
 
 import pytest
 from goodput_cluster import Cluster, placed
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from router_driver import LAYOUT
 
@@ -157,6 +157,7 @@ def test_a_conversation_of_another_tenant_or_adapter_is_another_one() -> None:
     assert session_key(CacheScope("a"), "") == b""
 
 
+@example([(number, 1.0) for number in range(12)])
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from((0.0, 1.0, LIFE_S / 9, LIFE_S))), max_size=60))
 def test_the_table_is_bounded_and_forgets_the_oldest_turn_first(turns: list[tuple[int, float]]) -> None:
     sessions, now_s, last = Sessions(max_sessions=8), 0.0, dict[bytes, float]()
