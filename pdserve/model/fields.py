@@ -77,6 +77,10 @@ class Fields:
             raise self._wrong(key, "true or false")
         return default if value is None else value
 
+    def truth(self, key: str, default: bool) -> bool:
+        """Return a flag that some files have as a number."""
+        return self.flag(key, default) if isinstance(self._value(key), bool) else self.number(key, default) != 0
+
     def text(self, key: str, default: str | None = None) -> str:
         value = self._value(key)
         if not isinstance(value, str | None):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import FAMILIES, INERT, INERT_PREFIXES, ModelConfig
-from pdserve.model.design import Activation, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential
-from pdserve.model.rope_config import LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
+from pdserve.model.design import Activation, Experts, GatedMlp, HeadNorms, RmsNorm, SelfAttention, Sequential
+from pdserve.model.rope_config import Growth, LinearRope, Llama3Rope, LongRope, RopeConfig, YarnRope
 from pdserve.model.state_design import ShortConv
 
 LLAMA = {
@@ -384,6 +384,89 @@ def test_deepseek_v3_is_read_as_it_is_published() -> None:
     scale = first.attention.scores.scale
     assert scale is not None
     assert math.isclose(scale, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+LLAMA_4 = {  # Scout's, as it is published, as far as we know
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "text_config": {
+        "_attn_implementation_autoset": True,
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attention_dropout": 0.0,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": 4,
+        "bos_token_id": 200000,
+        "eos_token_id": [200001, 200007, 200008],
+        "floor_scale": 8192,
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "output_router_logits": False,
+        "pad_token_id": 200018,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0.dev0",
+    "vision_config": {"model_type": "llama4_vision_model"},
+}
+
+
+def test_llama_4_is_read_as_it_is_published() -> None:
+    config = ModelConfig.from_hf(LLAMA_4)
+    assert config.windows == (8192, 8192, 8192, None) * 12, "blocks where there is rope"
+    rope, still = config.design.layers[0].attention.rope, config.design.layers[3].attention.rope
+    assert (rope.growth, still.growth) == (None, Growth(0.1, 8192))
+    assert all(isinstance(layer.mlp, Experts) for layer in config.design.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_chunk_size": 0}, "attention_chunk_size: 0 is not an integer from 1"),
+        ({"floor_scale": 0}, "floor_scale: 0 is not an integer from 1"),
+        ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning: 'yes' is not"),
+        ({"moe_layers": [48]}, "moe_layers: .48. is not supported"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types: .* is not supported .chunked_attention or full_attention"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers: .1, 0. is not supported"),
+    ],
+)
+def test_another_llama_4_is_refused(changes: dict[str, object], named: str) -> None:
+    text = LLAMA_4["text_config"]
+    assert isinstance(text, dict)
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_hf(LLAMA_4 | {"text_config": text | changes})
 
 
 def test_layers_with_a_state_are_read_with_the_sizes_of_their_states() -> None:

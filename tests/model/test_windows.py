@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 WINDOW, CHUNK = 96, 40
 AHEAD = 4  # pages that a sequence may hold for tokens to come
-WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "ministral", "olmo3", *STATES)
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "llama4", "ministral", "olmo3", *STATES)
 ALWAYS = ("gemma2", "gemma3", "lfm2", "qwen3.5")
 BASE = {
     "architectures": ["Gemma3ForCausalLM"],

@@ -29,13 +29,14 @@ CHUNKED = "chunked_attention"
 
 def _read(fields: Fields) -> Design:
     pass_over_training(fields)
+    fields.flag("for_llm_compressor", default=False)  # how another tool had the experts apart
     eps, bias = fields.number("rms_norm_eps", 1e-5), fields.flag("attention_bias", default=False)
     norms = HeadNorms(eps, after_rope=True, has_weights=False) if fields.flag("use_qk_norm", default=True) else None
     expert, rotates = swiglu(fields), rotating(fields)
     kinds = kinds_of_layers(fields, (CHUNKED, FULL), lambda layer: CHUNKED if rotates[layer] else FULL)
     block = fields.positive("attention_chunk_size", 8192)
     growth = Growth(fields.number("attn_scale", 0.1), fields.positive("floor_scale", 8192))
-    still = replace(NO_ROPE, growth=growth if fields.flag("attn_temperature_tuning", default=True) else None)
+    still = replace(NO_ROPE, growth=growth if fields.truth("attn_temperature_tuning", default=True) else None)
     dense = replace(expert, inner_size=fields.positive("intermediate_size_mlp", 16384))
     rope, norm = read_rope(fields, interleaved=True), RmsNorm(eps)
     layers = []
