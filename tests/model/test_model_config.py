@@ -458,7 +458,10 @@ def test_llama_4_is_read_as_it_is_published() -> None:
         ({"floor_scale": 0}, "floor_scale: 0 is not an integer from 1"),
         ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning: 'yes' is not"),
         ({"moe_layers": [48]}, "moe_layers: .48. is not supported"),
-        ({"layer_types": ["sliding_attention"] * 48}, "layer_types: .* is not supported .chunked_attention or full_attention"),
+        (
+            {"layer_types": ["sliding_attention"] * 48},
+            "layer_types: .* is not supported .chunked_attention or full_attention",
+        ),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers: .1, 0. is not supported"),
     ],
 )
