@@ -11,8 +11,8 @@ from pdserve.model.family import Model
 def pooled(model: Model, chunks: Seq[PooledChunk], hidden: Tensor, lasts: Tensor) -> dict[int, bytes]:
     """Return each chunk's vector by its place in the plan; of a mean, the sum over the chunk.
 
-    hidden: [num_tokens, hidden_size], read only where a mean is wanted. lasts: [num chunks, hidden_size], of each
-    chunk's last token.
+    ArithmeticError if one is not finite. hidden: [num_tokens, hidden_size], read only where a mean is wanted.
+    lasts: [num chunks, hidden_size], of each chunk's last token.
     """
     vectors: dict[int, bytes] = {}
     for each, last in zip(chunks, lasts, strict=True):
@@ -23,5 +23,7 @@ def pooled(model: Model, chunks: Seq[PooledChunk], hidden: Tensor, lasts: Tensor
                 vector = model.normed(hidden[each.rows]).float().sum(0)
             case "logits":
                 vector = model.logits(last[None])[0].float()[list(each.pooling.token_ids)]
+        if not bool(vector.isfinite().all()):
+            raise ArithmeticError("a prompt's vector is not finite")
         vectors[each.place] = vector.numpy().astype("<f4", copy=False).tobytes()
     return vectors

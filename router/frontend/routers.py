@@ -323,8 +323,8 @@ class Routers:
         command = Deliver(request_id, index, tokens.token_ids, *more)
         if tokens.token_ids:
             each.token_ids[index] += tokens.token_ids
-            if each.first_token_s is None:
-                each.first_token_s = self.clock.now_s()
+        if each.first_token_s is None and (tokens.token_ids or tokens.pooled):
+            each.first_token_s = self.clock.now_s()
         if tokens.finish_reason:
             each.ended.add(index)
         if tokens.prompt_logprobs is not None:

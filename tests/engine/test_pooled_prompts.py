@@ -13,10 +13,12 @@ from pdserve.base.ids import Attempt, PageId, RequestId
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Pooled, Sequence
+from pdserve.engine.sequence import Broken, Job, Pooled, Sequence
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.executor.failing import Isolating
+from pdserve.model.decoder import Decoder
 from pdserve.model.family import Model
+from pdserve.model.ops import Dense
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.prefix_hash import PrefixHasher
@@ -124,6 +126,24 @@ def test_a_preempted_prompt_begins_its_mean_anew(model: Model) -> None:
     bench.add(prompt(30, 1), None, priority=1)
     vectors = bench.run()
     assert_same(vectors[sequence], model, sequence.tokens, Pooling("mean"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_that_is_not_finite_ends_its_own_prompt(kind: Pooling) -> None:
+    model, bad = small_model(small_config(VOCAB)), 7
+    assert isinstance(model, Decoder)
+    assert isinstance(model.embedding, Dense)
+    model.embedding.data[bad] = float("nan")
+    bench = Bench(model)
+    good, broken = bench.add([3, 4, 5], Pooling("mean")), bench.add([3, bad, 5], kind)
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    outcomes = bench.scheduler.commit(plan, bench._steps.run(plan))
+    (first,) = (each for each in outcomes if isinstance(each, Pooled))
+    (second,) = (each for each in outcomes if isinstance(each, Broken))
+    assert first.sequence is good
+    assert_same(np.frombuffer(first.vector, "<f4"), model, good.tokens, Pooling("mean"))
+    assert (second.sequence, second.reason) == (broken, "ArithmeticError: a prompt's vector is not finite")
 
 
 def test_vectors_and_answers_come_from_one_step(model: Model) -> None:

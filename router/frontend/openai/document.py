@@ -20,6 +20,7 @@ from pdserve.router.frontend.responses.fields import CountInputRequest, Response
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, COUNT_INPUT = "/v1/responses", "/v1/responses/input_tokens"
 EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+UNSTREAMED = frozenset({COUNT_TOKENS, COUNT_INPUT, EMBEDDINGS, RERANK, SCORE})
 GENERATION: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -55,12 +56,13 @@ def with_generation(app: FastAPI) -> dict[str, Any]:
     errors = {status: _answer(text) for status, text in ERRORS.items()}
     generated = _answer("The answer, whole or in events.")
     generated["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    whole = _answer("The answer.")
     for path, model in GENERATION.items():
         body = {"schema": {"$ref": REF.format(model=model.__name__)}}
         document["paths"].setdefault(path, {})["post"] = {
             "summary": model.__doc__,
             "requestBody": {"required": True, "content": {"application/json": body}},
-            "responses": {"200": generated, **errors},
+            "responses": {"200": whole if path in UNSTREAMED else generated, **errors},
         }
     for path in document["paths"].values():
         for operation in path.values():
