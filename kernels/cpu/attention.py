@@ -12,11 +12,14 @@ from torch import Tensor
 from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
 from pdserve.kernels.cpu.calls import Call, Calls, Kind
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size
+from pdserve.kernels.kv_rows import KvRows
+from pdserve.protocol.kvlayout import KvCode
 
 SPLIT = 256  # keys of an item, as in src/attention_pass.h
 TOKENS = 32  # queries of a block, as in src/blocks.c
 LANES = 16
 MAX_HEAD_DIM = 256
+CODES: dict[KvCode, int] = {"int8": 2, "fp8_e4m3": 3}  # forms of rows, as src/kv_rows.h numbers them
 MAX_GROUP_DIM = 4096  # of the heads that share K and V: a block's sums, 32 floats for each, lie on a thread's stack
 
 Ints = npt.NDArray[np.int64]
@@ -32,6 +35,8 @@ class _Step(ctypes.Structure):
         *((name, Size) for name in ("chunk_table_stride", "num_blocks", "window")),
         *((name, Size) for name in ("table_stride", "num_tokens", "num_rows", "num_items", "num_keys")),
         *((name, Size) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "page_size", "type")),
+        ("kv", Size),
+        ("row_bytes", Size),
         ("page_bytes", Size),
         ("page_heads", Size),
         ("scale", ctypes.c_double),
@@ -87,25 +92,35 @@ class HeadWeights:
 class PagedAttention:
     """The library's attention over one pool of pages, for one model's heads."""
 
-    def __init__(self, pool: Tensor, num_heads: int, scoring: Scoring | None = None, num_ropes: int = 1) -> None:
-        """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
+    def __init__(
+        self,
+        pool: Tensor,
+        num_heads: int,
+        scoring: Scoring | None = None,
+        num_ropes: int = 1,
+        rows: KvRows | None = None,
+    ) -> None:
+        """Attend within `pool`: [num_pages, num_layers, 2, num_kv_heads, page_size, width of a row].
 
-        It is of float32 or bfloat16, and of contiguous pages, or of some adjacent heads of such. scoring: scores are
-        times head_dim ** -0.5 unless given.
-        num_ropes: how many its layers have.
+        It has contiguous pages, or some adjacent heads of such. scoring: scores are times head_dim ** -0.5 unless
+        given.
+        num_ropes: how many its layers have. rows: of the pool, in float32 or bfloat16; unless given, of its own type.
         """
-        require_tensor("pool", pool, (None, None, 2, None, None, None), tuple(DTYPES))
-        _, num_layers, _, num_kv_heads, page_size, head_dim = pool.shape
-        page_heads = pool.stride(2) // (page_size * head_dim)
-        page = pool[0].as_strided((num_layers, 2, page_heads, page_size, head_dim), pool.stride()[1:])
+        rows = rows or KvRows(pool.shape[-1], pool.dtype)
+        require_tensor("pool", pool, (None, None, 2, None, None, rows.width), (rows.pool_dtype,))
+        _, num_layers, _, num_kv_heads, page_size, width = pool.shape
+        head_dim = rows.head_dim
+        page_heads = pool.stride(2) // (page_size * width)
+        page = pool[0].as_strided((num_layers, 2, page_heads, page_size, width), pool.stride()[1:])
         require(page.is_contiguous() and pool.stride(0) >= page.numel(), "pool must have contiguous pages")
         require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
-        require(serves(head_dim, pool.dtype), f"head_dim must be a multiple of {LANES} to {MAX_HEAD_DIM}")
-        self._pool = pool
+        require(serves(head_dim, rows.dtype), f"head_dim must be a multiple of {LANES} to {MAX_HEAD_DIM}")
+        self._pool, self._dtype = pool, rows.dtype
         self._partials = torch.empty(0)
         self._step = _Step(
             pool=pool.data_ptr(), num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, page_size=page_size, type=DTYPES[pool.dtype],
+            head_dim=head_dim, page_size=page_size, type=DTYPES[rows.dtype],
+            kv=DTYPES[rows.dtype] if rows.code is None else CODES[rows.code], row_bytes=width * pool.itemsize,
             page_bytes=pool.stride(0) * pool.itemsize, page_heads=page_heads,
             scale=head_dim**-0.5 if scoring is None else scoring.scale,
             soft_cap=0.0 if scoring is None else scoring.soft_cap,
@@ -163,10 +178,10 @@ class PagedAttention:
     def run(self, calls: Calls, layer: int, qkv: Tensor, weights: HeadWeights = HeadWeights(), rope: int = 0) -> Tensor:
         """Norm and rotate q and k in place, write K and V into the pages, and attend with the planned rows and chunks.
 
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. rope: which of the
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, of the rows' dtype. rope: which of the
         planned ones. Returns [num_tokens, num_heads * head_dim]: of the rows, then of the chunks if they are planned.
         """
-        step, dtype = self._step, self._pool.dtype
+        step, dtype = self._step, self._dtype
         num_heads = step.num_heads + 2 * step.num_kv_heads
         require_tensor("qkv", qkv, (None, num_heads, step.head_dim), (dtype,))
         require(qkv.is_contiguous(), "qkv must be contiguous")

@@ -44,7 +44,7 @@ class CompiledAttention:
         self._window = kind.scores.window
         self._ropes, self._rope_of_layer = distinct(kind.ropes)
         scoring = Scoring(config.scale(kind.scores), kind.scores.soft_cap or 0.0)
-        self._paged = PagedAttention(kind.kv, config.num_heads, scoring, len(self._ropes))
+        self._paged = PagedAttention(kind.kv, config.num_heads, scoring, len(self._ropes), kind.rows)
         self._planned = self.planned(calls)
         self._grouped = None if with_chunks else GroupedAttention(config, kind)
         self._num_rows = 0

@@ -2,7 +2,8 @@
 
 Chunks of one query length with similar contexts make a group, and a group is one call of torch's fused attention. It
 takes the K and V just computed if the pages hold no earlier ones, else K and V gathered from the pages. Gathering
-copies whole runs of a head's slots, which the pool's layout keeps together.
+copies whole runs of a head's slots, which the pool's layout keeps together. Where rows are coded, all K and V are
+gathered: what a query sees of a token must not depend on whether the token is of the same chunk.
 
 Slots past a context are read as zero, whatever the page holds there. A mask alone would not do: a weight of 0 times
 another sequence's overflow is NaN.
@@ -33,7 +34,7 @@ class _Gather:
     """How a group's contexts are copied out of the pages, and to where; each layer overwrites the one before."""
 
     runs: Tensor  # [kv_parts * chunks * kv heads * pages] into layer 0 of the pool's runs
-    copy: Tensor  # [len(runs), page_size * head_dim]
+    copy: Tensor  # [len(runs), page_size * width of a row]
     unwritten: tuple[npt.NDArray[np.uint8], ...]  # views of the copy's slots that hold none of their chunk's tokens
 
 
@@ -65,8 +66,8 @@ class TorchAttention:
         self._ropes, self._rope_of_layer = distinct(kind.ropes)
         self._grouped = GroupedAttention(config, kind)
         self._kv_parts, self._page_size = kind.kv.shape[2], kind.kv.shape[4]
-        self._dtype = kind.kv.dtype
-        self._slots = flat_rows(kind.kv, config.head_dim)
+        self._rows = kind.rows
+        self._slots = flat_rows(kind.kv, kind.rows.width)
         self._step: _Step | None = None
 
     def plan(self, batch: Batch) -> None:
@@ -74,8 +75,8 @@ class TorchAttention:
         runs = self._grouped.run_ids(batch.pages)
         positions = torch.from_numpy(batch.positions)
         self._step = _Step(
-            angles=[rope.angles(positions, self._dtype) for rope in self._ropes],
-            growths=[rope.growth(positions, self._dtype) for rope in self._ropes],
+            angles=[rope.angles(positions, self._rows.dtype) for rope in self._ropes],
+            growths=[rope.growth(positions, self._rows.dtype) for rope in self._ropes],
             targets=torch.from_numpy(runs * self._page_size + batch.slots[:, None]),
         )
         self._grouped.plan(batch, 0)
@@ -95,7 +96,7 @@ class TorchAttention:
         if qk_norm is not None and qk_norm.after_rope:
             self._norm_(qkv, qk_norm)
         slots_before = layer * self._grouped.runs_per_layer * self._page_size
-        self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
+        self._slots[slots_before:].index_put_((step.targets,), self._rows.packed(qkv[:, num_heads:]))
         attended = self._grouped.run(layer, qkv, sinks)
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
@@ -112,11 +113,11 @@ class GroupedAttention:
         kv, self._scores = kind.kv, kind.scores
         self._config = config
         self._kv_parts, self._page_size = kv.shape[2], kv.shape[4]
-        self._dtype = kv.dtype
+        self._rows = kind.rows
         self._scale, self._soft_cap = config.scale(kind.scores), kind.scores.soft_cap
-        run_size = self._page_size * config.head_dim
+        run_size = self._page_size * kind.rows.width
         self._runs = flat_rows(kv, run_size)
-        self._slot_bytes = config.head_dim * kv.dtype.itemsize
+        self._slot_bytes = kind.rows.width * kv.itemsize
         page_heads = kv.stride(2) // run_size  # of all ranks
         self.runs_per_layer = self._kv_parts * page_heads
         self._runs_of_layer = (np.arange(self._kv_parts)[:, None] * page_heads + np.arange(config.num_kv_heads)).ravel()
@@ -142,7 +143,8 @@ class GroupedAttention:
             k, v = heads[:, num_heads : num_heads + num_kv_heads], heads[:, -num_kv_heads:]
         else:
             gathered = self._gathered(layer, group.gather)
-            parts = gathered.view(self._kv_parts, group.num_chunks, num_kv_heads, -1, self._config.head_dim)
+            slots = gathered.view(self._kv_parts, group.num_chunks, num_kv_heads, -1, self._rows.width)
+            parts = self._rows.expanded(slots)
             k, v = parts[0, :, :, : group.kv_len], parts[-1, :, :, : group.kv_len]
         q = heads[:, :num_heads]
         if group.query_len == 1:
@@ -174,7 +176,7 @@ class GroupedAttention:
     def _group(self, batch: Batch, first: int, last: int) -> _Group:
         query_len = int(batch.query_lens[first])
         longest, window = int(batch.kv_lens[last - 1]), self._scores.window
-        fresh = longest == query_len and (window is None or longest <= window)
+        fresh = longest == query_len and (window is None or longest <= window) and self._rows.code is None
         gather, mask = None, None
         if not fresh:
             positions = (batch.kv_lens[first:last] - query_len)[:, None] + np.arange(query_len)
@@ -183,9 +185,9 @@ class GroupedAttention:
             kv_lens = batch.kv_lens[first:last] - left
             longest = int(kv_lens.max())
             runs = self._gathered_runs(self._seen(batch.page_table[first:last], left, kv_lens))
-            copy = torch.empty((len(runs), self._runs.shape[1]), dtype=self._dtype)
+            copy = torch.empty((len(runs), self._runs.shape[1]), dtype=self._runs.dtype)
             gather = _Gather(runs, copy, self._unwritten(copy, kv_lens))
-            mask = _mask(positions - left[:, None], begins - left[:, None], kv_lens, self._dtype)
+            mask = _mask(positions - left[:, None], begins - left[:, None], kv_lens, self._rows.dtype)
         tokens = slice(int(batch.query_starts[first]), int(batch.query_starts[last]))
         return _Group(tokens, last - first, query_len, longest, gather, mask)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdserve.engine.batch import PoolShape
 from pdserve.engine.states import States
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.attention import Advance, Attends
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Scores
@@ -28,7 +29,8 @@ class LayerKind:
 
     group: int  # whose pages they have
     scores: Scores
-    kv: Tensor  # [num_pages, layers of the group, kv_parts, a rank's KV heads, page_size, head_dim]
+    kv: Tensor  # [num_pages, layers of the group, kv_parts, a rank's KV heads, page_size, width of a row]
+    rows: KvRows
     ropes: tuple[Rope, ...]  # of each layer of the group
 
 
@@ -59,12 +61,15 @@ class ByLayer(Generic[A]):
         return ByLayer(tuple(parts), self.groups, self.places, self.states)
 
 
-def by_layer(make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: Sequence[LayerGroup]) -> ByLayer[A]:
+def by_layer(
+    make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: Sequence[LayerGroup], rows: KvRows | None = None
+) -> ByLayer[A]:
     """Make an attention of each kind of layer, over the heads of the model's rank.
 
-    kv: a pool of as many pages as its first dimension, contiguous.
+    kv: a pool of as many pages as its first dimension, contiguous. rows: of the pool; in the model's type unless given.
     """
     config, ropes = model.config, model.ropes
+    rows = rows or KvRows(config.head_dim, model.dtype)
     heads = model.rank.kv_heads(config.num_kv_heads)
     kinds: dict[tuple[int, Scores], int] = {}
     parts, places, states = list[A](), [(0, 0)] * config.num_layers, None
@@ -72,7 +77,7 @@ def by_layer(make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: S
         if group.has_states:
             states = States(kv, group, config.design.state_parts)
             continue
-        view = pages_of(kv, config, group)[:, :, :, heads]
+        view = pages_of(kv, config, group, rows.width)[:, :, :, heads]
         of_group = tuple([ropes[layer] for layer in group.layers])
         for place, layer in enumerate(group.layers):
             attention = config.design.attentions[layer]
@@ -80,17 +85,18 @@ def by_layer(make: Callable[[LayerKind], A], model: Model, kv: Tensor, groups: S
             scores = attention.scores
             if (number, scores) not in kinds:
                 kinds[number, scores] = len(parts)
-                parts.append(make(LayerKind(number, scores, view, of_group)))
+                parts.append(make(LayerKind(number, scores, view, rows, of_group)))
             places[layer] = kinds[number, scores], place
     return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places), states)
 
 
-def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """Return the dimensions of a pool: see `EngineRunner.kv`."""
+def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup], width: int = 0) -> tuple[int, ...]:
+    """Return the dimensions of a pool: see `EngineRunner.kv`. width: of a row; one of `head_dim` unless given."""
+    width = width or config.head_dim
     if len(groups) > 1:
-        return num_pages, _page_elements(config, groups)
+        return num_pages, _page_elements(config, groups, width)
     (group,) = groups
-    return num_pages, len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, config.head_dim
+    return num_pages, len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, width
 
 
 def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> PoolShape:
@@ -98,18 +104,18 @@ def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]
     return PoolShape(num_pages, first, config.vocab_size, tuple(others))
 
 
-def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup]) -> int:
+def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup], width: int) -> int:
     """Return the elements of a page, as `KvLayout.page_bytes` counts them."""
-    unit = groups[0].page_size * config.head_dim
-    token = config.kv_parts * config.num_kv_heads * config.head_dim  # of a layer
+    unit = groups[0].page_size * width
+    token = config.kv_parts * config.num_kv_heads * width  # of a layer
     own = [group.state_elements or len(group.layers) * group.page_size * token for group in groups]
     largest = max(own)
     return -(-largest // unit) * unit
 
 
-def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup) -> Tensor:
+def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup, width: int) -> Tensor:
     """Return a pool as a group of layers sees it: see `LayerKind.kv`."""
-    shape = (len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, config.head_dim)
+    shape = (len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, width)
     return kv.view(len(kv), -1)[:, : math.prod(shape)].view(len(kv), *shape)
 
 

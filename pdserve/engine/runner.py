@@ -34,17 +34,19 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.ops_cpu import CompiledOps
 from pdserve.model.sharding import part_of
+from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
 
 class EngineRunner(Protocol):
     """What computes an engine's steps, on whichever device. Call it from one thread at a time."""
 
-    kv: Tensor  # [num_pages, layers, kv_parts, kv heads, page_size, head_dim]; of several groups [num_pages, elements]
+    kv: Tensor  # [num_pages, layers, kv_parts, kv heads, page_size, width]; of several groups [num_pages, elements]
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step: copy pages, compute all chunks, sample. InvariantError if the plan cannot be run.
@@ -122,18 +124,21 @@ class Runner:
         page_size: int,
         eos_token_ids: Seq[int] | None = None,
         memory: Tensor | None = None,
+        code: KvCode | None = None,
     ) -> None:
         """Set up `num_pages` pages; those of the smallest group of layers have `page_size` tokens.
 
         eos_token_ids: the model config's unless given. memory: bytes for the pages of all ranks, zeroed.
+        code: the form of K and V; the model's type unless given.
         """
         config = model.config
         self.groups = layer_groups(config, page_size)
-        size = pool_size(config, num_pages, self.groups)
-        self.kv = zeroed(size, model.dtype, model.device) if memory is None else memory.view(model.dtype).view(size)
+        rows = KvRows(config.head_dim, model.dtype, code)
+        size, dtype = pool_size(config, num_pages, self.groups, rows.width), rows.pool_dtype
+        self.kv = zeroed(size, dtype, model.device) if memory is None else memory.view(dtype).view(size)
         self._model = model
         self._pool = pool_shape(config, num_pages, self.groups)
-        self._attention, self._programs = _attention(model, self.kv, self.groups)
+        self._attention, self._programs = _attention(model, self.kv, self.groups, rows)
         self._balance = ExpertBalance(model.expert_counts())
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
@@ -220,14 +225,16 @@ def _unbind() -> None:
 _Attentions = ByLayer[TorchAttention] | ByLayer[CompiledAttention]
 
 
-def _attention(model: Model, kv: Tensor, groups: Seq[LayerGroup]) -> tuple[_Attentions, DecodePrograms | None]:
+def _attention(
+    model: Model, kv: Tensor, groups: Seq[LayerGroup], rows: KvRows
+) -> tuple[_Attentions, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded, config = library(), part_of(model.config, model.rank)
-    if isinstance(loaded, Missing) or config.attends_in_torch or not serves(config.head_dim, kv.dtype):
-        return by_layer(partial(TorchAttention, config), model, kv, groups), None
-    with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, kv.dtype)
+    if isinstance(loaded, Missing) or config.attends_in_torch or not serves(config.head_dim, rows.dtype):
+        return by_layer(partial(TorchAttention, config), model, kv, groups, rows), None
+    with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, rows.dtype)
     make = partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)
-    attention = by_layer(make, model, kv, groups)
+    attention = by_layer(make, model, kv, groups, rows)
     if not is_compiled(model):
         return attention, None
     return attention, DecodePrograms(model, attention, loaded)

@@ -3,6 +3,8 @@
 A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]` of the layers of one group. Latent attention keeps
 one row for a token, of which keys and values are made: there, pages are `[layer][slot][head_dim]`. A page of states
 holds a run of float32 values for each layer, whatever the number of tokens.
+
+In a byte a value, each row `[head_dim]` has its scale behind it (`kernels/kv_rows.py`).
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ MOST_UNUSED = 0.25  # of a page: groups whose pages fill less of it need pools o
 
 PageDigest = Literal["xxh3", "splitmix64"]  # the hash of a page's bytes, 64 bits: see `kvtransfer.region`
 PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KvCode = Literal["fp8_e4m3", "int8"]  # forms of K and V in a byte a value
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
+SCALED: dict[str, int] = {"fp8_e4m3": 4, "int8": 4}  # bytes of a row's scale
 
 
 class Tier(Enum):
@@ -41,11 +45,17 @@ class KvGroup:
     kv_parts: int = 2  # K and V; 1: one latent row for both
     state_elements: int = 0  # of a page that holds the state of a sequence; 0: it has a row for each token
 
-    @property
-    def page_elements(self) -> int:
+    def page_bytes(self, dtype: str) -> int:
+        """Return the bytes that a page of these layers fills."""
         if self.state_elements:
-            return self.state_elements
-        return self.num_layers * self.kv_parts * self.num_kv_heads * self.page_size * self.head_dim
+            return self.state_elements * DTYPE_BYTES[dtype]
+        rows = self.num_layers * self.kv_parts * self.num_kv_heads * self.page_size
+        return rows * row_bytes(dtype, self.head_dim)
+
+
+def row_bytes(dtype: str, head_dim: int) -> int:
+    """Return the bytes of K, or of V, of one token and head in a layer."""
+    return head_dim * DTYPE_BYTES[dtype] + SCALED.get(dtype, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +86,10 @@ class KvLayout:
     @property
     def page_bytes(self) -> int:
         """Return the bytes of a page, which are the same in every group: whole slots of a head in the largest pages."""
-        unit = self.page_size * self.head_dim
+        unit = self.page_size * row_bytes(self.dtype, self.head_dim)
         own = self.num_layers * self.kv_parts * self.num_kv_heads * unit
-        largest = max([own, *[group.page_elements for group in self.others]])
-        return -(-largest // unit) * unit * DTYPE_BYTES[self.dtype]
+        largest = max([own, *[group.page_bytes(self.dtype) for group in self.others]])
+        return -(-largest // unit) * unit
 
     @property
     def token_bytes(self) -> int:
@@ -122,11 +132,12 @@ class KvLayout:
 
     def check(self) -> None:
         """Raise ConfigError unless the pages of every group fill almost as many bytes as the largest."""
-        largest = self.page_bytes // DTYPE_BYTES[self.dtype]
+        largest = self.page_bytes
         own = KvGroup("full", self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, kv_parts=self.kv_parts)
         for group in (own, *self.others):
-            if not group.state_elements and group.page_elements < largest * (1 - MOST_UNUSED):
-                filled = f"{group.page_elements} of {largest} elements of a page"
+            filling = group.page_bytes(self.dtype)
+            if not group.state_elements and filling < largest * (1 - MOST_UNUSED):
+                filled = f"{filling} of {largest} bytes of a page"
                 raise ConfigError(f"page_size: {group.page_size} tokens of the {group.name} layers fill {filled}")
 
     @property

@@ -49,19 +49,24 @@ INLINE void place_token(const struct call *call, int64_t token, const char *cons
     }
     int64_t page = step->targets[2 * token], slot = step->targets[2 * token + 1];
     for (int64_t which = 0; which < 2; which++)
-        for (int64_t head = 0; head < kv_heads; head++)
-            memcpy(run_of(step, page, call->layer, which, head) + slot * bytes,
-                   heads + (queries + which * kv_heads + head) * bytes, bytes);
+        for (int64_t head = 0; head < kv_heads; head++) {
+            char *to = run_of(step, page, call->layer, which, head) + slot * step->row_bytes;
+            const char *from = heads + (queries + which * kv_heads + head) * bytes;
+            if (is_coded(step->kv))
+                pack_row(to, from, dim, type, step->kv);
+            else
+                memcpy(to, from, bytes);
+        }
 }
 
 /* Where the keys of a range lie, of KV head 0; its values, and those of other heads, lie as far away in every page.
  * Positions past the end, up to the next multiple of LANES, repeat the last one: no slot is read that holds nothing of
  * this sequence. */
 INLINE void locate(
-    const char **at, const struct step *step, int64_t row, int64_t layer, int64_t begin, int64_t end, int type
+    const char **at, const struct step *step, int64_t row, int64_t layer, int64_t begin, int64_t end
 ) {
     const int64_t *pages = step->table + row * step->table_stride;
-    int64_t bytes = step->head_dim * size_of(type), count = 0;
+    int64_t bytes = step->row_bytes, count = 0;
     for (int64_t position = begin; position < end;) {
         int64_t slot = position % step->page_size;
         const char *from = run_of(step, pages[position / step->page_size], layer, 0, 0);
@@ -73,30 +78,43 @@ INLINE void locate(
 }
 
 INLINE void attend_item(const struct step *step, int64_t layer, const char *qkv, int64_t item, int type) {
-    const char *keys[SPLIT + LANES];
+    const char *located[SPLIT + LANES], *copies[SPLIT + LANES];
     int64_t row = step->items[2 * item], range = step->items[2 * item + 1] * SPLIT;
     int64_t begin = range > step->begins[row] ? range : step->begins[row];
     int64_t end = range + SPLIT < step->ends[row] ? range + SPLIT : step->ends[row];
     int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads, vectors = dim / LANES;
     int64_t per_pass = vectors * MAX_PASS <= REGISTERS ? MAX_PASS : vectors <= REGISTERS ? REGISTERS / vectors : 1;
-    int64_t run_bytes = step->page_size * dim * size_of(type);
+    int64_t run_bytes = step->page_size * step->row_bytes, values_offset = step->page_heads * run_bytes;
+    int64_t padded = (end - begin + LANES - 1) / LANES * LANES, copied = is_coded(step->kv) ? 2 * padded : 0;
+    char room[copied * dim * size_of(type) + 1];
+    float scales[copied + 1];
     const char *queries = qkv + row * (step->num_heads + 2 * step->num_kv_heads) * dim * size_of(type);
-    locate(keys, step, row, layer, begin, end, type);
-    for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head++)
+    locate(located, step, row, layer, begin, end);
+    for (int64_t i = 0; i < copied / 2; i++)
+        copies[i] = room + i * dim * size_of(type);
+    for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head++) {
+        int64_t offset = kv_head * run_bytes;
+        if (copied)
+            widen_rows(room, scales, located, padded, offset, values_offset, dim, type, step->kv);
         for (int64_t first = 0; first < group; first += per_pass) {
-            int64_t head = kv_head * group + first, offset = kv_head * run_bytes;
+            int64_t head = kv_head * group + first;
             int heads = group - first < per_pass ? group - first : per_pass;
             float *out = step->partials + (item * step->num_heads + head) * (dim + 2);
-            const struct pass pass = {
-                queries + head * dim * size_of(type), keys, offset, offset + step->page_heads * run_bytes,
+            struct pass pass = {
+                queries + head * dim * size_of(type), located, NULL, NULL, offset, offset + values_offset,
                 first + heads < group ? offset : offset + run_bytes, end - begin, (float)step->scale, (float)step->soft_cap,
             };
+            if (copied) {
+                pass.keys = copies, pass.key_scales = scales, pass.value_scales = scales + padded;
+                pass.keys_offset = pass.next_offset = 0, pass.values_offset = padded * dim * size_of(type);
+            }
             switch (dim) {
             case 64: attend_heads(out, &pass, heads, 64 / LANES, type); break;
             case 128: attend_heads(out, &pass, heads, 128 / LANES, type); break;
             default: attend_pass(out, &pass, heads, vectors, type); break;
             }
         }
+    }
 }
 
 /* Puts a row's ranges together, and its heads' sinks. out: [num_rows, num_heads * head_dim]. */

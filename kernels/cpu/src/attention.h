@@ -4,11 +4,12 @@
 #define PDSERVE_ATTENTION_H
 
 #include "calls.h"
+#include "kv_rows.h"
 #include "vectors.h"
 
 /* What all layers of a step share. kernels/cpu/attention.py has the same fields. */
 struct step {
-    char *pool;              /* [num_pages, num_layers, 2, page_heads, page_size, head_dim], from the first KV head on */
+    char *pool;              /* [num_pages, num_layers, 2, page_heads, page_size, row_bytes], from the first KV head on */
     const float *cos_sin;    /* [ropes, num_tokens, head_dim]: cosines of head_dim / 2 angles, then sines */
     const int64_t *targets;  /* [num_tokens, 2]: page and slot that K and V of a token go to */
     const int64_t *table;    /* [num_rows, table_stride]: a row's pages in order */
@@ -23,17 +24,18 @@ struct step {
     const int64_t *chunk_table;     /* [num_chunks, chunk_table_stride]: a chunk's pages in order */
     int64_t chunk_table_stride, num_blocks, window; /* window: 0 where each token sees all before it */
     int64_t table_stride, num_tokens, num_rows, num_items, num_keys;
-    int64_t num_layers, num_heads, num_kv_heads, head_dim, page_size, type;
+    int64_t num_layers, num_heads, num_kv_heads, head_dim, page_size, type; /* type: of q, k, v and results */
+    int64_t kv, row_bytes; /* the form of rows in the pool, see kv_rows.h, and their bytes */
     int64_t page_bytes; /* from one page to the next: a page may be longer than its layers */
     int64_t page_heads; /* KV heads in a page: other ranks attend in those beside num_kv_heads */
     double scale;    /* of scores */
     double soft_cap; /* c of c * tanh(score / c), where it is above 0 */
 };
 
-/* The run of one page, layer and KV head: [page_size, head_dim]. which: 0 for K, 1 for V. */
+/* The run of one page, layer and KV head: [page_size] rows. which: 0 for K, 1 for V. */
 INLINE char *run_of(const struct step *step, int64_t page, int64_t layer, int64_t which, int64_t head) {
     int64_t run = (layer * 2 + which) * step->page_heads + head;
-    return step->pool + page * step->page_bytes + run * step->page_size * step->head_dim * size_of(step->type);
+    return step->pool + page * step->page_bytes + run * step->page_size * step->row_bytes;
 }
 
 INLINE floats soft_capped(floats scores, float cap) { return tanh_of(scores / cap) * cap; }

@@ -46,6 +46,7 @@ INLINE floats sums_of(const floats *v) {
 struct pass {
     const char *queries;     /* [heads, head_dim] */
     const char *const *keys; /* of head 0 */
+    const float *key_scales, *value_scales; /* of each key; NULL where rows are not coded */
     int64_t keys_offset, values_offset, next_offset; /* bytes from there; next: what will be read after this pass */
     int64_t count;
     float scale, soft_cap;
@@ -202,11 +203,17 @@ INLINE void attend_pass(float *out, const struct pass *pass, int heads, int vect
             score_block(scores, pass, first, heads, vectors, type);
         for (int head = 0; head < heads; head++) {
             floats scaled = scores[head] * pass->scale;
+            if (pass->key_scales)
+                scaled *= load_float32(pass->key_scales + first);
             store_float32(weights[head] + first, pass->soft_cap > 0 ? soft_capped(scaled, pass->soft_cap) : scaled);
         }
     }
     for (int head = 0; head < heads; head++)
         weigh(weights[head], out + head * stride + vectors * LANES, pass->count, type);
+    if (pass->value_scales)
+        for (int64_t i = 0; i < pass->count; i += LANES)
+            for (int head = 0; head < heads; head++)
+                store_float32(weights[head] + i, load_float32(weights[head] + i) * load_float32(pass->value_scales + i));
     if (IN_PAIRS(type, vectors))
         sum_values_in_pairs(out, pass, weights, heads, vectors / 2);
     else

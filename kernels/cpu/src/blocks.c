@@ -1,4 +1,5 @@
-/* Attention of chunks of more than one token over a pool of pages, in bfloat16, by dot products of pairs.
+/* Attention of chunks of more than one token over a pool of pages, in bfloat16, by dot products of pairs. Codes of K and
+ * V are numbers that bfloat16 holds; scales of K multiply scores, those of V weights.
  *
  * A unit is a block of TOKENS queries of one chunk, with all heads that share one KV head. It goes over its keys in
  * blocks of KEYS positions, which begin at multiples of KEYS. For each query it keeps the largest score so far, the sum
@@ -136,10 +137,17 @@ struct block {
     int64_t chunk, first, count, kv_head; /* the chunk's tokens from `first` on */
 };
 
+/* KEYS rows of K and V, as products take them. */
+struct seen {
+    const uint32_t *keys, *values;
+    const float *scales; /* [2][KEYS], of K and of V; NULL where rows are not coded */
+    int64_t begin; /* the first key's position */
+};
+
 /* Scores and weights of one head's queries for one block of keys, and the values summed by them. */
 INLINE void attend_keys(
-    float *sums, state *so_far, const struct block *block, const element *const *queries, const uint32_t *keys,
-    const uint32_t *values, int64_t key_begin, int64_t first_position, int64_t dim
+    float *sums, state *so_far, const struct block *block, const element *const *queries, const struct seen *seen,
+    int64_t first_position, int64_t dim
 ) {
     const int64_t window = block->step->window;
     for (int64_t row = 0; row < block->count; row += ROWS) {
@@ -152,15 +160,18 @@ INLINE void attend_keys(
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++)
                     parts[r][v] = splat(0.0f);
-            multiply_pairs(parts, queries + row, keys + first * LANES, KEYS, dim / 2, VECTORS);
+            multiply_pairs(parts, queries + row, seen->keys + first * LANES, KEYS, dim / 2, VECTORS);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++)
-                    scores[r][first + v] = parts[r][v];
+                    scores[r][first + v] =
+                        seen->scales ? parts[r][v] * load_float32(seen->scales + (first + v) * LANES) : parts[r][v];
         }
         for (int r = 0; r < ROWS; r++) {
-            int64_t end = first_position + row + r + 1 - key_begin, begin = window ? end - window : 0;
+            int64_t end = first_position + row + r + 1 - seen->begin, begin = window ? end - window : 0;
             factors[r] = weigh_keys(weights[r], scores[r], block->step, begin, end < KEYS ? end : KEYS,
                                     &so_far->peaks[row + r], &so_far->totals[row + r]);
+            for (int64_t key = 0; seen->scales && key < KEYS; key += LANES)
+                store(weights[r], key, load(weights[r], key, ELEMENT) * load_float32(seen->scales + KEYS + key), ELEMENT);
             weight_rows[r] = weights[r];
         }
         for (int64_t d = 0; d < dim; d += VECTORS * LANES) {
@@ -170,9 +181,9 @@ INLINE void attend_keys(
                 for (int v = 0; v < vectors; v++)
                     parts[r][v] = load_float32(sums + (row + r) * dim + d + LANES * v) * factors[r];
             if (vectors == VECTORS)
-                multiply_pairs(parts, weight_rows, values + d, dim, KEYS / 2, VECTORS);
+                multiply_pairs(parts, weight_rows, seen->values + d, dim, KEYS / 2, VECTORS);
             else
-                multiply_pairs(parts, weight_rows, values + d, dim, KEYS / 2, 2);
+                multiply_pairs(parts, weight_rows, seen->values + d, dim, KEYS / 2, 2);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < vectors; v++)
                     store_float32(sums + (row + r) * dim + d + LANES * v, parts[r][v]);
@@ -191,7 +202,7 @@ INLINE void locate_keys(
         int64_t position = begin + i < end ? begin + i : end - 1;
         position = position < seen ? seen : position;
         at[i] = run_of(step, pages[position / step->page_size], layer, 0, block->kv_head)
-                + position % step->page_size * step->head_dim * 2;
+                + position % step->page_size * step->row_bytes;
     }
 }
 
@@ -202,7 +213,10 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
     const int64_t token = step->chunk_starts[block->chunk] + block->first, layer = call->layer;
     const char *qkv = call->x;
     const int64_t position = step->chunk_positions[block->chunk] + block->first, end = position + block->count;
-    const int64_t values_offset = step->page_heads * step->page_size * dim * 2;
+    const int64_t values_offset = step->page_heads * step->page_size * step->row_bytes;
+    const int coded = is_coded(step->kv);
+    uint16_t room[coded ? 2 * KEYS * dim : 1];
+    float scales[2 * KEYS];
     float sums[group * TOKENS * dim];
     state so_far[group];
     uint32_t keys[dim / 2 * KEYS], values[KEYS / 2 * dim];
@@ -216,10 +230,16 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
     for (int64_t begin = seen / KEYS * KEYS; begin < end; begin += KEYS) {
         const char *at[KEYS];
         locate_keys(at, block, layer, begin, seen, end);
+        if (coded) {
+            widen_rows((char *)room, scales, at, KEYS, 0, values_offset, dim, BFLOAT16, step->kv);
+            for (int64_t key = 0; key < KEYS; key++)
+                at[key] = (const char *)(room + key * dim);
+        }
         for (int64_t key = 0; key < KEYS; key += 16)
             for (int64_t pair = 0; pair < dim / 2; pair += 16)
                 transpose_pairs(keys + pair * KEYS + key, at + key, 4 * pair);
-        interleave_values(values, at, values_offset, dim);
+        interleave_values(values, at, coded ? KEYS * dim * 2 : values_offset, dim);
+        const struct seen rows = {keys, values, coded ? scales : NULL, begin};
         for (int64_t head = 0; head < group; head++) {
             element room[TOKENS][WIDENED(dim)];
             const element *queries[TOKENS];
@@ -228,7 +248,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
                 const char *query = qkv + (of * width + block->kv_head * group + head) * dim * 2;
                 queries[row] = widened(room[row], (const uint16_t *)query, dim);
             }
-            attend_keys(sums + head * TOKENS * dim, &so_far[head], block, queries, keys, values, begin, position, dim);
+            attend_keys(sums + head * TOKENS * dim, &so_far[head], block, queries, &rows, position, dim);
         }
     }
     for (int64_t head = 0; head < group; head++)
