@@ -11,7 +11,7 @@ import typer
 from pdserve.base.errors import ConfigError
 from pdserve.cli.models import fetched
 from pdserve.cli.options import AsJson
-from pdserve.settings.config import GPU_PAGE_SIZE, MAX_RANKS, PAGE_SIZE, Device, Dtype, Quantization
+from pdserve.settings.config import GPU_PAGE_SIZE, MAX_RANKS, PAGE_SIZE, Device, Dtype, KvCacheDtype, Quantization
 
 if TYPE_CHECKING:
     from pdserve.executor.footprint import Footprint
@@ -21,6 +21,7 @@ def check_model(
     model: Annotated[str, typer.Argument(help="A model, by path or name.")],
     device: Annotated[Device, typer.Option(help="Device of the workers.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Type of weights and KV.")] = "auto",
+    kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="Type of K and V in pages.")] = "auto",
     quantization: Annotated[Quantization, typer.Option(help="Form of the weights.")] = "auto",
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV page; by default the device's.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker.")] = 1,
@@ -33,10 +34,9 @@ def check_model(
     from pdserve.executor.footprint import Choices, footprint_of
 
     size = page_size or (GPU_PAGE_SIZE if device == "cuda" else PAGE_SIZE)
+    choices = Choices(device, dtype, kv_cache_dtype, quantization, size, tensor_parallel_size=tensor_parallel_size)
     try:
-        fit = footprint_of(
-            fetched(model), Choices(device, dtype, quantization, size, tensor_parallel_size=tensor_parallel_size)
-        )
+        fit = footprint_of(fetched(model), choices)
     except ConfigError as error:
         typer.echo(json.dumps({"model": model, "refused": str(error)}, indent=2) if as_json else f"not served: {error}")
         raise typer.Exit(1) from None
@@ -61,7 +61,7 @@ def _described(fit: "Footprint") -> Iterator[tuple[str, str]]:
     yield "context", f"{fit.max_model_len:,} tokens"
     yield "KV", f"{len(fit.windows)} layers of {fit.num_kv_heads} heads of {fit.head_dim}; a query sees {_seen(fit)}"
     sizes = " or ".join(map(str, fit.page_sizes))
-    yield "KV bytes", f"{fit.token_bytes:,} a token, {fit.page_bytes:,} a page of {sizes} tokens"
+    yield "KV bytes", f"{fit.kv_dtype}: {fit.token_bytes:,} a token, {fit.page_bytes:,} a page of {sizes} tokens"
     if fit.state_bytes:
         yield "state", f"{fit.state_bytes:,} bytes a sequence, in one page whatever its length"
     yield "", f"{_size(fit.sequence_bytes)} a sequence of full length{_spared(fit)}"

@@ -225,6 +225,7 @@ class OwnClusterFlags:
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
     num_threads: Threads = None
     dtype: Dtype = "float32"
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="The workers' --kv-cache-dtype.")] = None
     speculative_config: Annotated[str | None, typer.Option(help="The workers' --speculative-config.")] = None
 
     def spec(self, name: str, router_flags: "Flags | None" = None, **worker_flags: object) -> "ClusterSpec":
@@ -237,6 +238,7 @@ class OwnClusterFlags:
             worker_flags={
                 "num_threads": self.num_threads,
                 "dtype": self.dtype,
+                "kv_cache_dtype": self.kv_cache_dtype,
                 "speculative_config": self.speculative_config,
                 **worker_flags,
             },

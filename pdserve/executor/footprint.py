@@ -8,14 +8,14 @@ import torch
 
 from pdserve.checkpoint.checkpoint import ChosenQuantization, bits_of, choose_quantization
 from pdserve.checkpoint.open import check_model
-from pdserve.executor.form import DTYPES, KERNEL_DEVICES
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import largest_share, needed_weights
 from pdserve.model.weights import GROUP, Stored, Weights
-from pdserve.settings.config import PAGE_SIZE, STEP_TOKENS, Device, Dtype, Quantization
+from pdserve.settings.config import PAGE_SIZE, STEP_TOKENS, Device, Dtype, KvCacheDtype, Quantization
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
 STATE_BYTES = 4  # of a float32
@@ -28,6 +28,7 @@ class Choices:
 
     device: Device = "auto"
     dtype: Dtype = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     quantization: Quantization = "auto"
     page_size: int = PAGE_SIZE
     step_tokens: int = max(STEP_TOKENS.values())
@@ -55,6 +56,7 @@ class Footprint:
     head_dim: int
     windows: tuple[int | None, ...]  # of each layer with attention: tokens that a query sees; None: all
     state_bytes: int  # of a sequence, whatever its length
+    kv_dtype: str  # of K and V in pages
     token_bytes: int  # of KV, as if there were no windows
     page_sizes: tuple[int, ...]  # tokens, of each group of layers but states
     page_bytes: int
@@ -95,7 +97,8 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
     weights = needed_weights(config, checkpoint.weights())
-    layout = describe_layout(config, "", choices.page_size, dtype, device)
+    kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
+    layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
     share = largest_share(config, choices.tensor_parallel_size)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     is_coded = quantization == checkpoint.coded_as
@@ -118,6 +121,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         head_dim=config.head_dim,
         windows=config.windows,
         state_bytes=STATE_BYTES * sum(config.design.state_sizes),
+        kv_dtype=kv_dtype,
         token_bytes=layout.token_bytes,
         page_sizes=layout.page_sizes,
         page_bytes=layout.page_bytes,

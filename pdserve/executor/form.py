@@ -7,15 +7,18 @@ from functools import partial
 
 import torch
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, choose_quantization, weights_in_form
 from pdserve.executor.memory import share_weights
 from pdserve.executor.threads import rank_threads
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
+from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model, load_rank
 from pdserve.model.parallel import Collective
-from pdserve.settings.config import WorkerConfig
+from pdserve.protocol.kvlayout import KvCode
+from pdserve.settings.config import KvCacheDtype, WorkerConfig
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,16 @@ def choose_form(config: WorkerConfig, checkpoint: Checkpoint, weights_hash: str 
     source = DUMMY if config.load_format == "dummy" else config.load_format
     weights_hash = weights_hash or f"{checkpoint.fingerprint} {source} {config.seed} {products}"
     return Form(checkpoint, dtype, quantization, weights_hash)
+
+
+def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
+    """Return the form of K and V in pages, or None: the model's type. ConfigError where the model is not served so."""
+    if asked == "auto":
+        return None
+    if model.is_latent or model.has_states:
+        kept = "latent rows" if model.is_latent else "states"
+        raise ConfigError(f"kv_cache_dtype: {asked} is not served for a model that keeps {kept}; auto is")
+    return asked
 
 
 def load_form(

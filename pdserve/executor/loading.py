@@ -13,7 +13,7 @@ from pdserve.engine.guesses import NgramLookup
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
 from pdserve.executor.executor import Executor
-from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose_form, load_form
+from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose_form, choose_kv_code, load_form
 from pdserve.executor.local import LocalExecutor
 from pdserve.executor.memory import available_bytes
 from pdserve.executor.no_gpu import driver_version, why_no_gpu
@@ -62,7 +62,9 @@ def _load(
     check_divides(checkpoint.config, config.tensor_parallel_size)
     if config.speculative_config is not None and checkpoint.config.has_states:
         raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
-    layout = describe_layout(checkpoint.config, form.weights_hash, config.page_size, form.dtype, config.device)
+    code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
+    weights_hash = form.weights_hash if code is None else f"{form.weights_hash} {form.dtype}"
+    layout = describe_layout(checkpoint.config, weights_hash, config.page_size, code or form.dtype, config.device)
     device = engine_device(config)
     if config.device in KERNEL_DEVICES:
         _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
@@ -105,7 +107,7 @@ def _ranked(
 
 
 def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype: str, device: Device) -> KvLayout:
-    """Return how pages of a model lie in memory. `weights_hash`: of the weights that fill them."""
+    """Return how pages of a model lie in memory. `weights_hash`: of what fills them. dtype: of K and V in pages."""
     first, *others = layer_groups(model, page_size, powers_of_two=device in KERNEL_DEVICES)
     return KvLayout(
         weights_hash=weights_hash,
@@ -232,7 +234,8 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
 
 def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) -> EngineRunner:
     if config.device not in KERNEL_DEVICES:
-        return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids))
+        code = choose_kv_code(config.kv_cache_dtype, model.config)
+        return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), code=code)
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415
     from pdserve.engine.attention_triton import attention_spec  # noqa: PLC0415

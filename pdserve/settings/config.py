@@ -11,12 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from pdserve.base.roles import Role
 from pdserve.base.yaml_models import FieldError, read_model
+from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.prefix_hash import BLOCK_TOKENS
 from pdserve.settings.speculative import SpeculativeSetting
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+KvCacheDtype = Literal["auto", KvCode]
 Quantization = Literal["auto", "none", "int8", "int4", "awq", "compressed-tensors", "gguf", "gptq"]
 QuantizedInputs = Literal[8, 16]
 AttentionBackend = Literal["auto", "triton", "flashinfer"]
@@ -176,6 +178,11 @@ class WorkerConfig(ServingConfig):
         description="Type of weights and KV, the same for all workers. auto: bfloat16, or float32 on a processor that "
         "multiplies that slowly.",
     )
+    kv_cache_dtype: KvCacheDtype = Field(
+        "auto",
+        description="Type of K and V in pages, the same for all workers. auto: that of dtype. fp8_e4m3, int8: a byte a "
+        "value, with a scale for each token and KV head; on a CPU only.",
+    )
     quantization: Quantization = Field(
         "auto",
         description="Form of the weights, the same for all workers. auto keeps the codes of a file where dtype is "
@@ -297,6 +304,10 @@ class WorkerConfig(ServingConfig):
         if self.tensor_parallel_size > 1 and self.device in ("cuda", "interpreter"):
             size = self.tensor_parallel_size
             raise ValueError(f"tensor_parallel_size: {size} is refused: a worker on {self.device} has one device")
+        if self.kv_cache_dtype != "auto" and self.device not in ("auto", "cpu"):
+            raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype} is served on a CPU, not on {self.device}")
+        if self.kv_cache_dtype != "auto" and self.tensor_parallel_size > 1:
+            raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype} is served by one rank; of several it is auto")
         if self.speculative_config is not None and self.device not in ("auto", "cpu"):
             raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
         if self.speculative_config is not None and self.tensor_parallel_size > 1:

@@ -2,13 +2,15 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 
 def among_others(pool: Tensor) -> Tensor:
     """Return the pool's values as some heads of wider pages, beside heads of NaN."""
     num_heads = pool.shape[3]
-    wider = pool.new_full((*pool.shape[:3], num_heads + 3, *pool.shape[4:]), math.nan)
+    nothing = 255 if pool.dtype == torch.uint8 else math.nan  # of such bytes, scales are NaN
+    wider = pool.new_full((*pool.shape[:3], num_heads + 3, *pool.shape[4:]), nothing)
     view = wider[:, :, :, 2 : 2 + num_heads]
     view.copy_(pool)
     return view
