@@ -30,8 +30,8 @@ class LayerKind:
     group: int  # whose pages they have
     scores: Scores
     kv: Tensor  # [num_pages, layers of the group, kv_parts, a rank's KV heads, page_size, width of a row]
-    rows: KvRows
     ropes: tuple[Rope, ...]  # of each layer of the group
+    rows: KvRows
 
 
 A = TypeVar("A", bound=Attends)
@@ -85,7 +85,7 @@ def by_layer(
             scores = attention.scores
             if (number, scores) not in kinds:
                 kinds[number, scores] = len(parts)
-                parts.append(make(LayerKind(number, scores, view, rows, of_group)))
+                parts.append(make(LayerKind(number, scores, view, of_group, rows)))
             places[layer] = kinds[number, scores], place
     return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places), states)
 

@@ -21,8 +21,10 @@ from pdserve.kernels.cpu.attention import serves_chunks
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.calls import Immediate
 from pdserve.kernels.cpu.library import library
+from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
 from pdserve.model.rope import Rope, rotate_
+from pdserve.protocol.kvlayout import KvCode
 
 PAGE_SIZE = 4
 NUM_PAGES = 400
@@ -66,8 +68,8 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
 def compiled(config: ModelConfig, kind: LayerKind) -> CompiledAttention:
     loaded = library()
     assert not isinstance(loaded, Missing), loaded
-    with_chunks = kind.kv.dtype == torch.bfloat16
-    if with_chunks and not serves_chunks(kind.kv.shape[-1], 3, kind.kv.dtype):
+    with_chunks = kind.rows.dtype == torch.bfloat16
+    if with_chunks and not serves_chunks(kind.rows.head_dim, 3, kind.rows.dtype):
         pytest.skip("this processor has matrix units: torch attends")
     return CompiledAttention(Immediate(loaded), config, kind, with_chunks=with_chunks)
 
@@ -84,12 +86,24 @@ KINDS = {  # the attention, the type, the width of a head, and how close it come
 def test_every_query_sees_its_own_sequence_and_no_more(
     case: str, window: int | None, left_behind: float, kind: str
 ) -> None:
+    check(case, window, left_behind, kind)
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("case", "window"), list(product(CASES, [None, 6])))
+def test_every_query_sees_rows_as_their_codes_keep_them(case: str, window: int | None, kind: str, code: KvCode) -> None:
+    check(case, window, 255, kind, code)
+
+
+def check(case: str, window: int | None, left_behind: float, kind: str, code: KvCode | None = None) -> None:
     attention_of, dtype, dim, close = KINDS[kind]
+    kept = KvRows(dim, dtype, code)
     windowed = {"architectures": ["MistralForCausalLM"], "hidden_size": 6 * dim, "sliding_window": window}
     config = ModelConfig.from_hf(HF_CONFIG | windowed)
     random = np.random.default_rng(5)
     generator = torch.Generator().manual_seed(5)
-    kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, dim), left_behind, dtype=dtype)
+    kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, kept.width), left_behind, dtype=kept.pool_dtype)
     supply = random.permutation(NUM_PAGES).tolist()
     rope = Rope(config.head_dim, config.design.layers[0].attention.rope, torch.device("cpu"))
     chunks, expected = [], []
@@ -101,12 +115,13 @@ def test_every_query_sees_its_own_sequence_and_no_more(
         rotate_(rotated[:, :8], rope.angles(torch.arange(end), dtype))
         for position in range(start):
             page = kv[pages[position // PAGE_SIZE], LAYER]
-            page[:, :, position % PAGE_SIZE] = rotated[position, 6:].view(2, 2, dim)
+            page[:, :, position % PAGE_SIZE] = kept.packed(rotated[position, 6:]).view(2, 2, -1)
+        rotated[:, 6:] = kept.expanded(kept.packed(rotated[:, 6:]))
         rows = expected_rows(rotated[start:, :6], rotated[:, 6:8], rotated[:, 8:], window)
         chunks.append((Chunk([0] * length, start, pages, ()), qkv[start:]))
         expected.append(rows)
     scores = config.design.layers[LAYER].attention.scores
-    attention = attention_of(config, LayerKind(0, scores, kv, (rope,) * config.num_layers))
+    attention = attention_of(config, LayerKind(0, scores, kv, (rope,) * config.num_layers, kept))
     batch = Batch.of(StepPlan(tuple(chunk for chunk, _ in chunks)), PoolShape(NUM_PAGES, PAGE_SIZE, 10))
     attention.plan(batch)
     out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)

@@ -1,0 +1,239 @@
+"""With K and V in a byte a value, an engine answers as a plain model does whose rows of K and V are rounded one by one.
+
+The plain model sees all tokens at once and has no pages. It rounds by code of its own.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference_kernels as reference
+import torch
+from greedy_runs import greedy_texts, spec
+from model_zoo import prompt, write_model
+from small_models import small_config, small_model
+from torch import Tensor
+
+from pdserve.base.ids import Attempt, PageId, RequestId
+from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine import runner as runner_module
+from pdserve.engine.guesses import NgramLookup
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.layer_kinds import paging_of
+from pdserve.engine.runner import Runner
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Sampled, Sequence
+from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.engine.verification import verifying
+from pdserve.executor.failing import Isolating
+from pdserve.executor.loading import describe_layout
+from pdserve.kernels.cpu.build import Missing, Reason
+from pdserve.model.family import Model
+from pdserve.model.loading import load_model
+from pdserve.model.ops import QkNorm
+from pdserve.model.rope import rotate_
+from pdserve.protocol.kvlayout import KvCode
+from pdserve.protocol.prefix_hash import PrefixHasher
+from pdserve.protocol.sampling import SamplingParams
+
+VOCAB, END, NUM_TOKENS = 90, 5, 24
+CODES: tuple[KvCode, ...] = ("int8", "fp8_e4m3")
+SIZES = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)][:-1])
+PROMPTS = [[(7 * i + 3 * length) % VOCAB for i in range(length)] for length in (5, 16, 33, 70)]
+
+
+def rounded(row: np.ndarray, code: KvCode) -> np.ndarray:
+    """Return what is left of a row: multiples of its scale, or of e4m3's values."""
+    scale = np.abs(row).max() / np.float32(127 if code == "int8" else 448)
+    if code == "int8":
+        return np.rint(row / scale) * scale
+    nearest = np.abs(np.abs(row / scale)[:, None] - SIZES).argmin(1)
+    return np.copysign(SIZES[nearest], row) * scale
+
+
+class Plain:
+    """The attention of one sequence over all of its tokens."""
+
+    def __init__(self, model: Model, code: KvCode) -> None:
+        self._model, self._code = model, code
+
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
+        config = self._model.config
+        heads = qkv[:, : config.num_heads + config.num_kv_heads]
+        if qk_norm is not None and not qk_norm.after_rope:
+            weights = [qk_norm.q] * config.num_heads + [qk_norm.k] * config.num_kv_heads
+            heads = reference.rms_norm(heads, torch.stack(weights), qk_norm.eps)
+        heads = heads.clone()
+        rotate_(heads, self._model.ropes[layer].angles(torch.arange(len(qkv)), qkv.dtype))
+        rows = torch.cat((heads[:, config.num_heads :], qkv[:, len(heads[0]) :]), 1)
+        kept = np.apply_along_axis(partial(rounded, code=self._code), -1, rows.numpy())
+        k, v = torch.from_numpy(kept).double().transpose(0, 1).chunk(2)
+        scores = config.design.attentions[layer].scores
+        scoring = reference.Scoring(config.scale(scores), scores.window, scores.soft_cap, sinks)
+        return reference.attention(heads[:, : config.num_heads].double(), k, v, scoring).flatten(1).to(qkv.dtype)
+
+
+@torch.inference_mode()
+def plain_answer(model: Model, code: KvCode, asked: Seq[int], num_tokens: int) -> list[int]:
+    tokens = list(asked)
+    for _ in range(num_tokens):
+        logits = model.forward(torch.tensor(tokens), Plain(model, code), torch.tensor([len(tokens) - 1]))
+        tokens.append(int(logits.argmax()))
+    return tokens[len(asked) :]
+
+
+@cache
+def of_small_model() -> Model:
+    return small_model(small_config(VOCAB, eos_token_id=END))
+
+
+@cache
+def expected(code: KvCode) -> list[list[int]]:
+    return [plain_answer(of_small_model(), code, asked, NUM_TOKENS) for asked in PROMPTS]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("chunk_tokens", [13, 100])
+def test_log_probabilities_are_those_of_rounded_rows(code: KvCode, chunk_tokens: int) -> None:
+    model, asked, pages = of_small_model(), PROMPTS[3], list(map(PageId, range(5)))
+    with torch.inference_mode():
+        logits = model.forward(torch.tensor(asked), Plain(model, code), torch.tensor([len(asked) - 1]))
+    wanted = logits[0].log_softmax(-1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    distances = []
+    for chosen in (code, None):
+        runner = Runner(model, 20, 16, code=chosen)
+        for start in range(0, len(asked), chunk_tokens):
+            samples = (spec((), params),) if start + chunk_tokens >= len(asked) else ()
+            result = runner.run(StepPlan((Chunk(asked[start : start + chunk_tokens], start, pages, samples),)))
+        found = result.tokens[0][0][0].logprobs
+        distances.append(max(abs(logprob - float(wanted[token])) for token, logprob in found.top))
+    assert distances[0] < 1e-4 < distances[1] / 5
+
+
+@pytest.mark.parametrize(("code", "page_size", "chunk_tokens"), [*product(CODES, [16, 32], [1, 7, 16, 1000])])
+def test_a_runner_answers_as_the_plain_model(code: KvCode, page_size: int, chunk_tokens: int) -> None:
+    runner = Runner(of_small_model(), 60, page_size, code=code)
+    assert greedy_texts(runner, PROMPTS, NUM_TOKENS, chunk_tokens) == expected(code)
+
+
+@pytest.mark.parametrize(("code", "chunk_tokens"), [*product(CODES, [7, 1000])])
+def test_so_does_plain_torch(monkeypatch: pytest.MonkeyPatch, code: KvCode, chunk_tokens: int) -> None:
+    monkeypatch.setattr(runner_module, "library", lambda: Missing(Reason.COMPILER, "none"))
+    runner = Runner(of_small_model(), 60, 16, code=code)
+    assert greedy_texts(runner, PROMPTS, NUM_TOKENS, chunk_tokens) == expected(code)
+
+
+@dataclass
+class Bench:
+    """A scheduler and a runner that plans a step while one is computed."""
+
+    code: KvCode
+    num_pages: int
+    page_size: int = 16
+    guesses: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    num_ahead: int = 0
+    num_guesses: int = 0
+
+    def __post_init__(self) -> None:
+        runner = Runner(of_small_model(), self.num_pages, self.page_size, (END,), code=self.code)
+        cache_ = KvCache(self.num_pages, paging_of(runner.groups), PrefixHasher(b"secret", "model"))
+        lookup = NgramLookup(1, 4) if self.guesses else None
+        self.scheduler = Scheduler(cache_, Limits(8, 40, 400, frozenset({END}), self.guesses, lookup))
+        self._run = Isolating(verifying(runner.run)).run
+
+    def answers(self, prompts: Mapping[int, Seq[int]]) -> dict[int, list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for number, asked in prompts.items():
+            job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(asked), len(asked), params, (0,))
+            self.scheduler.add(Sequence(job, (0,), list(asked), number))
+            self.tokens[number] = []
+        running = deque[tuple[StepPlan, StepResult]]()
+        while True:
+            plan = self.scheduler.plan() if len(running) < 2 else None
+            if plan is not None:
+                self.num_ahead += len(running)
+                self.num_guesses += sum(chunk.num_drafts for chunk in plan.chunks)
+                result = replace(self._run(plan), elapsed_s=0.01 + 0.0001 * plan.num_tokens)  # rows cost little
+                running.append((plan, result))
+            elif running:
+                for outcome in self.scheduler.commit(*running.popleft()):
+                    if isinstance(outcome, Sampled):
+                        self.tokens[outcome.sequence.order] += [token.token_id for token in outcome.tokens]
+            else:
+                self.scheduler.cache.check()
+                return self.tokens
+
+
+@pytest.mark.parametrize(("code", "page_size", "num_pages"), [*product(CODES, [16, 32], [100, 7])])
+def test_a_scheduler_answers_as_the_plain_model(code: KvCode, page_size: int, num_pages: int) -> None:
+    bench = Bench(code, num_pages * 16 // page_size, page_size)
+    assert list(bench.answers(dict(enumerate(PROMPTS))).values()) == expected(code)
+    assert bench.num_ahead > 0
+    assert bool(bench.scheduler.num_preemptions) == (num_pages == 7)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_cached_prefix_is_as_one_that_was_computed(code: KvCode) -> None:
+    bench = Bench(code, 100)
+    bench.answers({9: PROMPTS[3]})
+    before = len(bench.scheduler.cache.spans)
+    answers = bench.answers(dict(enumerate(PROMPTS)))
+    assert before > 0
+    assert [answers[number] for number in range(len(PROMPTS))] == expected(code)
+    assert answers[9] == expected(code)[3]
+
+
+@pytest.mark.parametrize(("code", "num_pages"), [*product(CODES, [100, 7])])
+def test_guesses_are_verified_over_the_same_rows(code: KvCode, num_pages: int) -> None:
+    bench = Bench(code, num_pages, guesses=6)
+    assert list(bench.answers(dict(enumerate(PROMPTS))).values()) == expected(code)
+    assert bench.num_guesses > 0
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_pages_that_another_runner_wrote_go_on_as_own_ones(code: KvCode) -> None:
+    writer, reader = (Runner(of_small_model(), 20, 16, code=code) for _ in range(2))
+    asked, theirs, ours = PROMPTS[3], list(map(PageId, (3, 9, 1, 4, 12, 0))), list(map(PageId, (8, 2, 15, 6, 7, 1)))
+    for start in range(0, len(asked), 9):
+        samples = (spec(),) if start + 9 >= len(asked) else ()
+        drawn = writer.run(StepPlan((Chunk(asked[start : start + 9], start, theirs, samples),)))
+    reader.kv[ours[:5]] = writer.kv[theirs[:5]]
+    answer = [drawn.tokens[0][0][0].token_id]
+    while len(answer) < NUM_TOKENS:
+        chunk = Chunk(answer[-1:], len(asked) + len(answer) - 1, ours, (spec(tuple(answer)),))
+        answer.append(reader.run(StepPlan((chunk,))).tokens[0][0][0].token_id)
+    assert answer == expected(code)[3]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma2",
+        "gpt-oss",
+        *[pytest.param(name, marks=pytest.mark.long) for name in ("llama3", "cohere2", "mixtral", "olmo3")],
+    ],
+)
+def test_windows_soft_caps_and_sinks_are_served_so(tmp_path: Path, family: str, code: KvCode) -> None:
+    checkpoint = open_directory(write_model(family, tmp_path))
+    model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+    asked = [prompt(length) for length in (9, 130)]
+    wanted = [plain_answer(model, code, each, 6) for each in asked]
+    assert greedy_texts(Runner(model, 40, 16, code=code), asked, 6, 25) == wanted
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_page_has_the_bytes_that_its_layout_says(code: KvCode) -> None:
+    model = of_small_model()
+    plain, coded = (describe_layout(model.config, "", 16, dtype, "cpu") for dtype in ("bfloat16", code))
+    runner = Runner(model, 3, 16, code=code)
+    assert runner.kv[0].nbytes == coded.page_bytes == 2 * 2 * 2 * 16 * (32 + 4)
+    assert coded.page_bytes < 0.6 * plain.page_bytes
