@@ -10,6 +10,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.model.family import Model
+from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import MAX_SEQUENCES, SamplingParams
 
@@ -21,12 +22,14 @@ TIED = 2e-5  # log probabilities in float32 that differ by less may change place
 class LoneEngine:
     """A model with pages for one request at a time, and no prefix cache."""
 
-    def __init__(self, model: Model, eos_token_ids: Sequence[int], max_num_tokens: int) -> None:
-        """`max_num_tokens`: of a prompt and its answer, at most."""
+    def __init__(
+        self, model: Model, eos_token_ids: Sequence[int], max_num_tokens: int, code: KvCode | None = None
+    ) -> None:
+        """`max_num_tokens`: of a prompt and its answer, at most. code: the form of K and V."""
         num_pages = MAX_SEQUENCES * (-(-max_num_tokens // _PAGE_SIZE) + 1)
         limits = Limits(MAX_SEQUENCES, _CHUNK, max_num_tokens, frozenset(eos_token_ids))
         self._scheduler = Scheduler(KvCache(num_pages, Paging.of(_PAGE_SIZE), None), limits)
-        self._runner = Runner(model, num_pages, _PAGE_SIZE, eos_token_ids)
+        self._runner = Runner(model, num_pages, _PAGE_SIZE, eos_token_ids, code=code)
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> dict[int, tuple[int, ...]]:
         tokens: dict[int, tuple[int, ...]] = dict.fromkeys(range(params.n), ())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import ChosenQuantization, bits_of, choose_quantization
 from pdserve.checkpoint.open import check_model
 from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code
@@ -15,7 +16,15 @@ from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import largest_share, needed_weights
 from pdserve.model.weights import GROUP, Stored, Weights
-from pdserve.settings.config import PAGE_SIZE, STEP_TOKENS, Device, Dtype, KvCacheDtype, Quantization
+from pdserve.settings.config import (
+    PAGE_SIZE,
+    STEP_TOKENS,
+    Device,
+    Dtype,
+    KvCacheDtype,
+    Quantization,
+    kv_cache_problem,
+)
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
 STATE_BYTES = 4  # of a float32
@@ -97,6 +106,8 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     dtype, because = choose_dtype(choices.dtype, device, read_cpu_info(), compiled=compiled)
     quantization = choose_quantization(choices.quantization, checkpoint, dtype, device)
     weights = needed_weights(config, checkpoint.weights())
+    if problem := kv_cache_problem(choices.kv_cache_dtype, device, choices.tensor_parallel_size):
+        raise ConfigError(problem)
     kv_dtype = choose_kv_code(choices.kv_cache_dtype, config) or dtype
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
     share = largest_share(config, choices.tensor_parallel_size)

@@ -304,10 +304,8 @@ class WorkerConfig(ServingConfig):
         if self.tensor_parallel_size > 1 and self.device in ("cuda", "interpreter"):
             size = self.tensor_parallel_size
             raise ValueError(f"tensor_parallel_size: {size} is refused: a worker on {self.device} has one device")
-        if self.kv_cache_dtype != "auto" and self.device not in ("auto", "cpu"):
-            raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype} is served on a CPU, not on {self.device}")
-        if self.kv_cache_dtype != "auto" and self.tensor_parallel_size > 1:
-            raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype} is served by one rank; of several it is auto")
+        if problem := kv_cache_problem(self.kv_cache_dtype, self.device, self.tensor_parallel_size):
+            raise ValueError(problem)
         if self.speculative_config is not None and self.device not in ("auto", "cpu"):
             raise ValueError(f"speculative_config: device {self.device} verifies no guesses yet")
         if self.speculative_config is not None and self.tensor_parallel_size > 1:
@@ -321,6 +319,15 @@ class WorkerConfig(ServingConfig):
         if isinstance(given, Mapping) and given.get("device") == "cuda":
             return {"page_size": GPU_PAGE_SIZE, **given}
         return given
+
+
+def kv_cache_problem(asked: KvCacheDtype, device: Device, num_ranks: int) -> str | None:
+    """Return why workers on such a device do not keep K and V so, or None."""
+    if asked != "auto" and device not in ("auto", "cpu"):
+        return f"kv_cache_dtype: {asked} is served on a CPU, not on {device}"
+    if asked != "auto" and num_ranks > 1:
+        return f"kv_cache_dtype: {asked} is served by one rank; for {num_ranks}, auto is"
+    return None
 
 
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:

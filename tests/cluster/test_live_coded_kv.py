@@ -1,0 +1,77 @@
+"""Workers with K and V in a byte a value hand pages off, find them again and move answers, and answer as one engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import moving
+import pytest
+import torch
+from live_cluster import all_ready, greedy, is_idle, live_cluster
+from model_zoo import prompt, write_model
+from moving import MOVED_WITHIN_S, POOLS, WORKER_FLAGS, Running, num_moved
+from wired_cluster import WiredCluster, wired_cluster
+
+from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.offline import LoneEngine
+from pdserve.model.loading import load_model
+from pdserve.protocol.kvlayout import KvCode
+from pdserve.protocol.sampling import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 40
+FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1000")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model"))
+
+
+def expected(model: Path, code: KvCode | None, asked: list[int]) -> list[int]:
+    """Return the answer of one engine."""
+    checkpoint = open_directory(model)
+    engine = LoneEngine(load_model(checkpoint.config, checkpoint.weights(), torch.float32), (), 1000, code)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return list(engine.answer(asked, params)[0])
+
+
+@pytest.mark.parametrize("code", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.long)])
+def test_a_handed_off_answer_is_that_of_one_engine(tmp_path: Path, model: Path, code: KvCode) -> None:
+    prompts = [prompt(length) for length in (150, 21, 300)]
+    with live_cluster(tmp_path, model, *FLAGS, "--kv-cache-dtype", code) as cluster:
+        answers = [cluster.generate(greedy(asked, NUM_TOKENS)) for asked in (*prompts, prompts[0])]
+        status = cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
+    assert [answer.tokens[0] for answer in answers[:3]] == [expected(model, code, asked) for asked in prompts]
+    assert answers[3].tokens == answers[0].tokens
+    assert answers[3].usage.cached_tokens >= 144
+    assert {worker.registration.layout.dtype for worker in status.workers} == {code}
+    assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0]
+    pages = -(-150 // 16)
+    assert answers[0].ledger.handoff_bytes == pages * 3 * 2 * 2 * 16 * (16 + 4)  # a row: 16 codes and a scale
+
+
+@pytest.fixture(scope="module", params=["int8", "fp8_e4m3"])
+def moved_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    large = write_model("llama3", tmp_path_factory.mktemp("large"), **moving.MODEL_SHAPE)
+    flags = {**WORKER_FLAGS, "kv_cache_dtype": request.param}
+    with wired_cluster(folder, large, POOLS, flags) as cluster:
+        cluster.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 60)
+        cluster.introduce()
+        moving.introduce(cluster)
+        yield cluster
+        status = cluster.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 60)
+        assert [worker.load.pages_leaked for worker in status.workers] == [0] * 3
+
+
+@pytest.mark.long
+def test_a_moved_answer_goes_on_over_the_same_rows(moved_cluster: WiredCluster) -> None:
+    asked = greedy(prompt(150), 700)
+    unmoved = moved_cluster.generate(asked)
+    running = Running.of(moved_cluster, asked)
+    assert running.move() == 1
+    moved_cluster.wait_for(lambda status: num_moved(status) == num_moved(running.before) + 1, MOVED_WITHIN_S)
+    moved = running.end()
+    assert moved.tokens == unmoved.tokens
+    assert moved.ledger.decode_worker == running.target

@@ -1,0 +1,108 @@
+"""A worker keeps K and V in a byte a value where its configuration says so, and nobody is served who was not tried."""
+
+from pathlib import Path
+
+import pytest
+from model_zoo import write_model
+from typer.testing import CliRunner
+
+from pdserve.base.errors import ConfigError, ProtocolError
+from pdserve.base.ids import Incarnation, Peer
+from pdserve.cli.app import app
+from pdserve.executor.footprint import Choices, footprint_of
+from pdserve.kvtransfer.session import Hello, Introduction, check_hello
+from pdserve.protocol.kvlayout import KvCode, KvLayout
+from pdserve.settings.config import WorkerConfig, load_config
+from pdserve.worker.boot import build_engine, open_model
+
+MEMORY = 2**20
+
+
+def worker(tmp_path: Path, asked: str, **settings: object) -> WorkerConfig:
+    own = {"model": str(tmp_path), "secret_file": tmp_path / "secret", "role": "decode", "worker_id": "w"}
+    fixed = {"routers": ("127.0.0.1:1",), "kv_cache_memory_bytes": MEMORY, "dtype": "float32"}
+    return load_config(WorkerConfig, flags={**own, **fixed, **settings, "kv_cache_dtype": asked})
+
+
+def layout_of(config: WorkerConfig) -> tuple[KvLayout, int]:
+    """Return how a worker's pages lie, and how many it has."""
+    engine = build_engine(config, open_model(config), b"secret", lambda share: None)
+    engine.executor.close()
+    (region,) = engine.executor.regions
+    assert region.view.shape == (engine.scheduler.cache.pool.num_pages, engine.layout.page_bytes)
+    return engine.layout, len(region.view)
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+def test_pages_are_smaller_and_more_of_them_fit(tmp_path: Path, code: KvCode) -> None:
+    write_model("qwen3", tmp_path)
+    (plain, few), (coded, many) = layout_of(worker(tmp_path, "auto")), layout_of(worker(tmp_path, code))
+    assert coded.dtype == code
+    assert coded.page_bytes * 32 * 4 == plain.page_bytes * (32 + 4)  # heads of 32 values, in 4 bytes each
+    assert (few, many) == (MEMORY // plain.page_bytes, MEMORY // coded.page_bytes)
+    assert coded.weights_hash == f"{plain.weights_hash} float32"
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+def test_models_check_counts_these_bytes(tmp_path: Path, code: KvCode) -> None:
+    write_model("gemma3", tmp_path)
+    plain, coded = (footprint_of(tmp_path, Choices("cpu", "float32", asked)) for asked in ("auto", code))
+    assert coded.kv_dtype == code
+    assert coded.token_bytes * 4 * 32 == plain.token_bytes * (32 + 4)
+    assert coded.num_tokens > 3 * plain.num_tokens
+    layout, _ = layout_of(worker(tmp_path, code))
+    assert (layout.token_bytes, layout.page_bytes) == (coded.token_bytes, coded.page_bytes)
+
+
+def test_models_check_takes_the_flag(tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    said = CliRunner().invoke(app, ["models", "check", str(tmp_path), "--kv-cache-dtype", "int8"])
+    assert "int8: 432 a token" in said.stdout  # 3 layers, K and V, 2 heads, 32 codes and a scale
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"device": "cuda"}, "kv_cache_dtype: int8 is served on a CPU, not on cuda"),
+        ({"device": "interpreter"}, "kv_cache_dtype: int8 is served on a CPU, not on interpreter"),
+        ({"tensor_parallel_size": 2}, "kv_cache_dtype: int8 is served by one rank"),
+    ],
+)
+def test_what_no_worker_does_so_is_refused_by_its_key(
+    tmp_path: Path, settings: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        worker(tmp_path, "int8", **settings)
+
+
+@pytest.mark.parametrize(("asked", "problem"), [("fp8", "'fp8' is refused"), ("fp8_e5m2", "'fp8_e5m2' is refused")])
+def test_other_types_are_refused(tmp_path: Path, asked: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv-cache-dtype: {problem}"):
+        worker(tmp_path, asked)
+
+
+@pytest.mark.parametrize(("family", "kept"), [("deepseek-v3", "latent rows"), ("lfm2", "states")])
+def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, kept: str) -> None:
+    write_model(family, tmp_path)
+    config = worker(tmp_path, "int8")
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 is not served for a model that keeps {kept}"):
+        build_engine(config, open_model(config), b"secret", lambda share: None)
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        footprint_of(tmp_path, Choices("cpu", "float32", "int8"))
+
+
+def test_devices_that_do_not_serve_it_are_refused_by_models_check(tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served on a CPU, not on interpreter"):
+        footprint_of(tmp_path, Choices("interpreter", "float32", "int8"))
+    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is served by one rank"):
+        footprint_of(tmp_path, Choices("cpu", "float32", "int8", tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("int8", "fp8_e4m3"), ("bfloat16", "int8"), ("fp8_e4m3", "float32")])
+def test_pairs_of_unlike_rows_are_refused_with_their_types(mine: str, theirs: str) -> None:
+    here, there = (KvLayout("hash", 2, 2, 32, 16, dtype) for dtype in (mine, theirs))
+    peer = Peer("w", Incarnation(3))
+    hello = Hello(Introduction(Peer("v", Incarnation(2)), there), "nixl", peer.incarnation, 1.0)
+    with pytest.raises(ProtocolError, match=f"layout.dtype: {theirs} != {mine}"):
+        check_hello(hello, Introduction(peer, here), "nixl")
