@@ -283,7 +283,7 @@ def chaos(
     trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
     if baseline:
         trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
-    requests = known.requests(spec.model, own.dtype)
+    requests = known.requests(own, spec.model)
     verdicts = [run(run_chaos(trial, requests, report)) for trial in trials]
     results = [verdict.result for verdict in verdicts]
     show(json_file, results, "", *(problem for verdict in verdicts for problem in verdict.tally.problems))

@@ -12,6 +12,7 @@ import typer
 
 from pdserve.base.errors import ConfigError, echo
 from pdserve.router.config import PolicyName
+from pdserve.settings.config import KvCacheDtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,7 +226,7 @@ class OwnClusterFlags:
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
     num_threads: Threads = None
     dtype: Dtype = "float32"
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="The workers' --kv-cache-dtype.")] = None
+    kv_cache_dtype: Annotated[KvCacheDtype, typer.Option(help="The workers' --kv-cache-dtype.")] = "auto"
     speculative_config: Annotated[str | None, typer.Option(help="The workers' --speculative-config.")] = None
 
     def spec(self, name: str, router_flags: "Flags | None" = None, **worker_flags: object) -> "ClusterSpec":
@@ -255,11 +256,12 @@ class KnownRequestFlags:
     output_len: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 128
     seed: Annotated[int, typer.Option(help="Seed of the requests, their times and the faults.")] = 0
 
-    def requests(self, model: str, dtype: str, *, are_answers_equal: bool = False) -> "list[KnownRequest]":
+    def requests(self, own: OwnClusterFlags, model: str, *, are_answers_equal: bool = False) -> "list[KnownRequest]":
         from pdserve.measure.known_answers import Lengths, known_requests
 
         lengths = Lengths(self.input_len, self.output_len, are_answers_equal)
-        return known_requests(model, dtype, self.distinct, lengths, self.seed)
+        code = None if own.kv_cache_dtype == "auto" else own.kv_cache_dtype
+        return known_requests(model, own.dtype, self.distinct, lengths, self.seed, code)
 
 
 @dataclass(frozen=True, slots=True)

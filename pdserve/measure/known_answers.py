@@ -18,6 +18,7 @@ from pdserve.measure.outcomes import OK, Outcome
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.inference import params_to_proto
+from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import SamplingParams
 
 Answer = Mapping[int, Sequence[int]]  # tokens by continuation
@@ -52,13 +53,18 @@ class KnownRequest:
         )
 
 
-def known_requests(model: str, dtype: str, count: int, lengths: Lengths, seed: int) -> list[KnownRequest]:
-    """Return requests with the answers of one engine alone; requests whose answer depends on rounding are left out."""
+def known_requests(
+    model: str, dtype: str, count: int, lengths: Lengths, seed: int, code: KvCode | None = None
+) -> list[KnownRequest]:
+    """Return requests with the answers of one engine alone; requests whose answer depends on rounding are left out.
+
+    code: the form of K and V.
+    """
     torch.set_num_threads(1)  # for each alone, a small model's steps are too short to share
     checkpoint = open_checkpoint(Path(model))
     form = choose_quantization("auto", checkpoint, dtype, "cpu")
     loaded = load_model(checkpoint.config, weights_in_form(checkpoint, form), _DTYPES[dtype])
-    engine = LoneEngine(loaded, checkpoint.eos_token_ids, lengths.prompt + lengths.answer)
+    engine = LoneEngine(loaded, checkpoint.eos_token_ids, lengths.prompt + lengths.answer, code)
     drawn = random_requests(checkpoint.config.vocab_size, lengths, seed)
     requests = islice((request for request in drawn if not engine.is_tied(*request)), count)
     return [KnownRequest(prompt, params, engine.answer(prompt, params)) for prompt, params in requests]

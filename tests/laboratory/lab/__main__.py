@@ -228,7 +228,7 @@ def moves(
     spec = own.spec("moves", max_num_seqs=max_num_seqs, test_step_s=step_ms / 1e3 or None)
     spec = replace(spec, max_workers=spec.num_workers + 1)
     operations = OperationsPlan(flips, count, drains, cycles, pause, within, known.seed)
-    requests = known.requests(spec.model, own.dtype)
+    requests = known.requests(own, spec.model)
     verdict = run(run_moves(spec, load, calibration, operations, requests, report))
     show(json_file, [verdict.result], "", *verdict.tally.problems, *verdict.record.refused, results=verdict.result)
     if not verdict.is_clean:
