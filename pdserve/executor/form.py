@@ -64,9 +64,9 @@ def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
     """Return the form of K and V in pages, or None: the model's type. ConfigError where the model is not served so."""
     if asked == "auto":
         return None
-    if model.is_latent or model.has_states:
-        kept = "latent rows" if model.is_latent else "states"
-        raise ConfigError(f"kv_cache_dtype: {asked} is not served for a model that keeps {kept}; auto is")
+    if model.attends_in_torch or model.has_states:  # nobody has compared these
+        kind = "states" if model.has_states else "latent rows" if model.is_latent else "attention that torch computes"
+        raise ConfigError(f"kv_cache_dtype: {asked} is not served for a model with {kind}; auto is")
     return asked
 
 

@@ -81,11 +81,14 @@ def test_other_types_are_refused(tmp_path: Path, asked: str, problem: str) -> No
         worker(tmp_path, asked)
 
 
-@pytest.mark.parametrize(("family", "kept"), [("deepseek-v3", "latent rows"), ("lfm2", "states")])
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [("deepseek-v3", "latent rows"), ("lfm2", "states"), ("llama4", "attention that torch computes")],
+)
 def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, kept: str) -> None:
     write_model(family, tmp_path)
     config = worker(tmp_path, "int8")
-    with pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 is not served for a model that keeps {kept}"):
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 is not served for a model with {kept}"):
         build_engine(config, open_model(config), b"secret", lambda share: None)
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         footprint_of(tmp_path, Choices("cpu", "float32", "int8"))
