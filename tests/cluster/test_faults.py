@@ -22,14 +22,14 @@ MODEL_SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers"
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    flags = ("--dtype", "float32", "--max-num-batched-tokens", "64", "--prefill", "2", "--decode", "2")
+    flags = ("--dtype", "float32", "--max-num-batched-tokens", "64")
     with live_cluster(tmp_path_factory.mktemp("cluster"), model, *flags) as cluster:
         yield cluster
 
 
 @pytest.fixture(autouse=True)
 def all_well_before(cluster: LiveCluster) -> None:
-    cluster.wait_for(lambda status: all_ready(4)(status) and is_idle(status), 60)
+    cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
 
 
 class Bystanders:

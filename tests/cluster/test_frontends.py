@@ -118,7 +118,9 @@ def test_frontends_listen_in_the_place_of_the_router(cluster: LiveCluster) -> No
     assert_listens_where_it_says(cluster)
 
 
-def test_a_killed_frontend_costs_its_own_connections_alone(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+def test_a_killed_frontend_costs_its_own_connections_alone_and_another_takes_its_place(
+    cluster: LiveCluster, oracle: PreTrainedModel
+) -> None:
     rng = random.Random(3)
     of_each = clients_of_each(cluster)
     killed, kept = of_each
@@ -143,16 +145,9 @@ def test_a_killed_frontend_costs_its_own_connections_alone(cluster: LiveCluster,
     cluster.wait_for(is_idle, 5)
     status = cluster.status()
     assert {load_of(status, name).pages_granted for name in ("prefill-0", "decode-0")} == {0}
-
-
-def test_another_frontend_takes_its_place(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
-    until(lambda: num_frontends(cluster)[0] == 2)
-    _, num_lost = num_frontends(cluster)
-    (killed, _) = frontends(cluster.process.pid)
-    killed.kill()
-    until(lambda: num_frontends(cluster) == (2, num_lost + 1))
+    until(lambda: num_frontends(cluster) == (2, 1))
     running = {process.pid for process in frontends(cluster.process.pid)}
-    assert killed.pid not in running
+    assert killed not in running
     of_each = clients_of_each(cluster)
     assert of_each.keys() == running
     for client in (client for pid in of_each for client in of_each[pid]):

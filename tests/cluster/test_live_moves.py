@@ -8,14 +8,15 @@ import moving
 import pytest
 from live_cluster import all_ready, greedy, is_idle
 from model_zoo import assert_right, prompt
-from moving import MOVED_WITHIN_S, POOLS, STAGES, WORKER_FLAGS, Running, is_message, long_answer, num_moved, num_tried
+from moving import MOVED_WITHIN_S, POOLS, STAGES, Running, is_message, long_answer, num_moved, num_tried
 from transformers import PreTrainedModel
 from wired_cluster import WiredCluster, wired_cluster
 
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 
-MODEL_SHAPE = moving.MODEL_SHAPE
+# A small model whose steps wait: an answer lasts as long as one of a larger model, and leaves the processors to others.
+WORKER_FLAGS = {**moving.WORKER_FLAGS, "test_step_s": 0.006}
 NUM_WORKERS = 3
 DRAINED = 800  # tokens of an answer of a worker that drains
 

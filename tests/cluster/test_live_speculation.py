@@ -23,14 +23,24 @@ pytestmark = pytest.mark.slow
 
 DECODES = ("decode-0", "decode-1")
 COUNT, NUM_TOKENS, NUM_BEFORE = 6, 120, 12
-SHAPE = {**moving.MODEL_SHAPE, "hidden_size": 256, "num_hidden_layers": 4}
 SAMPLINGS: tuple[dict[str, Any], ...] = (  # beside few allowed tokens, so that answers repeat themselves
     {"temperature": 0.0},
     {"temperature": 0.6, "top_p": 0.9},
     {"temperature": 0.0, "frequency_penalty": 0.1},
     {"temperature": 0.4, "n": 2},
 )
-FLAGS = ("--decode", "2", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1000")
+FLAGS = (
+    "--decode",
+    "2",
+    "--dtype",
+    "float32",
+    "--num-threads",
+    "1",
+    "--max-model-len",
+    "1000",
+    "--test-step-s",
+    "0.01",
+)
 
 
 def sampling_of(number: int) -> dict[str, Any]:
@@ -45,7 +55,7 @@ def asked_of(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model"), **SHAPE)
+    return write_model("llama3", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from wired_cluster import HOST, Pools, WiredCluster, wired_cluster
 from pdserve.base.ids import PROTOCOL_VERSION
 from pdserve.proto.v1 import admin_pb2 as admin
 
+pytestmark = pytest.mark.long
+
 OTHER_VERSION = PROTOCOL_VERSION + 1
 OF_ANOTHER_VERSION = (
     f"from pdserve.base import ids; ids.PROTOCOL_VERSION = {OTHER_VERSION}; from pdserve.cli.app import main; main()"
@@ -71,7 +73,6 @@ def test_a_worker_with_another_secret_is_turned_away(cluster: WiredCluster, orac
     assert stranger.wait(30) == 0
 
 
-@pytest.mark.long
 def test_a_worker_of_another_protocol_is_shown_and_not_used_even_where_there_is_no_other(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:

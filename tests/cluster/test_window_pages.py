@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from live_cluster import greedy, is_idle, live_cluster
 from model_zoo import first_disagreement, load_oracle, prompt, write_model
 
@@ -14,6 +15,7 @@ LENGTH, CHUNK, PAGE_SIZE, NUM_TOKENS = 1200, 64, 16, 8
 FLAGS = ("--dtype", "float32", "--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
 
 
+@pytest.mark.long
 def test_long_prompts_of_a_model_with_windows_are_answered_in_few_pages(tmp_path: Path) -> None:
     """The hand-off sends as many bytes as the pages that later tokens see have. A prefix is found again."""
     model = write_model("gemma3", tmp_path / "model")

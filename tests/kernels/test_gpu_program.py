@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gpu_fakes as fakes
 import pytest
+import run_gpu
 import torch
 from gpu_device import Interpreter
 from gpu_process import DONE, LATE, LOST, Computing, Options, Record, deal, run_section
@@ -17,7 +18,7 @@ from gpu_report import Row, Section
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"TRITON_INTERPRET", "PYTHONPATH"}}
-QUICK = ("ceilings", "prefill", "sampler")
+QUICK = ("ceilings", "prefill")
 RECORD_KEYS = {"state", "budget_s", "took_s", "clocks", "rows"}
 ROW_KEYS = {"name", "figures", "note", "failed"}
 
@@ -47,10 +48,13 @@ def test_a_python_that_lacks_a_package_is_told_which() -> None:
     assert re.fullmatch(r"python\S* lacks numpy, safetensors, torch, triton: install them.*\n", done.stderr)
 
 
-def test_a_section_that_is_unknown_is_an_error() -> None:
-    done = run_program(ROOT, "--only", "ceilings,prefil")
-    assert done.returncode == 2
-    assert "no section is called prefil: there are ceilings, " in done.stderr
+def test_a_section_that_is_unknown_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_gpu.py", "--only", "ceilings,prefil"])
+    with pytest.raises(SystemExit, match="2"):
+        run_gpu.main()
+    assert "no section is called prefil: there are ceilings, " in capsys.readouterr().err
 
 
 def dry_run(out: Path, *arguments: str) -> dict[str, Record]:

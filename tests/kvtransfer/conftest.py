@@ -7,6 +7,8 @@ import pytest
 from mover_settings import Idle, Setting, setting_of
 from scripted_backend import Rig, scripted_rig
 
+STAGED = pytest.param("staged", marks=pytest.mark.long)  # its ends and waits are the other collective mover's
+
 
 @pytest.fixture(scope="package")
 def idle() -> Iterator[Idle]:
@@ -25,7 +27,7 @@ def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Itera
         yield setting
 
 
-@pytest.fixture(params=["nixl-shm", "nixl-tcp", "driven-tcp", "collective", "staged"])
+@pytest.fixture(params=["nixl-shm", "nixl-tcp", "driven-tcp", "collective", STAGED])
 def remote(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
@@ -37,7 +39,7 @@ def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
         yield setting
 
 
-@pytest.fixture(params=["nixl-tcp", "driven-tcp", "collective", "staged"])
+@pytest.fixture(params=["nixl-tcp", "driven-tcp", "collective", STAGED])
 def tcp(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting

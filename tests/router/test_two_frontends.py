@@ -150,7 +150,9 @@ async def test_two_frontends_are_one_router(start_both: StartBoth, tmp_path: Pat
         assert len(prefill.prefills) == 6, "a router that shuts down gets no more requests"
 
 
-async def test_each_frontend_shows_the_live_page_of_the_router(start_both: StartBoth) -> None:
+async def test_each_frontend_shows_the_live_page_of_the_router_and_is_lost_unless_it_says_that_it_ends(
+    start_both: StartBoth,
+) -> None:
     both = await start_both()
     await both.router.pair()
     async with grpc.aio.insecure_channel(both.public) as channel:
@@ -169,10 +171,6 @@ async def test_each_frontend_shows_the_live_page_of_the_router(start_both: Start
         assert known["ledger"]["steps"][0] == {"name": "received", "at_ms": 0.0}
         with pytest.raises(HTTPError, match="404"):
             await asyncio.to_thread(urlopen, f"{page}/requests/00", timeout=10)
-
-
-async def test_only_a_frontend_that_said_nothing_is_lost(start_both: StartBoth) -> None:
-    both = await start_both()
 
     async def end(process: Process, number: signal.Signals, num_left: int) -> float:
         process.send_signal(number)

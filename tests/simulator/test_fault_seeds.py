@@ -10,6 +10,7 @@ from faultsim.simulation import simulate
 
 NOTES = (Path(__file__).parent / "seeds.txt").read_text().splitlines()
 KEPT = [int(note.split()[0]) for note in NOTES if not note.startswith("#")]
+LONG = (211, 226)  # what 495 is about, with other reasons to make room
 
 SIMULATOR = str(Path(__file__).resolve().parent)
 
@@ -19,12 +20,14 @@ def story(seed: int, num_requests: int = 200) -> str:
     return "\n".join((*outcome.story, outcome.violation)) if outcome.violation else ""
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long if seed > 6 else ()) for seed in range(12)])
 def test_every_invariant_holds_whatever_goes_wrong(seed: int) -> None:
     assert not story(seed)
 
 
-@pytest.mark.parametrize("seed", [seed for seed in KEPT if seed >= 12])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.long if seed in LONG else ()) for seed in KEPT if seed >= 12]
+)
 def test_seeds_that_once_failed_pass(seed: int) -> None:
     assert not story(seed)
 
@@ -39,17 +42,9 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
     seed = 5
     here = simulate(seed, num_requests=60)
     program = f"from faultsim.simulation import simulate; print(simulate({seed}, num_requests=60).fingerprint)"
-    prints = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": SIMULATOR},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-        for hash_seed in ("1", "2")
-    }
-    assert prints == {str(here.fingerprint)}
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": SIMULATOR}  # here it is another one
+    there = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
+    assert there.stdout.strip() == str(here.fingerprint)
 
 
 def test_the_command_tells_how_many_seeds_ran_and_how_they_ended(capsys: pytest.CaptureFixture[str]) -> None:
