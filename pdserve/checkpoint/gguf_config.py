@@ -2,8 +2,10 @@
 
 from collections.abc import Container, Mapping
 
+from gguf import ExpertGatingFuncType
+
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, LAYER_EPSILON, RMS_EPSILON, GgufFamily
+from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, LAYER_EPSILON, NUM_MORE, RMS_EPSILON, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile
 from pdserve.checkpoint.gguf_rope import DEFAULT_THETA, rope_parameters
 from pdserve.model.families.reading import FULL, SLIDING
@@ -42,6 +44,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         raise ConfigError("token_embd.weight: the file has no such matrix")
     head_dim, tokens = _head_dim(fields, family), Fields(file.metadata)
     rope = rope_parameters(file, fields, head_dim, long_rope=family.long_rope)
+    rope |= family.rope
     config = {
         "architectures": [family.architecture],
         "vocab_size": shapes["token_embd.weight"][0],
@@ -57,6 +60,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         "bos_token_id": tokens.optional_int("tokenizer.ggml.bos_token_id"),
         "eos_token_id": tokens.optional_int("tokenizer.ggml.eos_token_id"),
         **{flag: _has_bias(shapes, part) for flag, part in family.biases.items()},
+        **{flag: f"blk.0.{part}.weight" in shapes for flag, part in family.weights.items()},
         **{each.name: fields.number(each.key, each.default) for each in (family.epsilon, *family.numbers)},
         **_windows(fields, family, rope, file.metadata.get(f"{prefix}{PATTERN}")),
         **_scores(fields, family, head_dim),
@@ -122,13 +126,22 @@ def _experts(fields: Fields, family: GgufFamily) -> dict[str, object]:
     if of is None:
         served = ", ".join(name for name, each in FAMILIES.items() if each.experts)
         raise fields.unsupported("expert_count", f"experts only with the architectures {served}")
-    return {
+    scored = ExpertGatingFuncType.SIGMOID if of.by_sigmoid else ExpertGatingFuncType.SOFTMAX
+    fields.must_be("expert_gating_func", scored)
+    config: dict[str, object] = {
         "architectures": [of.architecture],
         of.count: count,
         "num_experts_per_tok": fields.positive("expert_used_count"),
         of.inner_size: fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length")),
+        **{name: number for key, name in of.others.items() if (number := fields.optional_int(key)) is not None},
         **of.own,
     }
+    if of.scaled:
+        config["routed_scaling_factor"] = fields.number("expert_weights_scale", 1.0)
+        config["norm_topk_prob"] = fields.flag("expert_weights_norm", default=False)
+    if isinstance(num_more := config.get(NUM_MORE), int):
+        config["num_hidden_layers"] = fields.integer("block_count") - num_more
+    return config
 
 
 def _check_keys(fields: Fields, family: GgufFamily) -> None:

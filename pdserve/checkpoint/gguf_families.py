@@ -21,6 +21,7 @@ LAYER_NAMES = {
 }
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
+SHARED_GATE = "ffn_gate_inp_shexp"  # a matrix of one row, which the converter writes as a vector
 FUSED = "attn_qkv"  # q, k and v in one: the converter does so for any family, if asked to
 RMS_EPSILON, LAYER_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _ATTENTION, _MLP = {"attention_bias": "attn_q"}, {"mlp_bias": "ffn_gate"}
@@ -55,9 +56,14 @@ class Experts:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     count: str = "num_experts"  # in config.json
     inner_size: str = "moe_intermediate_size"  # in config.json
+    router: str = "gate"
+    by_sigmoid: bool = False  # how they are scored; else by softmax
+    scaled: bool = False  # files say what weights are multiplied with, and whether they are normalized
+    others: Mapping[str, str] = field(default_factory=dict)  # whole numbers that files may have, in config.json
     own: Mapping[str, object] = field(default_factory=dict)  # of config.json, which files do not say
 
 
+NUM_MORE = "num_nextn_predict_layers"  # in config.json; in files, blocks count these too
 STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
@@ -68,9 +74,12 @@ class GgufFamily:
     architecture: str  # Hugging Face's
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)  # of the parts of a layer
     top_names: Mapping[str, str] = field(default_factory=lambda: TOP_NAMES)
+    bare_names: Mapping[str, str] = field(default_factory=dict)  # of parts that are neither weight nor bias there
     biases: Mapping[str, str] = field(default_factory=dict)  # flags of config.json, each with a part that has a bias
+    weights: Mapping[str, str] = field(default_factory=dict)  # flags, each with a part that is there
     epsilon: Number = field(default_factory=lambda: Number(RMS_EPSILON, "rms_norm_eps"))
     numbers: tuple[Number, ...] = ()
+    rope: Mapping[str, object] = field(default_factory=dict)  # of rope_parameters, which files do not say
     windows: Windows | None = None  # None: a file with a window is refused
     experts: Experts | None = None  # None: a file with experts is refused
     scores_by_share: int | None = None  # scores are scaled by the head, or by hidden size over heads in so many layers
@@ -87,6 +96,11 @@ def _without(*parts: str) -> dict[str, str]:
     return {part: name for part, name in LAYER_NAMES.items() if part not in parts}
 
 
+def _shared(block: str) -> dict[str, str]:
+    """Return the names of the MLP that every token takes beside its experts."""
+    return {f"ffn_{part}_shexp": f"mlp.{block}.{part}_proj" for part in ("gate", "up", "down")}
+
+
 _FUSED_MLP = {**_without("ffn_gate"), "ffn_up": "mlp.gate_up_proj"}
 _AFTER_ALONE = {  # norms after attention and MLP, none before
     **_without("attn_norm", "ffn_norm"),
@@ -100,8 +114,28 @@ _BETWEEN_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OF_GRANITE = (
+    Number("attention.scale", "attention_multiplier"),
+    Number("embedding_scale", "embedding_multiplier", 1.0),
+    Number("logit_scale", "logits_scaling"),
+    Number("residual_scale", "residual_multiplier", 1.0),
+)
 _OF_MIXTRAL = Experts(
     "MixtralForCausalLM", "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size"
+)
+_OF_GLM = Experts(
+    "Glm4MoeForCausalLM",
+    "mlp",
+    count="n_routed_experts",
+    by_sigmoid=True,
+    scaled=True,
+    others={
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "nextn_predict_layers": NUM_MORE,
+    },
 )
 _LLAMA = GgufFamily("LlamaForCausalLM", biases=_ATTENTION | _MLP, interleaved=True)
 
@@ -114,6 +148,59 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
         LAYER_NAMES | _HEAD_NORMS,
         biases=_ATTENTION,
         experts=Experts("Qwen3MoeForCausalLM", "mlp", own={"norm_topk_prob": True}),
+    ),
+    "qwen2moe": GgufFamily(
+        "Qwen2MoeForCausalLM",
+        LAYER_NAMES | _shared("shared_expert") | {SHARED_GATE: "mlp.shared_expert_gate"},
+        experts=Experts(
+            "Qwen2MoeForCausalLM",
+            "mlp",
+            others={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+            own={"norm_topk_prob": False},
+        ),
+    ),
+    "glm4moe": GgufFamily(
+        "Glm4MoeForCausalLM",
+        _without("ffn_norm")
+        | _HEAD_NORMS
+        | _shared("shared_experts")
+        | {"post_attention_norm": "post_attention_layernorm"},
+        bare_names={"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        biases=_ATTENTION,
+        weights={"use_qk_norm": "attn_q_norm"},
+        experts=_OF_GLM,
+        partial_rope=True,
+    ),
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        _without("ffn_norm") | {"post_attention_norm": "post_attention_layernorm"},
+        bare_names={"attn_sinks": "self_attn.sinks"},
+        biases=_ATTENTION,
+        rope={"truncate": False},
+        windows=Windows("GptOssForCausalLM", period=2, required=True),
+        experts=Experts(
+            "GptOssForCausalLM", "mlp", count="num_local_experts", inner_size="intermediate_size", router="router"
+        ),
+    ),
+    "granitemoe": replace(
+        _LLAMA,
+        architecture="GraniteMoeForCausalLM",
+        biases=_ATTENTION,
+        numbers=_OF_GRANITE,
+        experts=Experts(
+            "GraniteMoeForCausalLM",
+            "block_sparse_moe",
+            count="num_local_experts",
+            inner_size="intermediate_size",
+            router="router.layer",
+        ),
+    ),
+    "minimax-m2": GgufFamily(
+        "MiniMaxM2ForCausalLM",
+        LAYER_NAMES | _HEAD_NORMS,
+        bare_names={"exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
+        experts=replace(_OF_MIXTRAL, architecture="MiniMaxM2ForCausalLM", by_sigmoid=True),
+        partial_rope=True,
     ),
     "apertus": GgufFamily(
         "ApertusForCausalLM",
@@ -172,12 +259,7 @@ FAMILIES: Mapping[str, GgufFamily] = {  # by `general.architecture`
     "granite": replace(
         _LLAMA,
         architecture="GraniteForCausalLM",
-        numbers=(
-            Number("attention.scale", "attention_multiplier"),
-            Number("embedding_scale", "embedding_multiplier", 1.0),
-            Number("logit_scale", "logits_scaling"),
-            Number("residual_scale", "residual_multiplier", 1.0),
-        ),
+        numbers=_OF_GRANITE,
     ),
     "hunyuan-dense": GgufFamily(
         "HunYuanDenseV1ForCausalLM",

@@ -5,6 +5,7 @@ Block layouts of codes: https://github.com/ggml-org/ggml/blob/master/src/ggml-co
 
 import math
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from gguf.quants import Q4_K
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import naming
 from pdserve.checkpoint.gguf_config import architecture_of
-from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, STACKS, GgufFamily
+from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, NUM_MORE, SHARED_GATE, STACKS, Experts, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.model.config import ModelConfig
@@ -57,9 +58,13 @@ def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelCo
     """
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads, "attn_v": config.num_kv_heads}
     for tensor in tensors:
-        is_stack = any(tensor.name.endswith(f".{stack}.weight") for stack in STACKS)
-        if is_stack and len(tensor.shape) == 3 and family.experts is not None:
+        _, part, kind = ("", "", *tensor.name.split("."))[-3:]
+        num_axes = {"weight": 3, "bias": 2}.get(kind)
+        if part in STACKS and len(tensor.shape) == num_axes and family.experts is not None:
             yield from _each_expert(tensor)
+            continue
+        if part == SHARED_GATE and len(tensor.shape) == 1:
+            yield replace(tensor, shape=(1, *tensor.shape))
             continue
         if f".{FUSED}." not in tensor.name or FUSED in family.names:
             yield tensor
@@ -74,12 +79,12 @@ def _separate(tensors: Iterable[GgufTensor], family: GgufFamily, config: ModelCo
 
 
 def _each_expert(tensor: GgufTensor) -> Iterator[GgufTensor]:
-    """Yield the matrices of all experts of a layer, which are one after the other in the file."""
+    """Yield the matrices or biases of all experts of a layer, which are one after the other in the file."""
     count, *shape = tensor.shape
+    name, kind = tensor.name.rsplit(".", 1)
     for expert in range(count):
         offset_bytes = tensor.offset_bytes + expert * _num_bytes(tensor, tuple(shape))
-        name = tensor.name.replace(".weight", f".{expert}.weight")
-        yield replace(tensor, name=name, shape=tuple(shape), offset_bytes=offset_bytes)
+        yield replace(tensor, name=f"{name}.{expert}.{kind}", shape=tuple(shape), offset_bytes=offset_bytes)
 
 
 def _num_bytes(tensor: GgufTensor, shape: tuple[int, ...]) -> int:
@@ -120,11 +125,23 @@ def hf_name(name: str, family: GgufFamily) -> str:
             return f"{family.top_names[part]}.{kind}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in family.names and layer.isdecimal():
             return f"model.layers.{layer}.{family.names[part]}.{kind}"
-        case ["blk", layer, "ffn_gate_inp", "weight"] if family.experts is not None and layer.isdecimal():
-            return f"model.layers.{layer}.{family.experts.block}.gate.weight"
-        case ["blk", layer, part, expert, "weight"] if part in STACKS and family.experts and layer.isdecimal():
-            own = family.experts.names[STACKS.index(part)]
-            return f"model.layers.{layer}.{family.experts.block}.experts.{expert}.{own}.weight"
+        case ["blk", layer, part, "weight" | "bias"] if part in family.bare_names and layer.isdecimal():
+            return f"model.layers.{layer}.{family.bare_names[part]}"
+        case ["blk", layer, *parts] if family.experts is not None and layer.isdecimal():
+            return f"model.layers.{layer}.{_of_experts(name, parts, family.experts)}"
+        case _:
+            raise ConfigError(f"{name}: there is no place for such a tensor")
+
+
+def _of_experts(name: str, parts: Seq[str], of: Experts) -> str:
+    """Return what a tensor of a layer with experts is called within the layer. parts: of its name behind the layer."""
+    match parts:
+        case ["ffn_gate_inp", "weight" | "bias" as kind]:
+            return f"{of.block}.{of.router}.{kind}"
+        case [part, expert, "weight" | "bias" as kind] if part in STACKS:
+            return f"{of.block}.experts.{expert}.{of.names[STACKS.index(part)]}.{kind}"
+        case ["nextn", _, "weight"] if NUM_MORE in of.others.values():
+            return ".".join(parts)
         case _:
             raise ConfigError(f"{name}: there is no place for such a tensor")
 

@@ -126,10 +126,21 @@ WINDOW = {"attention.sliding_window": 8}
         (
             "gemma",
             {"attention.sliding_window": 8},
-            r"gemma\.attention\.sliding_window: 8 .*only with .* llama, cohere2",
+            r"gemma\.attention\.sliding_window: 8 .*only with .* llama, gpt-oss, cohere2",
         ),
-        ("glm4", {"expert_count": 8}, r"glm4\.expert_count: 8 .*only with .* llama, qwen3moe"),
+        ("glm4", {"expert_count": 8}, r"glm4\.expert_count: 8 .*only with .* llama, qwen3moe, qwen2moe"),
         ("qwen3moe", {"expert_count": 8, "expert_used_count": 9}, "num_experts_per_tok: 9"),
+        (
+            "qwen3moe",
+            {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2},
+            r"qwen3moe\.expert_gating_func: 2",
+        ),
+        (
+            "glm4moe",
+            {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 1},
+            r"glm4moe\.expert_gating_func: 1",
+        ),
+        ("gpt-oss", {}, r"gpt-oss\.attention\.sliding_window: missing"),
         ("gemma3", {}, r"gemma3\.attention\.sliding_window: missing"),
         ("gemma3", {"attention.sliding_window": 0}, r"gemma3\.attention\.sliding_window: 0 is not"),
         (

@@ -3,7 +3,7 @@
 Names come from the `gguf` package's own table, so that they check ours.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,27 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GptOssConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
     Olmo3Config,
     Phi3Config,
     PreTrainedModel,
+    Qwen2MoeConfig,
     SmolLM3Config,
 )
 
-STACKED = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
-ROUTER = "mlp.gate.weight"  # which the converter keeps in float32
+GATE_UP, DOWN = ("ffn_gate_exps", "ffn_up_exps"), ("ffn_down_exps",)
+STACKED = {  # by what their names end with: their parts, and what the parts' names end with
+    "experts.gate_up_proj": (GATE_UP, "weight"),
+    "experts.gate_up_proj_bias": (GATE_UP, "bias"),
+    "experts.down_proj": (DOWN, "weight"),
+    "experts.down_proj_bias": (DOWN, "bias"),
+}
+# Routers, which the converter keeps in float32.
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight")
+SIGMOID = gguf.ExpertGatingFuncType.SIGMOID
+STACKS = (*GATE_UP, *DOWN)
 Array = NDArray[np.float32]
 Write = Callable[[gguf.GGUFWriter, Any], None]
 LLAMA31_ROPE = {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}
@@ -47,6 +58,50 @@ def _experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
     writer.add_expert_count(config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+
+
+def _qwen2_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _rms(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _experts(writer, config)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+
+
+def _glm_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _glm4(writer, config)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_gating_func(SIGMOID)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_nextn_predict_layers(1)
+
+
+def _granite_experts(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _granite(writer, config)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _minimax(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
+    _experts(writer, config)
+    _partial(writer, config)
+    writer.add_expert_gating_func(SIGMOID)
 
 
 def _mixtral(writer: gguf.GGUFWriter, config: Any) -> None:  # noqa: ANN401
@@ -167,6 +222,7 @@ class Case:
     permutes: bool = False
     norms_plus: float = 0.0
     shape: dict[str, Any] = field(default_factory=dict)
+    num_more: int = 0  # layers that guess tokens, which the file has
     transformers_reads: bool = False  # of files with as many tokens as its config's default has, in these families
 
 
@@ -181,6 +237,33 @@ def _gemma_3(write: Write, full: dict[str, Any], local_theta: float) -> Case:
 
 
 CASES = {
+    "qwen2moe": Case(
+        MODEL_ARCH.QWEN2MOE,
+        causal(
+            Qwen2MoeConfig,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=96,
+        ),
+        _qwen2_experts,
+    ),
+    "glm4moe": _zoo(MODEL_ARCH.GLM4_MOE, "glm4-moe", _glm_experts, num_more=1),
+    "gpt-oss": Case(
+        MODEL_ARCH.GPT_OSS,
+        causal(
+            GptOssConfig,
+            head_dim=16,
+            sliding_window=40,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            rope_parameters={**YARN, "truncate": False},
+        ),
+        _gpt_oss,
+        shape={"hidden_size": 64, "intermediate_size": 64},
+    ),
+    "granitemoe": _zoo(MODEL_ARCH.GRANITE_MOE, "granite-moe", _granite_experts, permutes=True),
+    "minimax-m2": _zoo(MODEL_ARCH.MINIMAXM2, "minimax-m2", _minimax),
     "qwen3moe": _zoo(MODEL_ARCH.QWEN3MOE, "qwen3-moe", _experts),
     "mixtral": _zoo(MODEL_ARCH.LLAMA, "mixtral", _mixtral, permutes=True),
     "apertus": Case(MODEL_ARCH.APERTUS, causal(ApertusConfig, rope_parameters=LLAMA31_ROPE), _of_head),
@@ -263,6 +346,8 @@ def random_model(case: Case) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if "embed_tokens" in name or "lm_head" in name:
                 parameter.normal_()
+            elif name.endswith("_bias"):
+                parameter.normal_(std=0.2)
             elif parameter.ndim > 1:
                 parameter.mul_(12.0)
             else:
@@ -275,7 +360,7 @@ def write_gguf(
 ) -> Path:
     """Write the model; matrices in a quantized type, if one is given. fused: q, k and v in one tensor."""
     config, writer = model.config, gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[case.arch])
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + case.num_more)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -290,10 +375,13 @@ def write_gguf(
         writer.add_rope_freq_base(_theta(config))
     tensors = _fused(dict(_tensors(case, model))) if fused else dict(_tensors(case, model))
     for name, values in (*_factors(config), *tensors.items()):
-        if values.ndim > 1 and kind is not None and "ffn_gate_inp" not in name:
+        if values.ndim > 1 and kind is not None and "ffn_gate_inp" not in name and not name.endswith("bias"):
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + case.num_more):
+        for name in ("attn_norm", "nextn.eh_proj", "ffn_gate_exps"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones((2,) * (1 + 2 * (name in STACKS)), np.float32))
     _add_scalars(writer, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -306,9 +394,15 @@ def round_matrices(model: PreTrainedModel, kind: GGMLQuantizationType) -> None:
     """Give the model the matrices that a file in this type would have. Rows are rounded each on its own."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and not name.endswith(ROUTER):
-                rounded = gguf.dequantize(gguf.quantize(parameter.numpy(), kind), kind)
-                parameter.copy_(torch.from_numpy(rounded))
+            if parameter.ndim > 1 and not name.endswith((*ROUTERS, "shared_expert_gate.weight", "_bias")):
+                lies = _inputs_first(name, model.config)  # experts' rows are columns there
+                rows = parameter.transpose(1, 2) if lies else parameter
+                rounded = torch.from_numpy(gguf.dequantize(gguf.quantize(rows.contiguous().numpy(), kind), kind))
+                parameter.copy_(rounded.transpose(1, 2) if lies else rounded)
+
+
+def _inputs_first(name: str, config: Any) -> bool:  # noqa: ANN401
+    return config.model_type == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj"))
 
 
 def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
@@ -319,19 +413,38 @@ def _tensors(case: Case, model: PreTrainedModel) -> Iterator[tuple[str, Array]]:
             continue
         values: Array = tensor.numpy()
         part, kind = name.rsplit(".", 1)
-        if kind in STACKED:
-            for each, parts in zip(STACKED[kind], np.split(values, len(STACKED[kind]), axis=1), strict=True):
-                yield f"blk.{name.split('.')[2]}.{each}.weight", parts
+        stack = next((end for end in STACKED if name.endswith(end)), None)
+        if stack is not None:
+            values = values.swapaxes(1, 2) if _inputs_first(name, model.config) else values
+            for each, own in _parts(values, *STACKED[stack], alternating=case.arch is MODEL_ARCH.GPT_OSS):
+                yield f"blk.{name.split('.')[2]}.{each}", own
             continue
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
+        if kind == "sinks":
+            part, kind = name, "weight"
+        if kind == "e_score_correction_bias":
+            part, kind = name.removesuffix("_bias"), "bias"
         if case.permutes and part.endswith(("q_proj", "k_proj")):
             heads = model.config.num_attention_heads if part.endswith("q_proj") else model.config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
         if name.endswith("norm.weight"):
             values = values + np.float32(case.norms_plus)
+        part = part.removesuffix(".router") + ".router.layer" if part.endswith("block_sparse_moe.router") else part
         mapped = names.get_name(part)
         assert mapped is not None, name
         yield f"{mapped}.{kind}", values
+
+
+def _parts(values: Array, names: Sequence[str], kind: str, *, alternating: bool) -> Iterator[tuple[str, Array]]:
+    """Take gates and ups apart. values: [experts, outputs, ...]."""
+    if alternating:
+        parts = [values[:, place :: len(names)] for place in range(len(names))]
+    else:
+        parts = np.split(values, len(names), axis=1)
+    for name, part in zip(names, parts, strict=True):
+        yield f"{name}.{kind}", part
 
 
 def _fused(tensors: dict[str, Array]) -> dict[str, Array]:
