@@ -42,6 +42,17 @@ def test_codes_scales_and_minimums_are_those_of_the_file(kind: Kind) -> None:
     np.testing.assert_allclose(groups.values(), gguf.dequantize(coded, kind), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(("first", "last", "is_exact"), [(104, 136, True), (0, 100, False), (130, 140, False)])
+def test_values_of_mxfp4_are_kept_where_scales_are_float16s(first: int, last: int, *, is_exact: bool) -> None:
+    coded = random_blocks(Kind.MXFP4)
+    blocks = coded.reshape(-1, 17)
+    blocks[:, 0] = np.linspace(first, last, len(blocks)).round()
+    blocks[3] = (0, *(0x80,) * 16)  # nothing but zeros, of either sign
+    groups, values = read_groups(coded, Kind.MXFP4), gguf.dequantize(coded, Kind.MXFP4)
+    assert groups.bits == 8
+    assert np.array_equal(groups.values(), values) == is_exact
+
+
 def test_scales_of_q4_k_are_multiplied_out_to_float16() -> None:
     coded = random_blocks(Kind.Q4_K)
     groups, values = read_groups(coded, Kind.Q4_K), gguf.dequantize(coded, Kind.Q4_K)
