@@ -2,8 +2,6 @@
 
 from collections.abc import Container, Mapping
 
-from gguf import ExpertGatingFuncType
-
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.gguf_families import FAMILIES, FUSED, LAYER_EPSILON, NUM_MORE, RMS_EPSILON, GgufFamily
 from pdserve.checkpoint.gguf_file import GgufFile
@@ -12,6 +10,7 @@ from pdserve.model.families.reading import FULL, SLIDING
 from pdserve.model.fields import Fields
 
 WINDOW, PATTERN, WINDOW_THETA = "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"
+SOFTMAX, SIGMOID = 1, 2  # how experts are scored
 # Keys that change no result, or do so with others alone. Any other key that nothing reads is refused.
 _OF_YARN = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
 _OF_SCALING = ("attn_factor", "factor", "finetuned", "original_context_length", *_OF_YARN)
@@ -126,8 +125,7 @@ def _experts(fields: Fields, family: GgufFamily) -> dict[str, object]:
     if of is None:
         served = ", ".join(name for name, each in FAMILIES.items() if each.experts)
         raise fields.unsupported("expert_count", f"experts only with the architectures {served}")
-    scored = ExpertGatingFuncType.SIGMOID if of.by_sigmoid else ExpertGatingFuncType.SOFTMAX
-    fields.must_be("expert_gating_func", scored)
+    fields.must_be("expert_gating_func", SIGMOID if of.by_sigmoid else SOFTMAX)
     config: dict[str, object] = {
         "architectures": [of.architecture],
         of.count: count,
