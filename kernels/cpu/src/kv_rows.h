@@ -96,10 +96,12 @@ static __attribute__((noinline)) void widen_rows(
         const char *row = rows[i % count] + offset + i / count * values_offset;
         for (int64_t d = 0; d < dim; d += LANES) {
             floats codes = kv == KV_INT8 ? load_codes(row, d, KV_INT8) : load_codes(row, d, KV_E4M3);
-            if (type == FLOAT32)
+            if (type == FLOAT32) {
                 store(to, d, codes, FLOAT32);
-            else
-                store(to, d, codes, BFLOAT16);
+            } else { /* nothing is cut off but zeros */
+                halfwords upper = __builtin_convertvector((words)codes >> 16, halfwords);
+                memcpy(to + d * 2, &upper, sizeof upper);
+            }
         }
         scales[i] = scale_of(row, dim, kv);
     }
