@@ -47,7 +47,14 @@ class CompiledAttention:
         self._paged = PagedAttention(kind.kv, config.num_heads, scoring, len(self._ropes), kind.rows)
         self._planned = self.planned(calls)
         self._grouped = None if with_chunks else GroupedAttention(config, kind)
-        self._num_rows = 0
+        self._num_rows, self._num_heads = 0, config.num_heads
+        self._dtype = kind.rows.dtype
+        self._growths: list[Tensor | None] = []  # of the planned step's queries, by rope
+
+    @property
+    def grows(self) -> bool:
+        """Say whether queries of the planned step grow with their position; then its rows are no program's."""
+        return any(growth is not None for growth in self._growths)
 
     def planned(self, calls: Calls) -> Planned:
         """Return this attention through other calls, for steps of single tokens."""
@@ -60,6 +67,7 @@ class CompiledAttention:
         window = self._window
         begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
         positions = torch.from_numpy(batch.positions)
+        self._growths = [rope.growth(positions, self._dtype) for rope in self._ropes]
         self._paged.plan(
             [rope.cos_sin(positions) for rope in self._ropes],
             np.stack((batch.pages, batch.slots), axis=1),
@@ -71,6 +79,8 @@ class CompiledAttention:
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None, sinks: Tensor | None = None) -> Tensor:
         """Attend in one layer; see `pdserve.model.attention.Attends`."""
+        if (growth := self._growths[self._rope_of_layer[layer]]) is not None:
+            qkv[:, : self._num_heads] *= growth
         out = self._planned.run(layer, qkv, qk_norm, sinks)
         if self._grouped is None or self._num_rows == len(qkv):
             return out

@@ -88,6 +88,11 @@ class DecodePrograms:
         self._loaded = loaded
         self._recorded: _Recorded | None = None
 
+    @property
+    def lack_growth(self) -> bool:
+        """Say whether queries of the planned step grow with their position, which programs do not compute."""
+        return any(part.grows for part in self._attention.parts)
+
     def logits(self, token_ids: Ints) -> Tensor:
         """Compute a step that attention has planned; returns its logits, to be used before the next step."""
         num_rows = len(token_ids)
@@ -188,7 +193,8 @@ class Runner:
         """Compute a batch; returns the logits of its samples."""
         token_ids = self._planned(batch)
         every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))
-        if every_token and self._programs is not None and batch.num_tokens == len(batch.query_lens):
+        is_decode = every_token and batch.num_tokens == len(batch.query_lens)
+        if is_decode and self._programs is not None and not self._programs.lack_growth:
             return self._programs.logits(batch.token_ids)
         rows = None if every_token else torch.from_numpy(batch.sample_rows)
         return self._model.forward(token_ids, self._attention, rows)

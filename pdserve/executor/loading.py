@@ -218,6 +218,10 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
         attention = "latent attention" if model.is_latent else "windows that begin at multiples of their length"
         lacking = f"no {attention}" if model.attends_in_torch else "no layers with a state"
         raise ConfigError(f"device: {config.device} does not serve this model: its kernels have {lacking} yet")
+    longest = model.longest_without_growth
+    asked = config.max_model_len or model.max_position_embeddings
+    if longest is not None and asked > longest:
+        raise ConfigError(f"max_model_len: {asked}; device {config.device} serves this model up to {longest} tokens")
     try:
         specs = [
             attention_spec(model, scores, group.page_size, 1, dtype)

@@ -171,9 +171,14 @@ class ModelConfig:
 
     @property
     def attends_in_torch(self) -> bool:
-        """Say whether no kernel serves its attention: latents, windows that begin at multiples, queries that grow."""
-        of_layers = [each for each in self.design.attentions if each is not None]
-        return self.is_latent or any(each.scores.aligned or each.rope.growth is not None for each in of_layers)
+        """Say whether no kernel serves its attention: that of latents, and windows that begin at multiples."""
+        return self.is_latent or any(each.scores.aligned for each in self.design.attentions if each is not None)
+
+    @property
+    def longest_without_growth(self) -> int | None:
+        """Return up to how many tokens no query grows with its position; None: none ever does."""
+        growths = [each.rope.growth for each in self.design.attentions if each is not None]
+        return min([each.length - each.first for each in growths if each is not None], default=None)
 
     @property
     def has_states(self) -> bool:

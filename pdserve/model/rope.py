@@ -44,10 +44,11 @@ class Rope:
 
     def growth(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return what queries at `positions` are multiplied with, [num_tokens, 1, 1]; None: nothing."""
-        if self._growth is None:
+        growth = self._growth
+        if growth is None or int(positions.max()) + growth.first < growth.length:
             return None
-        steps = torch.floor((positions.float() + 1.0) / self._growth.length)
-        return (torch.log1p(steps) * self._growth.strength + 1.0).to(dtype)[:, None, None]
+        steps = torch.div(positions + growth.first, growth.length, rounding_mode="floor").float()
+        return (torch.log1p(steps) * growth.strength + 1.0).to(dtype)[:, None, None]
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         turns = positions.float()[:, None] * self._frequencies

@@ -53,10 +53,11 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Queries grow with their position p: times 1 + strength * log(1 + floor((p + 1) / length)) (Nakanishi 2025)."""
+    """Queries of position p are multiplied by 1 + strength * log(1 + floor((p + first) / length)) (Nakanishi 2025)."""
 
     strength: float
     length: int
+    first: int  # what the first position counts as
 
 
 RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
@@ -69,7 +70,6 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None = None
     share: float = 1.0  # of a head's features that turn: its first ones
-    longest_plain: int | None = None  # tokens, where queries of later positions grow, which is not computed
     interleaved: bool = False  # features 2i and 2i + 1 turn together; else i and i + half of those that turn
     growth: Growth | None = None  # of queries
 
@@ -81,7 +81,7 @@ class RopeConfig:
     def longest_context(self) -> int | None:
         if isinstance(self.scaling, LongRope):
             return self.scaling.original_max_position_embeddings
-        return self.longest_plain
+        return None
 
 
 NO_ROPE = RopeConfig(theta=1.0, share=0.0)
@@ -131,11 +131,11 @@ def _read_section(section: Fields, fields: Fields, default_share: float | None, 
     if not 0.0 < share <= 1.0 or (share != 1.0 and default_share is None):
         raise stated.unsupported("partial_rotary_factor", served)
     theta = section.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA))
-    scaling, longest = _scaling(section, fields), None
+    scaling, growth = _scaling(section, fields), None
     section.optional_int("max_position_embeddings")  # which the config says, too
-    if section.number("llama_4_scaling_beta", 0.0):  # queries times 1 + beta * log(1 + position // this length)
-        longest = section.positive("original_max_position_embeddings")
-    rope = RopeConfig(theta, scaling, share, longest, interleaved)
+    if strength := section.number("llama_4_scaling_beta", 0.0):
+        growth = Growth(strength, section.positive("original_max_position_embeddings"), first=0)
+    rope = RopeConfig(theta, scaling, share, interleaved, growth)
     section.flag("finetuned", default=False)  # says how the weights came about
     if unread := section.unread():
         raise section.unsupported(unread[0], "this rope has no such key")

@@ -22,6 +22,7 @@ from pdserve.checkpoint.hf_directory import open_directory
 from pdserve.engine.batch import Ints
 from pdserve.engine.runner import DecodePrograms, Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
+from pdserve.executor.loading import _check_kernels
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.design import (
@@ -43,6 +44,7 @@ from pdserve.model.ranks import RankedOps
 from pdserve.model.sharding import check_divides
 from pdserve.model.state_design import ShortConv
 from pdserve.model.weights import Rank, Weights
+from pdserve.settings.config import WorkerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +166,18 @@ def test_in_tiles_decode_steps_are_programs_that_compute_what_one_by_one_does(
     assert not program_rows
 
 
+def test_steps_whose_queries_grow_are_no_programs(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, program_rows: list[int]
+) -> None:
+    model = load_model(config_of(folder := folders("ministral3")), in_form(weights_of(folder), "int8"), torch.float32)
+    assert is_compiled(model)
+    prompts = [tokens(50)]  # queries grow from position 60 on
+    texts = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 24)
+    assert program_rows == [1] * 10, "of positions 50 to 59"
+    monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
+    assert greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 24) == texts
+
+
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders: Callable[[str], Path]) -> None:
     folder = folders(family)
@@ -174,6 +188,23 @@ def test_compiled_operations_compute_what_those_of_torch_do(family: str, folders
     found, expected = logits_of(compiled), logits_of(plain)
     torch.testing.assert_close(found, expected, atol=5e-2, rtol=0.0)  # inputs of products are coded
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("family", "max_model_len", "complaint"),
+    [
+        ("ministral3", 61, "max_model_len: 61; device interpreter serves this model up to 60 tokens"),
+        ("ministral3", None, "max_model_len: 4096; device interpreter"),
+        ("llama4", 40, "device: interpreter .* no windows that begin at multiples of their length yet"),
+        ("deepseek-v2", 40, "device: interpreter .* no latent attention yet"),
+    ],
+)
+def test_kernels_of_gpus_refuse_attention_that_they_do_not_compute(
+    family: str, max_model_len: int | None, complaint: str, folders: Callable[[str], Path]
+) -> None:
+    worker = WorkerConfig.model_construct(device="interpreter", max_model_len=max_model_len)
+    with pytest.raises(ConfigError, match=complaint):
+        _check_kernels(worker, config_of(folders(family)), torch.float32, torch.device("cpu"))
 
 
 Change = Callable[[Design], Design]
@@ -358,6 +389,7 @@ LEFT_OUT: dict[tuple[str, str], Change] = {
     ("gemma3", "the faster rope"): one_rope,
     ("gemma3", "the window"): sliding(window=None),
     ("ministral", "the window"): sliding(window=None),
+    ("ministral3", "queries that grow"): rope(growth=None),
     ("olmo3", "the rope that is not scaled"): one_rope,
     ("olmo3", "the window"): sliding(window=None),
     ("qwen2-windows", "the window"): sliding(window=None),

@@ -447,7 +447,7 @@ def test_llama_4_is_read_as_it_is_published() -> None:
     config = ModelConfig.from_hf(LLAMA_4)
     assert config.windows == (8192, 8192, 8192, None) * 12, "blocks where there is rope"
     rope, still = config.design.layers[0].attention.rope, config.design.layers[3].attention.rope
-    assert (rope.growth, still.growth) == (None, Growth(0.1, 8192))
+    assert (rope.growth, still.growth) == (None, Growth(0.1, 8192, first=1))
     assert all(isinstance(layer.mlp, Experts) for layer in config.design.layers)
 
 

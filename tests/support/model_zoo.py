@@ -265,7 +265,7 @@ MORE_FAMILIES = {  # which run through fewer tests, since they share code with t
     "ministral3": causal(
         Ministral3Config,
         head_dim=32,
-        rope_parameters={**YARN, "original_max_position_embeddings": 400, "llama_4_scaling_beta": 0.1},
+        rope_parameters={**YARN, "original_max_position_embeddings": 60, "llama_4_scaling_beta": 0.5},
     ),
     "mixtral": causal(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "nemotron": causal(NemotronConfig),

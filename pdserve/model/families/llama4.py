@@ -35,7 +35,7 @@ def _read(fields: Fields) -> Design:
     expert, rotates = swiglu(fields), rotating(fields)
     kinds = kinds_of_layers(fields, (CHUNKED, FULL), lambda layer: CHUNKED if rotates[layer] else FULL)
     block = fields.positive("attention_chunk_size", 8192)
-    growth = Growth(fields.number("attn_scale", 0.1), fields.positive("floor_scale", 8192))
+    growth = Growth(fields.number("attn_scale", 0.1), fields.positive("floor_scale", 8192), first=1)
     still = replace(NO_ROPE, growth=growth if fields.truth("attn_temperature_tuning", default=True) else None)
     dense = replace(expert, inner_size=fields.positive("intermediate_size_mlp", 16384))
     rope, norm = read_rope(fields, interleaved=True), RmsNorm(eps)
