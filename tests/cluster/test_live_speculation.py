@@ -136,6 +136,7 @@ def test_answers_that_move_stay_the_same(cluster: LiveCluster, expected: list[di
     assert any(answer.ledger.moves for answer in streams.answers)
 
 
+@pytest.mark.long
 def test_answers_whose_worker_is_killed_stay_the_same(
     cluster: LiveCluster, expected: list[dict[int, list[int]]]
 ) -> None:

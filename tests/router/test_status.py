@@ -81,7 +81,14 @@ async def test_doctor_says_that_a_router_does_not_answer(secret_file: Path) -> N
     assert (finding.name, finding.level) == ("router", Level.FAILED)
 
 
-@pytest.mark.parametrize("words", [("drain", "nosuch"), ("undrain", "nosuch"), ("role", "nosuch", "mixed")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("drain", "nosuch"),
+        pytest.param(("undrain", "nosuch"), marks=pytest.mark.long),
+        pytest.param(("role", "nosuch", "mixed"), marks=pytest.mark.long),
+    ],
+)
 async def test_a_command_for_a_worker_that_is_not_there_says_which_are(
     start_router: StartRouter, secret_file: Path, words: tuple[str, ...]
 ) -> None:
