@@ -116,7 +116,7 @@ def test_log_probabilities_are_those_of_rounded_rows(code: KvCode, chunk_tokens:
     assert distances[0] < 1e-4 < distances[1] / 5
 
 
-@pytest.mark.parametrize(("code", "page_size", "chunk_tokens"), [*product(CODES, [16, 32], [1, 7, 16, 1000])])
+@pytest.mark.parametrize(("code", "page_size", "chunk_tokens"), [*product(CODES, [16, 32], [7, 1000])])
 def test_a_runner_answers_as_the_plain_model(code: KvCode, page_size: int, chunk_tokens: int) -> None:
     runner = Runner(of_small_model(), 60, page_size, code=code)
     assert greedy_texts(runner, PROMPTS, NUM_TOKENS, chunk_tokens) == expected(code)
