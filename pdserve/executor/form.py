@@ -64,8 +64,13 @@ def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
     """Return the form of K and V in pages, or None: the model's type. ConfigError where the model is not served so."""
     if asked == "auto":
         return None
-    if model.attends_in_torch or model.has_states:  # nobody has compared these
-        kind = "states" if model.has_states else "latent rows" if model.is_latent else "attention that torch computes"
+    untried = {  # nobody has compared these
+        "states": model.has_states,
+        "latent rows": model.is_latent,
+        "attention that torch computes": model.attends_in_torch,
+        "queries that grow with their position": model.longest_without_growth is not None,
+    }
+    if kind := next((kind for kind, has in untried.items() if has), None):
         raise ConfigError(f"kv_cache_dtype: {asked} is not served for a model with {kind}; auto is")
     return asked
 

@@ -83,7 +83,12 @@ def test_other_types_are_refused(tmp_path: Path, asked: str, problem: str) -> No
 
 @pytest.mark.parametrize(
     ("family", "kept"),
-    [("deepseek-v3", "latent rows"), ("lfm2", "states"), ("llama4", "attention that torch computes")],
+    [
+        ("deepseek-v3", "latent rows"),
+        ("lfm2", "states"),
+        ("llama4", "attention that torch computes"),
+        ("ministral3", "queries that grow"),
+    ],
 )
 def test_models_that_keep_other_rows_are_refused(tmp_path: Path, family: str, kept: str) -> None:
     write_model(family, tmp_path)
