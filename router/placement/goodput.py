@@ -18,6 +18,7 @@ from pdserve.router.placement.predict import FirstToken, Prediction, Predictor, 
 from pdserve.router.placement.prefix_index import Hashes
 from pdserve.router.placement.refusals import impossible, late, no_room, reserved, slow
 from pdserve.router.placement.routing import Decision, Demand, Group, Held, Pair, Placed
+from pdserve.router.placement.sessions import Home
 from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.events import LinkId
 
@@ -93,12 +94,14 @@ class Goodput:
         some = [_some(group, prompt, demand.draw) for group in groups]
         if cached and self._predictor.may_fetch:
             prompt = replace(prompt, holders=self._holders(groups, some, cached, demand.hashes))
-        workers = [worker for group in some for worker in (*group.prefills, *group.decodes)]
-        leaving = Leaving(self._predictor, prompt, workers, demand.home, demand.now_s)
-        options = [option for group in some for option in self._options(group, prompt, demand, leaving)]
         judge = _Judge(self._predictor, demand, _share_queued(some))
-        slacks = [judge.slack(option) for option in options]
-        good = [place for place, slack in enumerate(slacks) if slack >= 0]
+        homes: tuple[Home | None, ...] = (None,) if demand.home is None else (demand.home, None)
+        for home in homes:  # where the way that its home is worth is not good, home is worth nothing
+            options = self._all_options(some, prompt, demand, home)
+            slacks = [judge.slack(option) for option in options]
+            good = [place for place, slack in enumerate(slacks) if slack >= 0]
+            if good:
+                break
         chosen = min(good or range(len(options)), key=lambda place: options[place].cost_s)
         if good or demand.is_admitted or not self._may_refuse(options[chosen].pair, demand):
             return _placed(options[chosen], prompt, demand, max(0.0, slacks[chosen]))
@@ -119,6 +122,11 @@ class Goodput:
         return tuple([(worker, self._predictor.prefixes.reported(worker.link, hashes)) for worker in most_held])
 
     # ---- options
+
+    def _all_options(self, groups: Seq[Group], prompt: Prompt, demand: Demand, home: Home | None) -> list[_Option]:
+        workers = [worker for group in groups for worker in (*group.prefills, *group.decodes)]
+        leaving = Leaving(self._predictor, prompt, workers, home, demand.now_s)
+        return [option for group in groups for option in self._options(group, prompt, demand, leaving)]
 
     def _options(self, group: Group, prompt: Prompt, demand: Demand, leaving: Leaving) -> Iterator[_Option]:
         """Yield the best hand-off of a group, and the best decode worker to do it all."""
