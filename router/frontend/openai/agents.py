@@ -51,7 +51,7 @@ class NvExt(Body):
     def check(self) -> None:
         """Raise RefusedError for what would change the answer, or who serves it, and is not supported."""
         for name, value in (self.model_extra or {}).items():
-            if name in self.REFUSED and value not in (None, False):
+            if name in self.REFUSED and value is not None and value is not False:
                 raise invalid(f"nvext.{name}", self.REFUSED[name])
 
 

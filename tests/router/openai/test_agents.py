@@ -96,6 +96,7 @@ REFUSED: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     (CHAT, {}, {"nvext": {"agent_hints": {"osl": 0}}}, "nvext.agent_hints.osl"),
     (MESSAGES, {}, {"nvext": {"agent_hints": {"priority": 2**31}}}, "nvext.agent_hints.priority"),
     (CHAT, {}, {"nvext": {"backend_instance_id": 3}}, "nvext.backend_instance_id"),
+    (CHAT, {}, {"nvext": {"dp_rank": 0}}, "nvext.dp_rank"),
     (RESPONSES, {}, {"nvext": {"greed_sampling": True}}, "nvext.greed_sampling"),
 ]
 
