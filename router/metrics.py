@@ -146,7 +146,8 @@ def router_samples(
     yield from (Sample(metrics.DENIED, tenants.denied[each], (each,)) for each in DENIALS)
     yield Sample(metrics.REFUSED_KEY_FILES, clients.num_refused_files)
     num_waiting = core.num_held + sum(
-        not request.timeline.ms(Stage.PREFILL_STARTED) for request in core.placements.requests.values()
+        not request.is_preparation and not request.timeline.ms(Stage.PREFILL_STARTED)
+        for request in core.placements.requests.values()
     )
     yield Sample(metrics.WAITING, num_waiting, label)
     yield Sample(metrics.RUNNING, core.num_active + core.num_held - num_waiting, label)

@@ -80,6 +80,7 @@ class Placements:
         self._policy = policy
         self._limits = limits
         self.requests: dict[bytes, Request] = {}  # by id, as it comes off the wire
+        self.num_preparing = 0  # of these, preparations of next turns
         self.num_decoding = 0  # of these, in which decode workers take part
         self.ended: Counter[str] = Counter()  # "OK" or a status name
         self.refused_because: Counter[Cause] = Counter()  # those of clients that have left do not count
@@ -125,10 +126,16 @@ class Placements:
 
     # ---- placements
 
+    @property
+    def num_active(self) -> int:
+        """How many requests are placed for which a client waits."""
+        return len(self.requests) - self.num_preparing
+
     def enter(self, request: Request) -> None:
         if request.request_id in self.requests:
             raise InvariantError(f"{request} arrived twice")
         self.requests[request.request_id] = request
+        self.num_preparing += request.is_preparation
         self.num_decoding += request.needs_decode
 
     def decide(self, request: Request, indices: tuple[int, ...], now_s: float) -> Decision:
@@ -188,15 +195,18 @@ class Placements:
         self.emit(Place(spec, _registration(prefill), _registration(decode), placed.fetch))
 
     def _settle(self, request: Request, placement: Placement, now_s: float) -> None:
-        """Note where a conversation lives from now on, and whether its turn has kept to where it lived."""
+        """Note where a conversation lives from now on, and whether its turn has kept to where it lived.
+
+        A preparation moves no home: it may arrive after the turn that it is of. Its pages count once they are there.
+        """
         first = placement.prefill or placement.decode
-        if not request.session or first is None:
+        if not request.session or first is None or request.is_preparation:
             return
         before = self.sessions.home(request.session, now_s)
         after = Home(first.link, None if placement.decode is None else placement.decode.link)
         if before is not None and after.decode is None:
             after = Home(first.link, before.decode)
-        if placement.attempt == 0 and not request.is_preparation:
+        if placement.attempt == 0:
             links = () if before is None else (before.computes, before.decode)
             there = [self.workers.get(link) for link in links if link is not None]
             is_there = any(worker is not None and not self.workers.unroutable(worker) for worker in there)
@@ -286,6 +296,7 @@ class Placements:
             self.close(request, placement, stop_workers=True)
         if self.requests.pop(request.request_id, None) is None:
             raise InvariantError(f"{request} ended twice")
+        self.num_preparing -= request.is_preparation
         self.num_decoding -= request.needs_decode
         self.report_end(request, outcome)
 

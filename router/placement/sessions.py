@@ -87,7 +87,8 @@ class Sessions:
         elif not is_there:
             self.turns[GONE] += 1
         else:
-            num_kept = (before.computes == after.computes) + (before.decode in (None, after.decode))
+            computes_kept = before.computes == after.computes
+            num_kept = computes_kept + (computes_kept if before.decode is None else before.decode == after.decode)
             self.turns[(LEFT, PARTLY, KEPT)[num_kept]] += 1
 
     def _forget_old(self, now_s: float) -> None:

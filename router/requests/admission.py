@@ -198,11 +198,11 @@ class Admission:
 
     def _reaches(self, needs_decode: bool) -> bool:
         most = self._most.decoding if needs_decode else self._most.others
-        return self._num_placed(needs_decode) >= most or len(self._placements.requests) >= self._most.together
+        return self._num_placed(needs_decode) >= most or self._placements.num_active >= self._most.together
 
     def _num_placed(self, needs_decode: bool) -> int:
         num_decoding = self._placements.num_decoding
-        return num_decoding if needs_decode else len(self._placements.requests) - num_decoding
+        return num_decoding if needs_decode else self._placements.num_active - num_decoding
 
     def _useful(self) -> _Most:
         """Return how many requests keep the attached workers busy, and no worker refuses."""
@@ -210,9 +210,8 @@ class Admission:
         prefills, decodes = workers.routable(Role.PREFILL), workers.routable(Role.DECODE)
         together = MAX_WORKER_TASKS * len(prefills or decodes)
         if prefills and decodes:
-            together += sum(
-                [worker.registration.max_num_seqs for worker in decodes if not worker.role.is_in(Role.PREFILL)]
-            )
+            handed = [worker for worker in decodes if not worker.role.is_in(Role.PREFILL)]
+            together += sum([worker.registration.max_num_seqs for worker in handed])
         return _Most(_kept_busy(decodes or prefills), _kept_busy(prefills or decodes), together)
 
     # ---- arrivals and ends
@@ -232,7 +231,9 @@ class Admission:
             self._placements.enter(request)
             return request
         wait = self._try(request, now_s, may_place=not self.held)
-        if wait is None:
+        if wait is not None and request.is_preparation:  # nobody misses it: it never waits
+            self._placements.report_end(request, wait.why)
+        if wait is None or request.is_preparation:
             return None
         self.held.push(request)
         self._note(request, wait, now_s)

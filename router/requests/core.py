@@ -40,7 +40,8 @@ class RouterCore:
 
     @property
     def num_active(self) -> int:
-        return len(self.placements.requests)
+        """Without preparations of next turns."""
+        return self.placements.num_active
 
     @property
     def num_held(self) -> int:

@@ -111,7 +111,7 @@ class Delivery:
         if not known and token_ids:
             request.timeline.reach(Stage.FIRST_TOKEN, now_s)
             sequence.first_s = now_s
-            self._learn_ttft(sequence.placement, now_s)
+            self._learn_ttft(request, now_s, sequence.placement)
         known.extend(token_ids)
         request.counter.served += OUTPUT_WEIGHT * len(token_ids)
         sequence.last_s = now_s
@@ -135,20 +135,22 @@ class Delivery:
             came = f"{len(delta.token_ids)} tokens and {len(delta.pooled)} bytes"
             raise ProtocolError(f"sequence {sequence.index}: {came} came in place of the vector of a prompt")
         request.timeline.reach(Stage.FIRST_TOKEN, now_s)
-        self._learn_ttft(sequence.placement, now_s)
+        self._learn_ttft(request, now_s, sequence.placement)
         sequence.first_s = sequence.last_s = now_s
         self._placements.emit(Deliver(request.request_id, 0, [], (), delta.finish_reason, pooled=delta.pooled))
         self._placements.end_sequence(request, sequence.index, stop_workers=False)
         self._placements.finish(request, now_s)
 
-    def _learn_ttft(self, placement: Placement | None, now_s: float) -> None:
+    def _learn_ttft(self, request: Request, now_s: float, placement: Placement | None) -> None:
         """Note how a prediction came out. Prompts of a higher priority that came later could not be foreseen."""
-        if placement is None or placement.ttft_s is None or _was_overtaken(placement):
+        if request.is_preparation or placement is None or placement.ttft_s is None or _was_overtaken(placement):
             return
         median = placement.ttft_median if placement.computes_all else None
         self._placements.predictor.observe_first_token(placement.ttft_s, now_s - placement.placed_s, median=median)
 
     def _learn_answer(self, request: Request, sequence: Sequence) -> None:
+        if request.is_preparation:
+            return  # its one token says nothing of answers
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
         predictor, decoding_s = self._placements.predictor, sequence.last_s - sequence.first_s
         predictor.lengths.observe(num_tokens, request.params.max_tokens, request.output_tokens)
