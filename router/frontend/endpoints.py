@@ -86,8 +86,8 @@ async def open_endpoints(
     serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.readiness().can_serve)
     shown = HealthMethods({"": lambda: backend.readiness().is_live, **serves})
     try:
-        async with NextTurns(backend, prompts, model.tokenizer) as next_turns:
-            intake = Intake(backend, model, prompts, clients, config, records)
+        intake = Intake(backend, model, prompts, clients, config, records)
+        async with NextTurns(backend, prompts, model.tokenizer, intake.max_model_len) as next_turns:
             intake.next_turns = next_turns
             server = _server(config, intake, shown)
             public = listen(server, config.host, config.port, port_key, _credentials(config, backend.connections))

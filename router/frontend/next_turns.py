@@ -2,17 +2,18 @@
 
 What the next turn's prompt will begin with is computed as a request of its own, which nobody reads and whose first
 token ends it: a prefill worker fetches or computes those pages, and has them cached. It has the lowest priority, and an
-objective: routers refuse it where prompts wait for longer. The next turn cancels it.
+objective: routers refuse it where it would have to wait. The next turn cancels it.
 
 Invariant: at most MAX_UNDER_WAY turns of a process are prepared at once, each for WITHIN_S at most, and one of a
-conversation.
+conversation. None is rendered while a thread tokenizes another prompt, so at most one thread renders them.
 """
 
 import asyncio
 import json
+import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from types import TracebackType
 from typing import Self
 
@@ -33,6 +34,8 @@ MAX_UNDER_WAY = 16
 WITHIN_S = 2.0
 LOWEST_PRIORITY = -(2**31)
 _FOLLOW_UPS = "0", "1"  # what a user or a tool may say next: prompts agree up to there
+
+logger = logging.getLogger(__name__)
 
 Said = Callable[[str], inference.ChatMessage]  # makes a message of an answer's text, as clients send it back
 
@@ -57,8 +60,12 @@ class _Preparation:
 class NextTurns:
     """The turns that this process prepares. Leaving the `async with` block cancels those that are left."""
 
-    def __init__(self, backend: Backend, prompts: Prompts, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, backend: Backend, prompts: Prompts, tokenizer: Tokenizer, max_model_len: Callable[[], int]
+    ) -> None:
+        """`max_model_len`: of a prompt and its answer, now."""
         self._backend = backend
+        self._max_model_len = max_model_len
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._running: dict[tuple[str, str], _Preparation] = {}  # by tenant and conversation
@@ -84,7 +91,12 @@ class NextTurns:
         `said`: of a chat; None: clients send the text back as it is. `visit`: is charged for the answer's tokens.
         """
         key = _key_of(answer.event)
-        if self._is_closed or key in self._running or len(self._running) >= MAX_UNDER_WAY:
+        if (
+            self._is_closed
+            or not self._backend.readiness().is_live
+            or key in self._running
+            or len(self._running) >= MAX_UNDER_WAY
+        ):
             return
         if request.chat.continue_final_message:
             return  # the answer is a part of a message
@@ -107,29 +119,37 @@ class NextTurns:
         self, key: tuple[str, str], request: inference.GenerateRequest, said: Said, visit: Visit, answer: Answer
     ) -> None:
         try:
-            token_ids = await self._known(answer, request, said)
-            visit.spend(max(0, len(token_ids) - len(answer.event.token_ids)))
-            if token_ids and not self._running[key].is_late:
+            token_ids = await self._known(self._running[key], answer, request, said)
+            if 0 < len(token_ids) < self._max_model_len() and not self._running[key].is_late:
+                visit.spend(max(0, len(token_ids) - len(answer.event.token_ids)))
                 await self._compute(self._running[key], answer.event, token_ids)
         except RefusedError:
             pass  # the next turn cannot be written, or is too long
+        except Exception:  # what nobody waits for may not end what others wait for
+            logger.exception("a next turn could not be prepared")
         finally:
             del self._running[key]
 
-    async def _known(self, answer: Answer, request: inference.GenerateRequest, said: Said) -> TokenIds:
-        """Return the tokens with which the next turn will begin, as far as they are known."""
+    async def _known(
+        self, preparation: _Preparation, answer: Answer, request: inference.GenerateRequest, said: Said
+    ) -> TokenIds:
+        """Return the tokens with which the next turn will begin, as far as they are known.
+
+        None are returned where the turn has come meanwhile, or other prompts are being tokenized.
+        """
         if request.WhichOneof("prompt") != "chat":
             return pack(answer.event.token_ids) + pack(answer.kept_ids)
-        room, prompts = self._backend.readiness().max_model_len or 0, list[Sequence[int]]()
+        room, prompts = self._max_model_len(), list[TokenIds]()
         for follow_up in _FOLLOW_UPS:
+            if preparation.is_late or not self._prompts.is_idle:
+                return pack(())
             following = inference.GenerateRequest(chat=request.chat)
             following.chat.add_generation_prompt = False
             message = said("".join(answer.kept_text))
             following.chat.messages.append(message)
             following.chat.messages.extend(_answers_to(message, follow_up))
             prompts.append(await self._prompts.tokenize(following, room, WITHIN_S))
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
-        return pack([token_id for token_id, _ in same])
+        return common_start(*prompts)
 
     async def _compute(self, preparation: _Preparation, turn: RequestArrived, token_ids: TokenIds) -> None:
         now_s, ended = self._backend.clock.now_s(), asyncio.Event()
@@ -156,6 +176,13 @@ class NextTurns:
         preparation.event = event
         self._backend.submit(event, computed)
         await ended.wait()
+
+
+def common_start(one: TokenIds, other: TokenIds) -> TokenIds:
+    """Return what both begin with. Compares slices, which takes microseconds where a loop over tokens takes ms."""
+    lengths = range(1, min(len(one), len(other)) + 1)
+    num_common = bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])
+    return one[:num_common]
 
 
 def _plainly(text: str) -> inference.ChatMessage:

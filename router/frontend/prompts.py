@@ -52,6 +52,11 @@ class Prompts:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenize")
         self._grammars = Checker(model.tokenizer.to_json, model.eos_token_ids)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread tokenizes."""
+        return not self._num_tokenizing
+
     async def close(self) -> None:
         if self._trimming is not None:
             self._trimming.cancel()

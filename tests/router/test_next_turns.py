@@ -1,10 +1,14 @@
 """What is prepared of next turns gives way to them, and is bounded."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import takewhile
 from types import SimpleNamespace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from router_fakes import TOKENIZER
 
 from pdserve.base.clock import VirtualClock
@@ -14,10 +18,11 @@ from pdserve.protocol.refusal import CLIENT_GONE, invalid
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.protocol.token_ids import pack
 from pdserve.router.frontend.answer import Answer
-from pdserve.router.frontend.next_turns import LOWEST_PRIORITY, MAX_UNDER_WAY, WITHIN_S, NextTurns
+from pdserve.router.frontend.next_turns import LOWEST_PRIORITY, MAX_UNDER_WAY, WITHIN_S, NextTurns, common_start
 from pdserve.router.requests.events import RequestArrived
 
 PROMPT = (5, 6, 7)
+MAX_MODEL_LEN = 100
 
 
 class Core:
@@ -29,6 +34,7 @@ class Core:
         self.left: list[RequestId] = []
         self.ended: list[bool] = []
         self.outcomes = self
+        self.is_live = True
 
     def submit(self, event: RequestArrived, answer: Answer) -> None:
         self.submitted[event.request_id] = event, answer
@@ -42,7 +48,7 @@ class Core:
         self.ended.append(event.is_preparation)
 
     def readiness(self) -> SimpleNamespace:
-        return SimpleNamespace(max_model_len=100)
+        return SimpleNamespace(is_live=self.is_live)
 
     def fail(self, error: Exception) -> None:
         raise error
@@ -55,9 +61,15 @@ class Tokens:
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.refuses = False
+        self.fails = False
+        self.is_idle = True
+        self.num_asked = 0
 
     async def tokenize(self, request: inference.GenerateRequest, room: int, remaining_s: float) -> bytes:
         del remaining_s
+        self.num_asked += 1
+        if self.fails:
+            raise ZeroDivisionError
         await self.may_go_on.wait()
         if self.refuses:
             raise invalid("chat", f"more than {room} tokens")
@@ -76,10 +88,10 @@ class World:
     def __init__(self, core: Core, tokens: Tokens, turns: NextTurns) -> None:
         self.core, self.tokens, self.turns, self.spent = core, tokens, turns, Spent()
 
-    def answered(self, session: str = "talk", chat: str = "") -> RequestArrived:
+    def answered(self, session: str = "talk", chat: str = "", kept_ids: Sequence[int] = (8, 9)) -> RequestArrived:
         """Let a turn end whose client wants the next one prepared."""
         event = turn(session)
-        answer = SimpleNamespace(event=event, kept_ids=[8, 9], kept_text=["b", "c"])
+        answer = SimpleNamespace(event=event, kept_ids=kept_ids, kept_text=["b", "c"])
         request = inference.GenerateRequest(token_ids=inference.TokenIds(ids=PROMPT))
         if chat:
             messages = [inference.ChatMessage(role="user", content=chat)]
@@ -99,7 +111,7 @@ def turn(session: str = "talk") -> RequestArrived:
 @asynccontextmanager
 async def world() -> AsyncIterator[World]:
     core, tokens = Core(), Tokens()
-    async with NextTurns(core, tokens, TOKENIZER) as turns:  # type: ignore[arg-type]
+    async with NextTurns(core, tokens, TOKENIZER, lambda: MAX_MODEL_LEN) as turns:  # type: ignore[arg-type]
         yield World(core, tokens, turns)
     assert not core.submitted
     assert all(core.ended)
@@ -154,6 +166,56 @@ async def test_a_turn_that_comes_before_its_preparation_is_written_is_not_prepar
         await settle()
         assert not known.core.submitted
         assert not known.core.left
+        assert known.tokens.num_asked == 1, "the second prompt is not rendered"
+
+
+async def test_no_turn_is_rendered_while_other_prompts_are_tokenized() -> None:
+    async with world() as known:
+        known.tokens.is_idle = False
+        known.answered("talk", chat="a")
+        await settle()
+        assert not known.tokens.num_asked
+        known.tokens.is_idle = True
+        known.answered("talk", chat="a")
+        await settle()
+        assert len(known.prepared) == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "is_prepared"), [(MAX_MODEL_LEN - 1, True), (MAX_MODEL_LEN, False)])
+async def test_a_turn_that_leaves_no_room_for_its_answer_is_not_prepared(num_tokens: int, is_prepared: bool) -> None:
+    async with world() as known:
+        known.answered("chat", chat="a" * (num_tokens - 2))
+        known.answered("tokens", kept_ids=[8] * (num_tokens - len(PROMPT)))
+        await settle()
+        assert len(known.prepared) == 2 * is_prepared
+        assert bool(known.spent.num_tokens) == is_prepared
+
+
+async def test_a_process_that_drains_prepares_nothing() -> None:
+    async with world() as known:
+        known.core.is_live = False
+        known.answered()
+        await settle()
+        assert not known.prepared
+
+
+async def test_a_preparation_that_fails_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async with world() as known:
+        known.answered("other")
+        known.tokens.fails = True
+        known.answered("talk", chat="a")
+        await settle()
+        assert "ZeroDivisionError" in caplog.text
+        known.tokens.fails = False
+        known.answered("talk", chat="a")
+        await settle()
+        assert [event.session for event in known.prepared] == ["other", "talk"]
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_what_two_prompts_begin_with_is_found(one: list[int], other: list[int]) -> None:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    assert list(common_start(pack(one), pack(other))) == [token_id for token_id, _ in same]
 
 
 async def test_too_many_and_those_that_cannot_be_written_are_left_out() -> None:
