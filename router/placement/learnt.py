@@ -98,7 +98,8 @@ class AnswerLengths:
 
     def observe(self, num_tokens: int, max_tokens: int, hinted: int = 0) -> None:
         """Learn from an answer that has ended. `hinted`: the tokens that its client expected; 0: it did not say."""
-        excess = num_tokens - self.expected(max_tokens, hinted)
+        # What a client said does not count here: a false word of one would make others' answers seem long.
+        excess = num_tokens - self.expected(max_tokens)
         if hinted:
             for error, guess in zip(self._hint_errors, (hinted, self.expected(max_tokens)), strict=True):
                 error.observe(abs(guess - num_tokens))

@@ -295,7 +295,9 @@ class Predictor:
             return None if layout.most_pages(prompt.num_tokens + width) <= worker.num_pages else Cause.PAGES
         if present + width > worker.registration.max_num_seqs:
             return Cause.ROWS
-        own = self.lengths.expected(prompt.max_tokens, prompt.hinted) if prompt.hinted else self.lengths.mean_tokens
+        own = self.lengths.mean_tokens
+        if prompt.hinted:  # may ask for more room; less than others take would be theirs if it were not true
+            own = max(own, self.lengths.expected(prompt.max_tokens, prompt.hinted))
         answer_tokens = self.lengths.mean_tokens * present / 2 + own * width
         answer_tokens += layout.pages_beside * layout.page_size * (present + width)
         missing = prompt.num_tokens - prompt.cached.get(worker.link, 0)

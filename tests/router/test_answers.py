@@ -6,7 +6,9 @@ import pytest
 from goodput_cluster import COSTS, Cluster, placed
 
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.refusal import Cause
 from pdserve.router.placement.learnt import AnswerLengths
+from pdserve.router.placement.predict import Prompt
 from pdserve.router.requests.events import StepReported
 
 
@@ -73,3 +75,30 @@ def test_a_clients_word_of_its_answers_length_is_believed_while_it_is_nearer_tha
     assert honest.left(250, 1000, 300) >= 50
     assert wild.expected(1000, 300) == wild.expected(1000) != 300
     assert AnswerLengths().expected(1000, 77) == 77  # before anything was seen
+
+
+def test_a_false_word_of_one_client_makes_no_others_answers_seem_overdue_for_longer() -> None:
+    silent, lied_to = AnswerLengths(), AnswerLengths()
+    for number in range(460):
+        num_tokens = 2000 if number >= 400 else 100
+        silent.observe(num_tokens, 4096)
+        lied_to.observe(num_tokens, 4096, hinted=1 if number >= 400 else 100)
+    assert lied_to.overdue_tokens == silent.overdue_tokens
+
+
+def test_a_word_of_a_short_answer_brings_nothing_where_others_answers_would_not_fit() -> None:
+    cluster = Cluster()
+    for _ in range(200):
+        cluster.predictor.lengths.observe(200, 1000)
+    for _ in range(10):
+        placed(cluster.arrive(1000, max_tokens=1000))
+    decode = cluster.core.placements.workers.known(cluster.links["d0"])
+
+    def most_tokens(hinted: int) -> int:
+        """Return the longest prompt for which there is room."""
+        lengths = range(100, 8000, 20)
+        lacks = [cluster.predictor.decode_step(decode, Prompt(each, 1, {}, 0, 1000, hinted))[1] for each in lengths]
+        return lengths[lacks.index(Cause.PAGES)]
+
+    assert most_tokens(1) == most_tokens(0)
+    assert most_tokens(1000) < most_tokens(0), "one that says more than others take needs more"
