@@ -120,7 +120,7 @@ class LocalBackend:
         ended, ends = core.placements.ended, self.outcomes
         return EngineState(
             is_ready=self.readiness().can_serve,
-            num_running=core.num_active,
+            num_running=core.placements.num_asked,
             num_waiting=core.num_held,
             num_tokens=num_tokens,
             max_num_tokens=max_num_tokens,

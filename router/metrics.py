@@ -150,7 +150,7 @@ def router_samples(
         for request in core.placements.requests.values()
     )
     yield Sample(metrics.WAITING, num_waiting, label)
-    yield Sample(metrics.RUNNING, core.num_active + core.num_held - num_waiting, label)
+    yield Sample(metrics.RUNNING, core.placements.num_asked + core.num_held - num_waiting, label)
     yield Sample(metrics.KV_USAGE, max(_usage(core, Role.PREFILL), _usage(core, Role.DECODE)), label)
     yield from _workers(core)
     yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in PeerFault)
@@ -163,7 +163,7 @@ def _requests(core: RouterCore, tenants: Uses) -> Iterator[Sample]:
     yield Sample(metrics.ARRIVED, placements.demand.counted().num_requests)
     yield from _all(metrics.ENDED, (OK, *(status.value for status in Status)), placements.ended)
     yield from (Sample(metrics.REFUSED, refused[cause], (cause.value,)) for cause in Cause)
-    yield Sample(metrics.ACTIVE, core.num_active)
+    yield Sample(metrics.ACTIVE, core.placements.num_asked)
     yield Sample(metrics.HELD, core.num_held)
     yield Sample(metrics.REPLACED, placements.num_replaced)
     failures = [failure.name.lower() for failure in Failure]

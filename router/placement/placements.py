@@ -127,7 +127,7 @@ class Placements:
     # ---- placements
 
     @property
-    def num_active(self) -> int:
+    def num_asked(self) -> int:
         """How many requests are placed for which a client waits."""
         return len(self.requests) - self.num_preparing
 

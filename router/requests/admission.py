@@ -198,11 +198,11 @@ class Admission:
 
     def _reaches(self, needs_decode: bool) -> bool:
         most = self._most.decoding if needs_decode else self._most.others
-        return self._num_placed(needs_decode) >= most or self._placements.num_active >= self._most.together
+        return self._num_placed(needs_decode) >= most or self._placements.num_asked >= self._most.together
 
     def _num_placed(self, needs_decode: bool) -> int:
         num_decoding = self._placements.num_decoding
-        return num_decoding if needs_decode else self._placements.num_active - num_decoding
+        return num_decoding if needs_decode else self._placements.num_asked - num_decoding
 
     def _useful(self) -> _Most:
         """Return how many requests keep the attached workers busy, and no worker refuses."""

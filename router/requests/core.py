@@ -40,8 +40,8 @@ class RouterCore:
 
     @property
     def num_active(self) -> int:
-        """Without preparations of next turns."""
-        return self.placements.num_active
+        """With preparations of next turns."""
+        return len(self.placements.requests)
 
     @property
     def num_held(self) -> int:

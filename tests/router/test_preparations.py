@@ -52,12 +52,12 @@ def test_preparations_keep_no_request_waiting_for_a_place() -> None:
     for number in range(4):
         asked(d, number, is_preparation=True)
         assert d.placed()
-    assert d.core.num_active == 0
+    assert (d.core.num_active, d.core.placements.num_asked) == (4, 0)
     for number in range(4, 8):
         asked(d, number, is_preparation=False)
         assert d.placed()
     asked(d, 8, is_preparation=False)
-    assert (d.core.num_active, d.core.num_held) == (4, 1)
+    assert (d.core.placements.num_asked, d.core.num_held) == (4, 1)
 
 
 def test_a_preparation_never_waits() -> None:
