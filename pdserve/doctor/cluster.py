@@ -30,7 +30,7 @@ REFUSALS = {  # by what was wrong, as `errors.PeerFault` names it
     "part": "give each process the certificate of what it is: router, worker or operator",
     "version": "run the same version of pdserve everywhere",
     "incarnation": "give each running worker a worker_id of its own, and keep the clocks of their machines together",
-    "layout": "give all workers the same model, dtype and page_size",
+    "layout": "give all workers the same model, dtype, kv_cache_dtype and page_size",
     "mover": "set the same mover on all workers",
 }
 
@@ -167,7 +167,8 @@ def _compatible(status: admin.ClusterStatus) -> Iterator[Finding]:
             shown = "; ".join(f"{value}: {', '.join(names)}" for value, names in sorted(of_each.items()))
             differing.append(f"{field} ({shown})")
     if differing:
-        remedy = "run one version with one model, dtype and page_size on all workers that shall exchange pages"
+        equal = "one model, dtype, kv_cache_dtype and page_size"
+        remedy = f"run one version with {equal} on all workers that shall exchange pages"
         yield failed("compatibility", ", ".join(differing), remedy)
     elif ready:
         layout = ready[0].layout

@@ -146,8 +146,11 @@ class KvLayout:
         return (self.page_size, *[group.page_size for group in self.others if not group.state_elements])
 
     def difference(self, other: "KvLayout") -> str | None:
-        """Return the first field in which two layouts differ, or None: pages can be copied between them."""
-        for name in self.__slots__:
+        """Return the first field in which two layouts differ, or None: pages can be copied between them.
+
+        `dtype` comes before `weights_hash`, which differs too where one worker's rows are coded and another's are not.
+        """
+        for name in ("dtype", *self.__slots__):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name}: {mine} != {theirs}"

@@ -528,7 +528,9 @@ class KvLayout(_message.Message):
     page_size: _builtins.int
     """Token slots in a page."""
     dtype: _builtins.str
-    """"bfloat16", "float16" or "float32"."""
+    """Of rows of K and V: "bfloat16", "float16" or "float32"; "fp8_e4m3" or "int8": a byte a value, and behind each row of
+    head_dim bytes its scale, a float32.
+    """
     tp_size: _builtins.int
     """Tensor-parallel degree."""
     tp_rank: _builtins.int

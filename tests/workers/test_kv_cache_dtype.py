@@ -40,7 +40,7 @@ def test_pages_are_smaller_and_more_of_them_fit(tmp_path: Path, code: KvCode) ->
     assert coded.dtype == code
     assert coded.page_bytes * 32 * 4 == plain.page_bytes * (32 + 4)  # heads of 32 values, in 4 bytes each
     assert (few, many) == (MEMORY // plain.page_bytes, MEMORY // coded.page_bytes)
-    assert coded.weights_hash == f"{plain.weights_hash} float32"
+    assert coded.weights_hash == f"{plain.weights_hash} dtype float32"
 
 
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
@@ -57,6 +57,7 @@ def test_models_check_counts_these_bytes(tmp_path: Path, code: KvCode) -> None:
 def test_models_check_takes_the_flag(tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
     said = CliRunner().invoke(app, ["models", "check", str(tmp_path), "--kv-cache-dtype", "int8"])
+    assert said.exit_code == 0, said.output
     assert "int8: 432 a token" in said.stdout  # 3 layers, K and V, 2 heads, 32 codes and a scale
 
 
@@ -107,10 +108,21 @@ def test_devices_that_do_not_serve_it_are_refused_by_models_check(tmp_path: Path
         footprint_of(tmp_path, Choices("cpu", "float32", "int8", tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [("int8", "fp8_e4m3"), ("bfloat16", "int8"), ("fp8_e4m3", "float32")])
-def test_pairs_of_unlike_rows_are_refused_with_their_types(mine: str, theirs: str) -> None:
-    here, there = (KvLayout("hash", 2, 2, 32, 16, dtype) for dtype in (mine, theirs))
+@pytest.mark.parametrize(
+    ("mine", "theirs", "problem"),
+    [
+        (("float32", "int8"), ("float32", "fp8_e4m3"), "dtype: fp8_e4m3 != int8"),
+        (("float32", "auto"), ("float32", "int8"), "dtype: int8 != float32"),
+        (("float32", "fp8_e4m3"), ("bfloat16", "auto"), "dtype: bfloat16 != fp8_e4m3"),
+        (("float32", "int8"), ("bfloat16", "int8"), "weights_hash: .* dtype bfloat16 != .* dtype float32"),
+    ],
+)
+def test_pairs_of_unlike_rows_are_refused_with_their_types(
+    tmp_path: Path, mine: tuple[str, str], theirs: tuple[str, str], problem: str
+) -> None:
+    write_model("qwen3", tmp_path)
+    (here, _), (there, _) = (layout_of(worker(tmp_path, asked, dtype=dtype)) for dtype, asked in (mine, theirs))
     peer = Peer("w", Incarnation(3))
     hello = Hello(Introduction(Peer("v", Incarnation(2)), there), "nixl", peer.incarnation, 1.0)
-    with pytest.raises(ProtocolError, match=f"layout.dtype: {theirs} != {mine}"):
+    with pytest.raises(ProtocolError, match=rf"layout\.{problem}"):
         check_hello(hello, Introduction(peer, here), "nixl")
