@@ -11,7 +11,9 @@ such scale:
 - With a value that is not finite: the scale is NaN and all codes are 0, so the row is NaN wherever it is read. Such a
   sequence is broken without codes, too, and no other one reads the row.
 
-`src/kv_rows.h` writes the same bytes.
+`src/kv_rows.h` writes the same bytes. It reads them as this file does, but for two things that no worker does: e4m3's
+code of NaN (0x7f), which nobody writes, is 480 there; and a thread that takes subnormal numbers as zero reads the
+subnormal codes of e4m3 as zero, on processors without F16C.
 """
 
 import math
@@ -61,4 +63,4 @@ class KvRows:
             return rows
         codes, scale = rows[..., : self.head_dim], rows[..., self.head_dim :].contiguous().view(torch.float32)
         typed = codes.view(torch.int8 if self.code == "int8" else torch.float8_e4m3fn)
-        return (typed.float() * scale).to(self.dtype)
+        return typed.float().mul_(scale).to(self.dtype)

@@ -90,9 +90,8 @@ def by_layer(
     return ByLayer(tuple(parts), tuple([group for group, _ in kinds]), tuple(places), states)
 
 
-def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup], width: int = 0) -> tuple[int, ...]:
-    """Return the dimensions of a pool: see `EngineRunner.kv`. width: of a row; one of `head_dim` unless given."""
-    width = width or config.head_dim
+def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup], width: int) -> tuple[int, ...]:
+    """Return the dimensions of a pool: see `EngineRunner.kv`. width: of a row."""
     if len(groups) > 1:
         return num_pages, _page_elements(config, groups, width)
     (group,) = groups

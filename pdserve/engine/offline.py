@@ -17,6 +17,9 @@ from pdserve.protocol.sampling import MAX_SEQUENCES, SamplingParams
 _PAGE_SIZE = 16
 _CHUNK = 256  # tokens
 TIED = 2e-5  # log probabilities in float32 that differ by less may change places
+# The same where K and V are coded: another order of sums may change a code by one. Over 180 cuts of random prompts, the
+# worst log probability was then 1.8e-3 off (int8, the tests' small Qwen3), and a pair may be off to both sides.
+TIED_CODED = 5e-3
 
 
 class LoneEngine:
@@ -28,6 +31,7 @@ class LoneEngine:
         """`max_num_tokens`: of a prompt and its answer, at most. code: the form of K and V."""
         num_pages = MAX_SEQUENCES * (-(-max_num_tokens // _PAGE_SIZE) + 1)
         limits = Limits(MAX_SEQUENCES, _CHUNK, max_num_tokens, frozenset(eos_token_ids))
+        self._tied = TIED if code is None else TIED_CODED
         self._scheduler = Scheduler(KvCache(num_pages, Paging.of(_PAGE_SIZE), None), limits)
         self._runner = Runner(model, num_pages, _PAGE_SIZE, eos_token_ids, code=code)
 
@@ -43,7 +47,7 @@ class LoneEngine:
             return False
         sampled = self._sample(prompt, replace(params, logprobs=2))
         reported = [token.logprobs for each in sampled for token in each.tokens]
-        return any(each is not None and each.top[0][1] - each.top[1][1] < TIED for each in reported)
+        return any(each is not None and each.top[0][1] - each.top[1][1] < self._tied for each in reported)
 
     def _sample(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Sampled]:
         indices = tuple(range(params.n))

@@ -104,7 +104,7 @@ class CudaRunner:
         """
         config, device = model.config, model.device
         self.groups = layer_groups(config, page_size, powers_of_two=True)
-        self.kv = zeroed(pool_size(config, num_pages, self.groups), model.dtype, device)
+        self.kv = zeroed(pool_size(config, num_pages, self.groups, config.head_dim), model.dtype, device)
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = pool_shape(config, num_pages, self.groups)

@@ -25,7 +25,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.sharding import check_divides
-from pdserve.protocol.kvlayout import KvGroup, KvLayout, PageDigest
+from pdserve.protocol.kvlayout import KvCode, KvGroup, KvLayout, PageDigest
 from pdserve.settings.config import Device, WorkerConfig
 from pdserve.settings.processor import allocator_problem, cpu_name, read_cpu_info
 
@@ -72,6 +72,7 @@ def _load(
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
     if config.tensor_parallel_size > 1 and num_pages is not None:
+        assert code is None, "settings refuse coded rows for ranks"
         executor = _ranked(config, form, (num_pages, layout.page_bytes), thread, progress)
         return Loaded(executor, layout, _limits(config, checkpoint, layout, num_pages))
     model = load_form(config, form, device, None, progress)
@@ -80,7 +81,7 @@ def _load(
     limits = _limits(config, checkpoint, layout, num_pages)
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
-    runner = _runner(model, num_pages, config, limits)
+    runner = _runner(model, num_pages, config, limits, code)
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
@@ -236,9 +237,8 @@ def _check_kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype,
         raise ConfigError(f"attention_backend: flashinfer is not used: {reason}")
 
 
-def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) -> EngineRunner:
+def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits, code: KvCode | None) -> EngineRunner:
     if config.device not in KERNEL_DEVICES:
-        code = choose_kv_code(config.kv_cache_dtype, model.config)
         return Runner(model, num_pages, config.page_size, sorted(limits.eos_token_ids), code=code)
     # A CPU worker has no need of Triton.
     from pdserve.engine.attention_flashinfer import FlashInferPrompts  # noqa: PLC0415

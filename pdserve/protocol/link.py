@@ -6,7 +6,7 @@ Each end has its own half of the messages: `router/wire.py` and `worker/wire.py`
 from pdserve.base.errors import ConfigError, ProtocolError
 from pdserve.base.roles import Role
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.protocol.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, KvGroup, KvLayout, Tier
+from pdserve.protocol.kvlayout import DTYPE_BYTES, PAGE_DIGESTS, SCALED, KvGroup, KvLayout, Tier
 from pdserve.protocol.paging import PageShape, Paging
 from pdserve.protocol.reports import Failure, Stage
 
@@ -46,6 +46,10 @@ def layout_from_proto(message: link.KvLayout) -> KvLayout:
             raise ProtocolError(f"layout.{name}: must be at least 1")
     if not {layout.kv_parts, *[group.kv_parts for group in others]} <= KV_PARTS:
         raise ProtocolError("layout.kv_parts: must be 1 or 2")
+    if layout.dtype in SCALED and (layout.kv_parts == 1 or any(group.kv_parts == 1 for group in others)):
+        raise ProtocolError(f"layout.dtype: {layout.dtype} is no type of latent rows")
+    if layout.dtype in SCALED and any(group.state_elements for group in others):
+        raise ProtocolError(f"layout.dtype: {layout.dtype} is no type of states")
     try:
         layout.paging  # noqa: B018 - checks page sizes
         layout.check()

@@ -9,6 +9,7 @@ from held_weights import scaled
 from pdserve.engine.offline import LoneEngine
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
+from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import SamplingParams
 
 CONFIG = ModelConfig.from_hf(
@@ -25,16 +26,23 @@ CONFIG = ModelConfig.from_hf(
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def engine(head: float) -> LoneEngine:
+def engine(head: float, code: KvCode | None = None) -> LoneEngine:
     """Return an engine whose logits are multiplied."""
     weights = scaled(dummy_weights(CONFIG), lm_head=head)
-    return LoneEngine(load_model(CONFIG, weights, torch.float32), (), 32)
+    return LoneEngine(load_model(CONFIG, weights, torch.float32), (), 32, code)
 
 
 def test_an_answer_is_tied_where_other_tokens_are_as_likely() -> None:
     assert not engine(4.0).is_tied((1, 2, 3), GREEDY)
     assert engine(0.0).is_tied((1, 2, 3), GREEDY)
     assert not engine(0.0).is_tied((1, 2, 3), SamplingParams(max_tokens=4, ignore_eos=True)), "noise decides"
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
+def test_coded_rows_are_tied_where_rows_as_computed_are_not(code: KvCode) -> None:
+    assert not engine(4.0, code).is_tied((1, 2, 3), GREEDY)
+    assert engine(0.01, code).is_tied((1, 2, 3), GREEDY), "a code may be another one"
+    assert not engine(0.01).is_tied((1, 2, 3), GREEDY)
 
 
 def test_looking_for_ties_changes_no_answer() -> None:

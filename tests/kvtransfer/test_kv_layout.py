@@ -57,6 +57,15 @@ def test_rows_are_k_and_v_or_one_for_both(kv_parts: int) -> None:
             layout_from_proto(message)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_latent_rows_and_states_are_not_coded(dtype: str) -> None:
+    state = KvGroup("state", 16, 2, 64, 16, state_elements=1024)
+    for layout, kept in ((LATENT, "latent rows"), (replace(PLAIN, others=(state,)), "states")):
+        with pytest.raises(ProtocolError, match=rf"layout\.dtype: {dtype} is no type of {kept}"):
+            layout_from_proto(layout_to_proto(replace(layout, dtype=dtype)))
+    assert layout_from_proto(layout_to_proto(replace(GROUPED, dtype=dtype))).dtype == dtype
+
+
 def test_workers_whose_groups_differ_exchange_no_pages() -> None:
     assert GROUPED.difference(GROUPED) is None
     assert (GROUPED.difference(PLAIN) or "").startswith("others:")

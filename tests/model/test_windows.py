@@ -172,7 +172,7 @@ def test_pages_of_all_groups_fill_nearly_the_same_bytes(
     )
     groups = layer_groups(config, 16, powers_of_two=has_kernels)
     assert sorted(place for group in groups for place in group.layers) == list(range(layers))
-    assert math.prod(pool_size(config, 1, groups)) * 4 == layout.page_bytes
+    assert math.prod(pool_size(config, 1, groups, config.head_dim)) * 4 == layout.page_bytes
 
 
 def test_layers_whose_pages_would_be_half_empty_keep_their_tokens() -> None:

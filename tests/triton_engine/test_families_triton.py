@@ -46,7 +46,7 @@ def built(folder: Path, ops: DeviceOps) -> Decoder:
 @torch.inference_mode()
 def logits_of(model: Decoder, *, with_triton: bool) -> list[Tensor]:
     config, groups = model.config, layer_groups(model.config, PAGE_SIZE, powers_of_two=True)
-    kv = torch.zeros(pool_size(config, NUM_PAGES, groups))
+    kv = torch.zeros(pool_size(config, NUM_PAGES, groups, config.head_dim))
     found = []
     for step in STEPS:
         plan = step if len(groups) == 1 else in_two_groups(step)

@@ -215,7 +215,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
     const int64_t position = step->chunk_positions[block->chunk] + block->first, end = position + block->count;
     const int64_t values_offset = step->page_heads * step->page_size * step->row_bytes;
     const int coded = is_coded(step->kv);
-    uint16_t room[coded ? 2 * KEYS * dim : 1];
+    uint16_t copies[coded ? 2 * KEYS * dim : 1];
     float scales[2 * KEYS];
     float sums[group * TOKENS * dim];
     state so_far[group];
@@ -231,9 +231,9 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
         const char *at[KEYS];
         locate_keys(at, block, layer, begin, seen, end);
         if (coded) {
-            widen_rows((char *)room, scales, at, KEYS, 0, values_offset, dim, BFLOAT16, step->kv);
+            widen_rows((char *)copies, scales, at, KEYS, 0, values_offset, dim, BFLOAT16, step->kv);
             for (int64_t key = 0; key < KEYS; key++)
-                at[key] = (const char *)(room + key * dim);
+                at[key] = (const char *)(copies + key * dim);
         }
         for (int64_t key = 0; key < KEYS; key += 16)
             for (int64_t pair = 0; pair < dim / 2; pair += 16)

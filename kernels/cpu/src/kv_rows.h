@@ -15,9 +15,6 @@ typedef int8_t codes_of_lanes __attribute__((vector_size(LANES)));
 
 INLINE int is_coded(int kv) { return kv >= KV_INT8; }
 
-/* Bytes of a row. kv: one of the types of vectors.h, or of the forms above. */
-INLINE int64_t row_bytes(int64_t dim, int kv) { return is_coded(kv) ? dim + 4 : dim * size_of(kv); }
-
 /* The codes of some values of a row, as numbers. Those of KV_E4M3 are 2^-8 of what they stand for: float16, which
  * processors convert, has the next exponent's range. */
 INLINE floats load_codes(const char *row, int64_t index, int kv) {
