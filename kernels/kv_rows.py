@@ -1,7 +1,7 @@
 """How K and V of a token and KV head lie in a page: as they are, or in a byte a value with one scale.
 
-Invariant: a row's bytes depend on its own values alone. So they are the same whatever chunk, batch, step or worker
-wrote them, and pages are copied, found and compared as those of 16 bits are.
+Invariant: a row's bytes depend on its own values alone. So equal values have the same bytes whatever chunk, batch, step
+or worker wrote them, and pages are copied, found and compared as those of 16 bits are.
 
 A coded row is its codes, then its scale in float32: a value is code * scale. The scale is the row's greatest magnitude
 divided by the greatest code; codes are value / scale, rounded to the nearest, ties to even. Two kinds of rows have no

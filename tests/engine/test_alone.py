@@ -40,9 +40,9 @@ def test_an_answer_is_tied_where_other_tokens_are_as_likely() -> None:
 
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
 def test_coded_rows_are_tied_where_rows_as_computed_are_not(code: KvCode) -> None:
-    assert not engine(4.0, code).is_tied((1, 2, 3), GREEDY)
-    assert engine(0.01, code).is_tied((1, 2, 3), GREEDY), "a code may be another one"
-    assert not engine(0.01).is_tied((1, 2, 3), GREEDY)
+    assert not engine(40.0, code).is_tied((1, 2, 3), GREEDY)
+    assert engine(0.1, code).is_tied((1, 2, 3), GREEDY), "a code may be another one"
+    assert not engine(0.1).is_tied((1, 2, 3), GREEDY)
 
 
 def test_looking_for_ties_changes_no_answer() -> None:
