@@ -124,8 +124,10 @@ class Goodput:
     # ---- options
 
     def _all_options(self, groups: Seq[Group], prompt: Prompt, demand: Demand, home: Home | None) -> list[_Option]:
-        workers = [worker for group in groups for worker in (*group.prefills, *group.decodes)]
-        leaving = Leaving(self._predictor, prompt, workers, home, demand.now_s)
+        firsts = [worker for group in groups for worker in group.prefills]
+        firsts += [worker for group in groups if group.local or not group.prefills for worker in group.decodes]
+        rests = [worker for group in groups for worker in group.decodes]
+        leaving = Leaving(self._predictor, prompt, (firsts, rests), home, demand.now_s)
         return [option for group in groups for option in self._options(group, prompt, demand, leaving)]
 
     def _options(self, group: Group, prompt: Prompt, demand: Demand, leaving: Leaving) -> Iterator[_Option]:

@@ -8,7 +8,7 @@ Invariant: no price is below 0 or over MOST_S, and none is asked at home, for a 
 whose home is not among the workers that may serve.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from pdserve.router.placement.predict import FirstToken, Predictor, Prompt
 from pdserve.router.placement.sessions import Home
@@ -25,13 +25,18 @@ class Leaving:
     """The prices of one request."""
 
     def __init__(
-        self, predictor: Predictor, prompt: Prompt, workers: Iterable[WorkerView], home: Home | None, now_s: float
+        self,
+        predictor: Predictor,
+        prompt: Prompt,
+        workers: tuple[Seq[WorkerView], Seq[WorkerView]],
+        home: Home | None,
+        now_s: float,
     ) -> None:
-        """`workers`: that may serve it."""
+        """`workers`: that may compute the prompt, and that may decode. One that changed its role is no home."""
         self._predictor, self._prompt = predictor, prompt
-        links = {} if home is None else {worker.link: worker for worker in workers}
-        computes = None if home is None else links.get(home.computes)
-        self._decode = None if home is None or home.decode is None else links.get(home.decode)
+        firsts, rests = workers if home is not None else ((), ())
+        computes = next((worker for worker in firsts if home is not None and worker.link == home.computes), None)
+        self._decode = next((worker for worker in rests if home is not None and worker.link == home.decode), None)
         self._busy_s: float | None = None  # of who computed the last turn, with this one
         if computes is not None:
             fetches = computes is not self._decode

@@ -93,12 +93,13 @@ def queue(cluster: Cluster, name: str, num_prompts: int) -> None:
             worker.draining = False
 
 
-def home_with_queue(session: str, **terms: object) -> list[Command]:
+def home_with_queue(session: str, computes: str = "p0", **terms: object) -> list[Command]:
     """Return what becomes of a turn whose home holds its prompt, behind five others; another worker is idle."""
     cluster = Cluster(workers="p0 p1 d0")
     slow_links(cluster)
-    hold(cluster, "p0", 2992)
-    at_home(cluster, "p0", "d0")
+    for name in {"p0", computes}:
+        hold(cluster, name, 2992)
+    at_home(cluster, computes, "d0")
     queue(cluster, "p0", 5)
     return cluster.arrive(tokens=list(PROMPT), session=session, **terms)
 
@@ -107,6 +108,28 @@ def test_a_turn_stays_behind_a_queue_that_costs_less_than_computing_again() -> N
     """The queue at home takes 0.5 s, the 3,000 tokens elsewhere 0.36 s, and 0.5 s is the most that leaving costs."""
     assert names(placed(home_with_queue("")))[0] == "p1"
     assert names(placed(home_with_queue("talk")))[0] == "p0"
+
+
+def test_a_worker_that_computed_a_turn_and_now_decodes_is_no_home() -> None:
+    for session in ("", "talk"):
+        assert names(placed(home_with_queue(session, computes="d0")))[0] == "p1"
+
+
+def test_a_worker_that_decoded_a_turn_and_now_computes_is_no_home() -> None:
+    """The turn goes where one without a name goes."""
+    chosen: list[tuple[str, str]] = []
+    for session in ("", "talk"):
+        cluster = Cluster(workers=WORKERS)
+        slow_links(cluster, LAYOUT.sent_bytes(2400) / 0.05)
+        for name in ("p0", "d0"):
+            hold(cluster, name, 2992)
+        at_home(cluster, "p1", "p0")
+        queue(cluster, "p0", 5)
+        cluster.core.placements.workers.known(cluster.links["d1"]).draining = True
+        placed(cluster.arrive(tokens=[30_000] * 100))
+        cluster.core.placements.workers.known(cluster.links["d1"]).draining = False
+        chosen.append(names(turn(cluster, session=session)))
+    assert chosen[0] == chosen[1]
 
 
 @pytest.mark.parametrize("ttft_s", [0.5, 0.45, 0.4])
