@@ -4,8 +4,9 @@ What the next turn's prompt will begin with is computed as a request of its own,
 token ends it: a prefill worker fetches or computes those pages, and has them cached. It has the lowest priority, and an
 objective: routers refuse it where it would have to wait. The next turn cancels it.
 
-Invariant: at most MAX_UNDER_WAY turns of a process are prepared at once, each for WITHIN_S at most, and one of a
-conversation. None is rendered while a thread tokenizes another prompt, so at most one thread renders them.
+Invariant: at most MAX_UNDER_WAY turns of a process are prepared at once, each for WITHIN_S at most, MAX_OF_TENANT of a
+tenant, and one of a conversation. None is rendered while a thread tokenizes another prompt, so at most one thread
+renders them.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from pdserve.text.stop import OutputText
 from pdserve.text.tokenizer import Tokenizer
 
 MAX_UNDER_WAY = 16
+MAX_OF_TENANT = MAX_UNDER_WAY // 2
 WITHIN_S = 2.0
 LOWEST_PRIORITY = -(2**31)
 _FOLLOW_UPS = "0", "1"  # what a user or a tool may say next: prompts agree up to there
@@ -100,6 +102,8 @@ class NextTurns:
             return
         if request.chat.continue_final_message:
             return  # the answer is a part of a message
+        if sum([tenant == key[0] for tenant, _ in self._running]) >= MAX_OF_TENANT:
+            return
         self._running[key] = _Preparation()
         work = self._prepare(key, request, said or _plainly, visit, answer)
         self._tasks.create_task(work, name="prepare the next turn")

@@ -129,7 +129,7 @@ class HoldQueue:
 
     def charge_prompt(self, request: Request) -> None:
         """Charge a request that is placed for its prompt; its answer is charged as it comes."""
-        request.counter.served += request.num_tokens
+        request.counter.served += 0 if request.is_preparation else request.num_tokens
         self._last = request.counter
 
     def _forget_some(self, waiting: dict[str, Counter]) -> None:

@@ -18,7 +18,14 @@ from pdserve.protocol.refusal import CLIENT_GONE, invalid
 from pdserve.protocol.sampling import SamplingParams
 from pdserve.protocol.token_ids import pack
 from pdserve.router.frontend.answer import Answer
-from pdserve.router.frontend.next_turns import LOWEST_PRIORITY, MAX_UNDER_WAY, WITHIN_S, NextTurns, common_start
+from pdserve.router.frontend.next_turns import (
+    LOWEST_PRIORITY,
+    MAX_OF_TENANT,
+    MAX_UNDER_WAY,
+    WITHIN_S,
+    NextTurns,
+    common_start,
+)
 from pdserve.router.requests.events import RequestArrived
 
 PROMPT = (5, 6, 7)
@@ -88,9 +95,11 @@ class World:
     def __init__(self, core: Core, tokens: Tokens, turns: NextTurns) -> None:
         self.core, self.tokens, self.turns, self.spent = core, tokens, turns, Spent()
 
-    def answered(self, session: str = "talk", chat: str = "", kept_ids: Sequence[int] = (8, 9)) -> RequestArrived:
+    def answered(
+        self, session: str = "talk", chat: str = "", kept_ids: Sequence[int] = (8, 9), tenant: str = "me"
+    ) -> RequestArrived:
         """Let a turn end whose client wants the next one prepared."""
-        event = turn(session)
+        event = turn(session, tenant)
         answer = SimpleNamespace(event=event, kept_ids=kept_ids, kept_text=["b", "c"])
         request = inference.GenerateRequest(token_ids=inference.TokenIds(ids=PROMPT))
         if chat:
@@ -104,8 +113,8 @@ class World:
         return [event for event, _ in self.core.submitted.values()]
 
 
-def turn(session: str = "talk") -> RequestArrived:
-    return RequestArrived(new_request_id(), PROMPT, SamplingParams(), 0.0, 60.0, tenant="me", session=session)
+def turn(session: str = "talk", tenant: str = "me") -> RequestArrived:
+    return RequestArrived(new_request_id(), PROMPT, SamplingParams(), 0.0, 60.0, tenant=tenant, session=session)
 
 
 @asynccontextmanager
@@ -224,8 +233,12 @@ async def test_too_many_and_those_that_cannot_be_written_are_left_out() -> None:
         known.answered(chat="a")
         await settle()
         assert not known.core.submitted
+        for number in range(MAX_UNDER_WAY):
+            known.answered(f"talk {number}")
+            known.answered(f"talk {number}")
+        await settle()
+        assert len(known.prepared) == MAX_OF_TENANT, "of one tenant"
         for number in range(MAX_UNDER_WAY + 3):
-            known.answered(f"talk {number}")
-            known.answered(f"talk {number}")
+            known.answered(f"talk {number}", tenant=f"another {number}")
         await settle()
         assert len(known.prepared) == MAX_UNDER_WAY

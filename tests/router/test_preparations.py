@@ -60,6 +60,16 @@ def test_preparations_keep_no_request_waiting_for_a_place() -> None:
     assert (d.core.placements.num_asked, d.core.num_held) == (4, 1)
 
 
+def test_a_preparation_is_not_charged_to_its_tenants_turn() -> None:
+    d = Driver()
+    d.pair()
+    asked(d, 1, is_preparation=True)
+    (request,) = d.core.requests()
+    assert request.counter.served == 0
+    asked(d, 2, is_preparation=False)
+    assert request.counter.served == 3
+
+
 def test_a_preparation_never_waits() -> None:
     d = Driver(Limits(max_num_requests=1))
     d.pair()
