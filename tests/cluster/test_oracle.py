@@ -60,15 +60,16 @@ def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, asked: list[lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long)
+    ("family", "is_short"),
+    [(name, True) for name in ALWAYS]
+    + [
+        pytest.param(name, False, marks=pytest.mark.long)
         for name in dict.fromkeys((*FAMILIES, *WITH_WINDOWS, *WITH_EXPERTS, *STATES))
     ],
 )
-def test_each_family_in_float32_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+def test_each_family_in_float32_answers_as_transformers_does(family: str, *, is_short: bool, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / family)
-    asked = prompts(VOCAB, 700, of_each=1, num_sharing=8) if family in ALWAYS else prompts(VOCAB, 2000)
+    asked = prompts(VOCAB, 700, of_each=1, num_sharing=8) if is_short else prompts(VOCAB, 2000)
     with live_cluster(tmp_path, model, "--prefill", "2", "--decode", "2", *FLOAT32) as cluster:
         assert_greedy(cluster, load_oracle(model), asked, NUM_TOKENS)
 
