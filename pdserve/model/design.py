@@ -157,9 +157,9 @@ class Routing:
     by_sigmoid: bool = False  # scores; else by softmax over all experts
     bias: str | None = None  # a tensor that is added to scores where experts are chosen, not where they are weighed
     groups: tuple[int, int] = (1, 1)  # of experts, and how many of them may be chosen from
-    group_best: int = 2  # by the sum of so many of its experts' scores a group is chosen
     normalized: bool = True  # weights are divided by their sum
     scale: float = 1.0  # of weights
+    group_best: int = 2  # by the sum of so many of its experts' scores a group is chosen
 
 
 @dataclass(frozen=True, slots=True)
