@@ -12,6 +12,7 @@ from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.router.config import EndpointConfig
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.infilling import Infilling, infilling_of
 from pdserve.text.reasoning import Reasoning, reasoning_of
 from pdserve.text.scoring import Scoring, scoring_of
 from pdserve.text.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class ServedModel:
     hidden_size: int = 0  # numbers in its vectors
     scoring: Scoring | None = None  # how it scores documents; None: it does not
     archived: Callable[[], bytes] | None = None  # makes a ZIP archive of the tokenizer's files; takes a moment
+    infilling: Infilling | None = None  # how it fills in the middle; None: it does not
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,4 +96,5 @@ def load_model(config: EndpointConfig) -> ServedModel:
         hidden_size=checkpoint.config.hidden_size,
         scoring=scoring_of(tokenizer),
         archived=partial(tokenizer_archive, checkpoint),
+        infilling=infilling_of(tokenizer),
     )

@@ -34,6 +34,7 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.served import ServedModel
 from pdserve.router.server import Addresses, run
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.infilling import Infilling
 from pdserve.text.scoring import TEMPLATE as SCORED
 from pdserve.text.scoring import Scoring
 from pdserve.text.tokenizer import Tokenizer
@@ -46,6 +47,8 @@ STREAM_OVER = (grpc.RpcError, asyncio.InvalidStateError)  # what reading and wri
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SAMPLING_FIELDS = frozenset(inference.SamplingParams.DESCRIPTOR.fields_by_name)
 GenerateCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
+FILLED_IN = "<{}|{}>"  # a prompt with a suffix
+_INFILLING = FILLED_IN.format("{{ messages[0].content }}", "{{ messages[1].content }}")
 Key = tuple[bytes, int]  # request id, attempt
 
 
@@ -443,6 +446,7 @@ async def running_router(
         aliases=config.served_model_aliases,
         hidden_size=4,
         scoring=None if template is None else Scoring(ChatTemplate(SCORED, {}), (LETTERS[24], LETTERS[13])),
+        infilling=None if template is None else Infilling(ChatTemplate(_INFILLING, {}), (LETTERS[25],)),
     )
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()

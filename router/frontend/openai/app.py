@@ -26,6 +26,7 @@ from pdserve.router.frontend.openai.document import (
     COUNT_TOKENS,
     EMBEDDINGS,
     MESSAGES,
+    POOLING,
     RERANK,
     RESPONSES,
     SCORE,
@@ -72,7 +73,7 @@ class App:
     """The ASGI application."""
 
     def __init__(self, intake: Intake, config: EndpointConfig, responses: Responses) -> None:
-        generator, scorer = Generator(intake), Scorer(intake)
+        generator, embedder, scorer = Generator(intake), Embedder(intake), Scorer(intake)
         self._sites = Sites(config)
         self._generation: dict[str, Serve] = {
             "/v1/chat/completions": generator.chat,
@@ -81,7 +82,8 @@ class App:
             COUNT_TOKENS: generator.count_tokens,
             RESPONSES: responses.create,
             COUNT_INPUT: responses.count,
-            EMBEDDINGS: Embedder(intake).embed,
+            EMBEDDINGS: embedder.embed,
+            POOLING: embedder.pool,
             **dict.fromkeys((RERANK, "/rerank", "/v2/rerank"), scorer.rerank),
             **dict.fromkeys((SCORE, "/score"), scorer.score),
         }
@@ -236,6 +238,11 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
     async def model(model: str) -> dict[str, Any]:
         """A model."""
         return card(model)
+
+    @app.post("/v1/load_lora_adapter", include_in_schema=False)
+    @app.post("/v1/unload_lora_adapter", include_in_schema=False)
+    async def adapters(call: Request) -> None:
+        raise RefusedError(Refused(Cause.NO_ROUTE, f"POST {call.url.path}: LoRA adapters are not served yet"))
 
 
 def _add_tokens(app: FastAPI, intake: Intake) -> None:

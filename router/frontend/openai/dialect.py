@@ -236,7 +236,7 @@ class Response:
         shown: Json = {"prompt_token_ids": list(prompt.token_ids)} if self.shown.token_ids else {}
         if self.dialect.is_chat:
             content = None if choice.filter is not None and choice.filter.may_call else ""
-            return [self._event(choice, {"role": "assistant", "content": content}, {}, shown or None)]
+            return [self._event(choice, {"role": "assistant", "content": prompt.echo or content}, {}, shown or None)]
         if not prompt.echo and not shown:
             return []
         if prompt.echo and self.shown.logprobs:
@@ -270,7 +270,7 @@ class Response:
         choice.num_chars = len(prompt.echo)
         result: Json = {"index": choice.index, "logprobs": None}
         result |= self._more(choice, gain)
-        if prompt.echo and self.shown.logprobs:
+        if prompt.echo and self.shown.logprobs and not self.dialect.is_chat:
             before, after = self._echoed(prompt), result["logprobs"] or {}
             result["logprobs"] = {name: values + after.get(name, []) for name, values in before.items()}
         if prompt.echo:

@@ -12,6 +12,7 @@ from pdserve.router.frontend.openai.fields import (
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
@@ -19,8 +20,8 @@ from pdserve.router.frontend.responses.fields import CountInputRequest, Response
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, COUNT_INPUT = "/v1/responses", "/v1/responses/input_tokens"
-EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
-UNSTREAMED = frozenset({COUNT_TOKENS, COUNT_INPUT, EMBEDDINGS, RERANK, SCORE})
+EMBEDDINGS, POOLING, RERANK, SCORE = "/v1/embeddings", "/pooling", "/v1/rerank", "/v1/score"
+UNSTREAMED = frozenset({COUNT_TOKENS, COUNT_INPUT, EMBEDDINGS, POOLING, RERANK, SCORE})
 GENERATION: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -29,6 +30,7 @@ GENERATION: dict[str, type[Body]] = {
     RESPONSES: ResponseRequest,
     COUNT_INPUT: CountInputRequest,
     EMBEDDINGS: EmbeddingsRequest,
+    POOLING: PoolingRequest,
     RERANK: RerankRequest,
     SCORE: ScoreRequest,
 }

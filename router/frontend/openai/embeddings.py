@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of texts, as OpenAI's API has them."""
+"""Vectors of texts: POST /v1/embeddings, as OpenAI's API has them, and POST /pooling, as vLLM's."""
 
 import base64
 import struct
@@ -13,7 +13,7 @@ from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.dialect import Json, encode
 from pdserve.router.frontend.openai.errors import JSON
-from pdserve.router.frontend.openai.fields import EmbeddingsRequest
+from pdserve.router.frontend.openai.fields import EmbeddingsRequest, PoolingRequest
 from pdserve.router.frontend.openai.generation import headers_of
 from pdserve.router.frontend.openai.pooled import PooledCall, pooled_template
 from pdserve.router.frontend.openai.reply import respond, respond_in_parts
@@ -26,14 +26,21 @@ PART_BYTES = 2**14  # of vectors that are written without a pause: half a millis
 
 
 class Embedder:
-    """Serves the route."""
+    """Serves the routes."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
     async def embed(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/embeddings. Raises what `errors.refused_by` knows."""
-        asked, headers, model = EmbeddingsRequest.model_validate_json(body), headers_of(scope), self._intake.model
+        await self._serve(EmbeddingsRequest.model_validate_json(body), scope, send)
+
+    async def pool(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve POST /pooling. Raises what `errors.refused_by` knows."""
+        await self._serve(PoolingRequest.model_validate_json(body), scope, send)
+
+    async def _serve(self, asked: EmbeddingsRequest, scope: Scope, send: Send) -> None:
+        headers, model = headers_of(scope), self._intake.model
         if model.embedding.refusal:
             raise invalid("model", f"it makes no vectors of texts: {model.embedding.refusal}")
         template = pooled_template(asked, headers, model.embedding.pooling)
@@ -60,14 +67,15 @@ class Embedder:
     def _written(self, asked: EmbeddingsRequest, call: PooledCall) -> Iterator[bytes]:
         """Yield the response in parts of about PART_BYTES of vectors each, or of one vector."""
         normalizes, num_bytes = self._intake.model.embedding.pooling.normalizes, 0
+        kind, name = ("pooling", "data") if isinstance(asked, PoolingRequest) else ("embedding", "embedding")
         part = encode({"object": "list", **call.shown()})[:-1] + b',"data":['
         for index, vector in enumerate(call.vectors):
             if num_bytes and num_bytes + len(vector) > PART_BYTES:
                 yield part
                 part, num_bytes = b"", 0
             cut = vector if asked.dimensions is None else shortened(vector, asked.dimensions, normalizes=normalizes)
-            embedding = base64.b64encode(cut).decode() if asked.encoding_format == "base64" else numbers(cut)
-            shown: Json = {"object": "embedding", "index": index, "embedding": embedding}
+            written = base64.b64encode(cut).decode() if asked.encoding_format == "base64" else numbers(cut)
+            shown: Json = {"object": kind, "index": index, name: written}
             part += (b"," if index else b"") + encode(shown)
             num_bytes += len(vector)
         yield part + b"]}"

@@ -129,6 +129,7 @@ class ChatRequest(Generation):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = Field(None, description="An argument of the chat template.")
     include_reasoning: bool | None = None
+    echo: bool | None = Field(None, description="Let the answer begin with an assistant's last message.")
 
     REFUSED: ClassVar[dict[str, str]] = {
         **Generation.REFUSED,
@@ -174,7 +175,7 @@ class CompletionRequest(Generation):
     logprobs: Annotated[int | None, BeforeValidator(_none_if_false)] = Field(None, ge=0, lt=2**31)
     best_of: int | None = None
     add_special_tokens: bool | None = Field(None, description="Whether the tokenizer adds its own; by default it does.")
-    suffix: str | None = None
+    suffix: str | None = Field(None, description="The text behind the answer, for models that fill in the middle.")
 
 
 class Text(Body):
@@ -212,6 +213,12 @@ class EmbeddingsRequest(Served):
         "use_activation": "vectors are as the model's files say",
         "input_type": "write the model's instruction into the input",
     }
+
+
+class PoolingRequest(EmbeddingsRequest):
+    """POST /pooling."""
+
+    task: Literal["embed"] | None = Field(None, description="Vectors of whole inputs are all that is made.")
 
 
 class RerankRequest(Served):

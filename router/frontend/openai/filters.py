@@ -18,6 +18,7 @@ from pdserve.protocol.refusal import Refused, invalid
 from pdserve.router.frontend.openai.fields import ChatRequest, Generation
 from pdserve.router.frontend.openai.tools import ToolGrammar, ToolUse, has_special, rule_of, tool_use
 from pdserve.router.frontend.served import ServedModel
+from pdserve.text.chat import ChatTemplate
 from pdserve.text.reasoning import ReasoningParser, split_at
 from pdserve.text.tool_calls import Arguments, CallBegun, Content, Event, ToolCallParser, ToolFormat
 
@@ -100,13 +101,16 @@ class Plan:
     constrained_by: str = ""  # the field that says what the answer must match
     grammar: ToolGrammar | None = None  # where tools may be called and the answer has to match something
     begins_inside: bool | None = None  # whether the prompt has begun the reasoning; None: the text has no reasoning
+    template: ChatTemplate | None = None  # of the prompt, where it is neither the model's nor a text
 
-
-def renamed(refused: Refused, field: str) -> Refused:
-    """Return a refusal; one about structured output names the field that asked for it."""
-    if not field or not refused.message.startswith("structured_output"):
+    def renamed(self, refused: Refused) -> Refused:
+        """Return a refusal with the names of the fields that asked for what it is about."""
+        about, _, problem = refused.message.partition(": ")
+        if self.constrained_by and about.startswith("structured_output"):
+            return replace(refused, message=f"{self.constrained_by}: {problem}")
+        if self.template is not None and about == "chat":
+            return replace(refused, message=f"prompt: {problem}")
         return refused
-    return replace(refused, message=f"{field}: {refused.message.partition(': ')[2]}")
 
 
 def plan(body: Generation, request: inference.GenerateRequest, model: ServedModel) -> Plan:

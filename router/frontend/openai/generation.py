@@ -22,6 +22,7 @@ from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
 from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
+from pdserve.router.frontend.openai.infilled import infilling, with_suffix
 from pdserve.router.frontend.openai.reply import AnyResponse, Stream, Whole, respond
 from pdserve.router.frontend.openai.translate import (
     Headers,
@@ -56,7 +57,9 @@ class Generator:
         request = chat_request(asked, headers)
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
-        choices = choices_of(plan, request.sampling.n or 1)
+        last = request.chat.messages[-1]
+        begun = last.content if asked.echo and last.role == "assistant" else ""
+        choices = choices_of(plan, request.sampling.n or 1, echo=begun)
         reply = self._reply(asked, scope, self._response(asked, CHAT, shown), [choices])
         await self._serve(reply, [request], scope, send, plan, asked)
 
@@ -107,12 +110,17 @@ class Generator:
         if each * len(prompts) > MAX_CHOICES:
             raise invalid("n", f"{each * len(prompts)} choices of all prompts are over the limit of {MAX_CHOICES}")
         plan = filters.plan(asked, template, self._intake.model)
+        if asked.suffix:
+            plan = infilling(asked, template, plan, self._intake.model)
         shown = _shown(asked, logprobs=asked.logprobs is not None, answer=asked.max_tokens != 0)
         texts = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
         choices = [choices_of(plan, each, place * each, text) for place, text in enumerate(texts)]
         reply = self._reply(asked, scope, self._response(asked, COMPLETION, shown), choices)
         # A generator: a field that all requests share is checked with the first, before the template is copied again.
-        requests = (with_prompt(template, prompt) for prompt in prompts)
+        requests = (
+            with_suffix(template, str(prompt), asked.suffix) if asked.suffix else with_prompt(template, prompt)
+            for prompt in prompts
+        )
         await self._serve(reply, requests, scope, send, plan, asked)
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
@@ -163,7 +171,7 @@ class Generator:
         except RefusedError as error:
             scope["state"]["headers"] = reply.headers
             # Not kept in a variable: the error refers to this frame.
-            raise RefusedError(filters.renamed(error.refused, plan.constrained_by)) from None
+            raise RefusedError(plan.renamed(error.refused)) from None
         finally:
             reply.close(self._intake)
 
@@ -254,7 +262,8 @@ def choices_of(plan: filters.Plan, num_choices: int = 1, first: int = 0, echo: s
 
 def preparing_of(plan: filters.Plan) -> Preparing:
     """Return what is done in the way of this API to a request."""
-    return Preparing(None if plan.grammar is None else plan.grammar.loosen, said=partial(said_in, plan))
+    loosen = None if plan.grammar is None else plan.grammar.loosen
+    return Preparing(loosen, plan.template, partial(said_in, plan))
 
 
 def ignored(asked: Asked, plan: filters.Plan, answers: Sequence[Answer]) -> list[Header]:

@@ -50,8 +50,6 @@ def chat_request(body: ChatRequest, headers: Headers) -> inference.GenerateReque
 
 def completion_template(body: CompletionRequest, headers: Headers) -> inference.GenerateRequest:
     """Return the part that the requests of all prompts share; RefusedError(INVALID_ARGUMENT) names a wrong field."""
-    if body.suffix:
-        raise invalid("suffix", "text before a suffix is not supported")
     if body.best_of not in (None, body.n or 1):
         raise invalid("best_of", f"{body.best_of} is not n: all continuations are returned, none is left out")
     template = _request(body, headers)

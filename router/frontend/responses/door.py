@@ -15,7 +15,7 @@ from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.connection import Connection
 from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.fields import ChatRequest
-from pdserve.router.frontend.openai.filters import Plan, renamed
+from pdserve.router.frontend.openai.filters import Plan
 from pdserve.router.frontend.openai.generation import (
     MAX_TOKEN_BODY_BYTES,
     REQUEST_ID,
@@ -99,7 +99,7 @@ class Responses:
                 job, request, key_of(scope), scope["state"]["received_s"], preparing_of(plan)
             )
         except RefusedError as error:
-            raise RefusedError(renamed(error.refused, plan.constrained_by)) from None
+            raise RefusedError(plan.renamed(error.refused)) from None
         label = label_of(chat, given_headers) or new_request_id().hex()
         headers = [(REQUEST_ID, label.encode()), (ROUTERS_ID, answer.hex_id.encode()), *ignored(asked, plan, [answer])]
         if job.log is None:

@@ -35,3 +35,11 @@ async def test_an_adapter_is_a_model_to_clients_while_a_worker_has_it(start_http
     await router.until_status(lambda status: not any(w.registration.adapters for w in status.workers))
     _, text = await error_of(router.generate(model="gold", text="a"))
     assert text == f"model: 'gold' is not served here; {MODEL!r} is"
+
+
+async def test_adapters_cannot_be_loaded_yet(start_http: StartHttp) -> None:
+    door = await start_http()
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        refused = await door.post(path, lora_name="a", lora_path="/b")
+        assert refused.status_code == 404
+        assert refused.json()["error"]["message"] == f"POST {path}: LoRA adapters are not served yet"

@@ -326,3 +326,20 @@ async def test_refusals_are_http_errors_even_of_streams(
     assert int(refused.value.response.headers["retry-after-ms"]) > 0
     assert int(refused.value.response.headers["retry-after"]) > 0
     assert refused.value.type == kind
+
+
+async def test_an_answer_may_begin_with_the_assistants_message_that_it_goes_on_with(start_http: StartHttp) -> None:
+    door = await start_http()
+    begun: list[Any] = [*HELLO, {"role": "assistant", "content": "Once upon "}]
+    asked = {"messages": begun, "max_tokens": 3, "add_generation_prompt": False, "logprobs": True, "echo": True}
+    whole = (await door.post("/v1/chat/completions", **asked)).json()["choices"][0]
+    plain = (await door.post("/v1/chat/completions", **{**asked, "echo": False})).json()["choices"][0]
+    assert whole["message"]["content"] == "Once upon " + plain["message"]["content"]
+    assert whole["logprobs"] == plain["logprobs"]
+    more = {"add_generation_prompt": False, "echo": True}
+    stream = await door.client.chat.completions.create(
+        model=MODEL, messages=begun, max_tokens=3, stream=True, extra_body=more
+    )
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == whole["message"]["content"]
+    of_users = (await door.post("/v1/chat/completions", messages=HELLO, max_tokens=3, echo=True)).json()["choices"][0]
+    assert not of_users["message"]["content"].startswith("hello")

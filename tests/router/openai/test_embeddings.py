@@ -335,3 +335,15 @@ async def test_no_input_is_tried_again_after_the_deadline(start_http: StartHttp)
     reply = await door.post("/v1/embeddings", input=[[5]] * 9, deadline_ms=400)
     assert reply.status_code in (429, 504)
     assert 0.1 < asyncio.get_running_loop().time() - began_s < 2
+
+
+async def test_pooling_has_the_vectors_of_embeddings_in_its_own_shape(start_http: StartHttp) -> None:
+    door = await start_http()
+    asked: dict[str, object] = {"input": ["hello", "you"], "dimensions": 2}
+    embedded = (await door.post("/v1/embeddings", **asked)).json()
+    pooled = (await door.post("/pooling", **asked, task="embed")).json()
+    assert [each.pop("object") for each in pooled["data"]] == ["pooling"] * 2
+    assert [each["data"] for each in pooled["data"]] == [each["embedding"] for each in embedded["data"]]
+    assert pooled["usage"]["total_tokens"] == embedded["usage"]["total_tokens"]
+    refused = await door.post("/pooling", **asked, task="token_embed")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "task")

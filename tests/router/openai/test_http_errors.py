@@ -30,7 +30,6 @@ BAD = [
     (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt", "prompt: 129 prompts are outside [1, 128]"),
     (COMPLETIONS, {"prompt": [1, 2, 999_999]}, "prompt", "token id 999999 at position 2"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias", "token: 999999 is outside"),
-    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix: text before a suffix is not supported"),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "best_of: 3 is not n"),
     (COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 1}, "best_of", "best_of: 1 is not n"),
     (COMPLETIONS, {"prompt": "a", "temperature": 1000}, "temperature", "temperature: 1000.0 is outside [0.0, 100.0]"),

@@ -70,7 +70,8 @@ async def test_the_description_names_every_route_and_field(start_http: StartHttp
         "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items", "/v1/conversations",
         "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items",
-        "/v1/conversations/{conversation_id}/items/{item_id}", "/v1/embeddings", "/v1/rerank", "/v1/score",
+        "/v1/conversations/{conversation_id}/items/{item_id}", "/v1/embeddings", "/pooling", "/v1/rerank",
+        "/v1/score",
     }  # fmt: skip
     schemas = document["components"]["schemas"]
     assert {"messages", "tools", "slo", "max_completion_tokens"} <= set(schemas["ChatRequest"]["properties"])

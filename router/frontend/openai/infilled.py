@@ -1,0 +1,35 @@
+"""Completions before a suffix: the model fills in what is missing between two texts.
+
+Prompt and suffix are written as a chat is, by a template of their own. So what they spell makes no special token.
+"""
+
+from dataclasses import replace
+
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.protocol.refusal import invalid
+from pdserve.router.frontend.openai.fields import CompletionRequest
+from pdserve.router.frontend.openai.filters import Plan
+from pdserve.router.frontend.served import ServedModel
+from pdserve.text.infilling import ROLES
+
+
+def infilling(body: CompletionRequest, template: inference.GenerateRequest, plan: Plan, model: ServedModel) -> Plan:
+    """Write what ends a middle into `template`, and return the plan; RefusedError names a wrong field."""
+    if model.infilling is None:
+        raise invalid("suffix", "the model has no tokens to fill in the middle")
+    if not (isinstance(body.prompt, str) or isinstance(body.prompt[0], str)):
+        raise invalid("suffix", "goes with prompts that are texts, not token ids")
+    if body.echo or body.prompt_logprobs is not None or body.add_special_tokens is False:
+        raise invalid("suffix", "goes neither with echo or prompt_logprobs, nor with add_special_tokens false")
+    template.sampling.stop_token_ids.extend(model.infilling.end_ids)
+    template.prepare_next = False  # the next turn does not begin with this one
+    return replace(plan, template=model.infilling.template)
+
+
+def with_suffix(template: inference.GenerateRequest, prompt: str, suffix: str) -> inference.GenerateRequest:
+    """Return the request of one prompt."""
+    parts = zip(ROLES, (prompt, suffix), strict=True)
+    messages = [inference.ChatMessage(role=role, content=text) for role, text in parts]
+    request = inference.GenerateRequest(chat=inference.Chat(messages=messages))
+    request.MergeFrom(template)
+    return request
