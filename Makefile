@@ -55,6 +55,8 @@ test-page: $(INSTALLED)
 # Other people's clients against live clusters, from an environment of their own: about a quarter of an hour.
 CLIENTS := build/clients
 FUZZING_S ?= 300
+# Coding agents for terminals, where npm is there.
+AGENTS := @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
 test-clients: $(INSTALLED) $(CLIENTS)/.installed
 	PDSERVE_CLIENTS="$(CURDIR)/$(CLIENTS)/bin" PDSERVE_FUZZING_S=$(FUZZING_S) \
 		$(BIN)/pytest -q tests/clients tests/cluster/test_openai.py tests/cluster/test_live_structured.py
@@ -62,6 +64,8 @@ $(CLIENTS)/.installed: pyproject.toml
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/requirements.txt
 	$(call install,$(CLIENTS),other people's clients,-r $(CLIENTS)/requirements.txt)
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(CLIENTS) $(AGENTS) \
+		&& node $(CLIENTS)/node_modules/@anthropic-ai/claude-code/install.cjs; fi
 	@touch $@
 
 # tests/kubernetes on a real API server, which KUBECONFIG names with an administrator's account.

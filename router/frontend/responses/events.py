@@ -5,8 +5,9 @@ other, that it is added, its content and that it is done; then one of `response.
 and nothing after it. Sequence numbers count from 0 without a gap. An item that is done has the text of its deltas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -41,7 +42,9 @@ _EVENTS = {
 class Output:
     """What a response has put out so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, Json] = MappingProxyType({})) -> None:
+        """`namespaces`: what an item says of a function that has one, by the name in a call."""
+        self._namespaces = namespaces
         self.items: list[Json] = []
         self.num_reasoning = 0  # items
         self._state = State.NEW
@@ -134,7 +137,7 @@ class Output:
             return []
         events = self.close(is_cut=False)
         self._state = state
-        item, part = _begun(state, call), None if state is State.CALL else _part(state, "")
+        item, part = self._begun(state, call), None if state is State.CALL else _part(state, "")
         self.items.append(item)
         self.num_reasoning += state is State.REASONING
         place = {"output_index": len(self.items) - 1}
@@ -143,6 +146,16 @@ class Output:
             place |= {"item_id": item["id"], "content_index": 0}
             events.append(self._event("response.content_part.added", **place, part=part))
         return events
+
+    def _begun(self, state: State, call: Json | None) -> Json:
+        """Return an item without its content."""
+        if call is not None:
+            name = call["function"]["name"]
+            about = {"call_id": call["id"], **self._namespaces.get(name, {"name": name}), "arguments": ""}
+            return {**_named("function_call"), **about}
+        if state is State.MESSAGE:
+            return {**_named("message"), "role": "assistant", "content": []}
+        return {**_named("reasoning"), "summary": [], "content": []}
 
     def _gain(self, text: str | None) -> list[Json]:
         if not text:
@@ -166,16 +179,6 @@ class Output:
 
 def _status(*, is_cut: bool) -> str:
     return "incomplete" if is_cut else "completed"
-
-
-def _begun(state: State, call: Json | None) -> Json:
-    """Return an item without its content."""
-    if call is not None:
-        about = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-        return {**_named("function_call"), **about}
-    if state is State.MESSAGE:
-        return {**_named("message"), "role": "assistant", "content": []}
-    return {**_named("reasoning"), "summary": [], "content": []}
 
 
 def _named(kind: str) -> Json:

@@ -11,6 +11,7 @@ from pdserve.router.frontend.openai.agents import NvExt
 from pdserve.router.frontend.openai.body import Body, Object
 from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.responses.items import Item, messages_of
+from pdserve.router.frontend.responses.tools import HOSTED, functions_of
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
@@ -19,17 +20,6 @@ WITHOUT_EFFECT = (  # of `include`: what tools bring that are not run here, and 
     *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
     "reasoning.encrypted_content",
 )
-HOSTED = {
-    **dict.fromkeys(("web_search", "web_search_preview", "file_search"), "nothing is searched here"),
-    **dict.fromkeys(("code_interpreter", "shell", "local_shell", "programmatic_tool_calling"), "no code is run here"),
-    **dict.fromkeys(("computer", "computer_use_preview"), "no computer is used here"),
-    "mcp": "no other server is called from here",
-    "image_generation": "answers are text",
-    "custom": "a call's arguments are JSON, never free text",
-    **dict.fromkeys(("apply_patch", "namespace", "tool_search"), "answers call functions alone"),
-}
-"""Why a kind of tool is not served."""
-
 Metadata = Annotated[
     dict[
         Annotated[str, StringConstraints(max_length=64)],
@@ -111,7 +101,7 @@ class CountInputRequest(Body):
             {
                 "model": self.model,
                 "messages": [*system, *messages_of(context, given)],
-                "tools": [_function(tool, place) for place, tool in enumerate(self.tools or ())] or None,
+                "tools": functions_of(self.tools) or None,
                 "tool_choice": self._choice(),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": effort,
@@ -179,16 +169,6 @@ class ResponseRequest(CountInputRequest):
         if self.shows_logprobs:
             own |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         return super().chat(context, given).model_copy(update=own)
-
-
-def _function(tool: Object, place: int) -> Object:
-    kind = tool.get("type", "function")
-    if kind != "function":
-        why = HOSTED.get(kind) if isinstance(kind, str) else None
-        shown = echo(repr(kind))
-        raise invalid(f"tools[{place}].type", f"{shown} is not served: {why or 'it is not known'}; 'function' is")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
 def _format(wanted: Object | None) -> Object | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pdserve.base.errors import echo
 from pdserve.protocol.refusal import invalid
 from pdserve.router.frontend.openai.body import Body, Object
+from pdserve.router.frontend.responses.tools import joined
 
 REFERENCE = "item_reference"
 MAX_ID_CHARS = 128
@@ -31,6 +32,7 @@ class Item(Body):
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
@@ -151,7 +153,7 @@ class _Turn:
                     yield from self.end()
                 self._thoughts.append(_plain(item.content) or _plain(item.summary))
             case "function_call":
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": joined(item.namespace, item.name or ""), "arguments": item.arguments}
                 self._calls.append({"id": item.call_id, "type": "function", "function": function})
             case _:
                 if self._text is not None or self._calls:

@@ -12,6 +12,7 @@ from pdserve.router.frontend.openai.logprobs import TokenNames, chat_logprobs
 from pdserve.router.frontend.openai.reply import Settle
 from pdserve.router.frontend.responses.events import Json, Output
 from pdserve.router.frontend.responses.fields import ResponseRequest
+from pdserve.router.frontend.responses.tools import namespaces_of
 from pdserve.router.requests.timeline import Usage
 from pdserve.text.reasoning import ReasoningTokens
 from pdserve.text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ class ItemsResponse:
         self.id = name or new_response_id()
         self.settle: Settle | None = None
         self.told = {"id": self.id, **envelope(asked, model)}  # the response's members as they are now
-        self.output = Output()
+        self.output = Output(namespaces_of(asked.tools))
         self._reasoning = reasoning
         self._names = TokenNames(tokenizer) if asked.shows_logprobs else None
         self._finish_reason: str | None = None
