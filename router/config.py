@@ -1,10 +1,11 @@
 """A router's configuration."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
+from pdserve.base.yaml_models import FieldError, parsed_json
 from pdserve.settings.config import ServingConfig
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", to_lower=True)]
@@ -51,8 +52,10 @@ class Limits(BaseModel):
     )
 
 
-class EndpointConfig(ServingConfig):
-    """Settings of a process that serves clients: a frontend, or a router that serves them itself."""
+class ModelSettings(BaseModel):
+    """What clients are shown of a model, and how its answers are read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     served_model_aliases: tuple[str, ...] = Field(
         (), description="More names of the model in requests, listed beside the first; repeatable."
@@ -75,6 +78,19 @@ class EndpointConfig(ServingConfig):
         description="Let texts of chats that spell special tokens make them. By default these stay text: only the "
         "chat template makes special tokens.",
     )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
+    )
+    lenient_schemas: bool = Field(
+        False,
+        description="Ignore keywords of JSON schemas that no grammar can follow, such as uniqueItems and not, instead "
+        "of refusing the request.",
+    )
+
+
+class EndpointConfig(ModelSettings, ServingConfig):
+    """Settings of a process that serves clients: a frontend, or a router that serves them itself."""
+
     host: str = Field("127.0.0.1", description="Host on which clients are awaited.")
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
     http_host: str = Field("127.0.0.1", description="Host on which clients of the HTTP API are awaited.")
@@ -98,9 +114,6 @@ class EndpointConfig(ServingConfig):
         description="Share that is traced of the requests whose clients do not decide it.",
     )
     enable_log_requests: bool = Field(False, description="Log a line at each request's end, with its ids and figures.")
-    max_model_len: int | None = Field(
-        None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
-    )
     max_deadline_ms: int = Field(600_000, ge=1, lt=2**32, description="Milliseconds a request may take at most.")
     max_unsent_bytes: int = Field(
         65536, ge=1024, description="Bytes of an answer that may wait for its client to read."
@@ -112,11 +125,6 @@ class EndpointConfig(ServingConfig):
         "less than 16 ms, those of about 16 ms together. The first one is always written at once.",
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
-    lenient_schemas: bool = Field(
-        False,
-        description="Ignore keywords of JSON schemas that no grammar can follow, such as uniqueItems and not, instead "
-        "of refusing the request.",
-    )
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
     responses_file: Path | None = Field(
         None,
@@ -165,17 +173,35 @@ class RouterConfig(Limits, EndpointConfig):
     )
 
 
+Routers = Annotated[
+    tuple[str, ...],
+    Field(
+        description="Internal addresses of all routers, host:port; a host may have several addresses. One of them has "
+        "this frontend's requests; when it is lost, another one gets them, or its successor."
+    ),
+]
+
+
+class ServedModelConfig(ModelSettings):
+    """One of the models of a frontend that serves several. What is left out is as the frontend has it."""
+
+    model: str = Field(min_length=1, description="As the frontend's setting of this name.")
+    served_model_name: str | None = Field(None, min_length=1, description="Name of the model in requests.")
+    routers: Routers = Field(min_length=1)
+
+
+OF_ONE_MODEL = ("model", "served_model_name", "served_model_aliases", "routers")
+
+
 class FrontendConfig(EndpointConfig):
-    """Settings of a frontend: a process of its own that serves clients, for one router or several."""
+    """Settings of a frontend: a process of its own that serves clients, for the routers of a model or of several."""
 
     kind = "frontend"
 
+    model: str = Field("", description="As a worker's. Either this or `models` is needed.")
+
     frontend_id: str = Field("frontend", min_length=1, max_length=128, description="Name of this frontend.")
-    routers: tuple[str, ...] = Field(
-        min_length=1,
-        description="Internal addresses of all routers, host:port; a host may have several addresses. One of them has "
-        "this frontend's requests; when it is lost, another one gets them, or its successor.",
-    )
+    routers: Routers = ()
     router_grace_s: float = Field(
         30.0, ge=0, description="Seconds that requests wait for a router while none is attached."
     )
@@ -185,6 +211,33 @@ class FrontendConfig(EndpointConfig):
     shares_ports: bool = Field(
         False, description="Let frontends on this machine listen on the same ports, each for a share of the clients."
     )
+    models: tuple[Annotated[ServedModelConfig, BeforeValidator(parsed_json)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="Several models, each with its own routers; repeatable, as JSON such as "
+        '{"model": "...", "routers": ["host:port"]}. Requests choose by name.',
+    )
+
+    def of_models(self) -> "tuple[FrontendConfig, ...]":
+        """Return the settings as they hold for each model."""
+        if self.models is None:
+            return (self,)
+        given = ({name: getattr(each, name) for name in each.model_fields_set} for each in self.models)
+        return tuple(self.model_copy(update={"models": None, **own}) for own in given)
+
+    @model_validator(mode="after")
+    def _has_models(self) -> Self:
+        for key in OF_ONE_MODEL:
+            if self.models is not None and key in self.model_fields_set:
+                raise FieldError((key,), "goes with one model; with several, each of `models` has its own")
+        for key, given in (("model", self.model), ("routers", self.routers)):
+            if self.models is None and not given:
+                raise FieldError((key,), "is required, unless `models` are set")
+        names = [each.served_model_name for each in self.models or () if each.served_model_name]
+        for name in names:
+            if names.count(name) > 1:
+                raise FieldError(("models",), f"served_model_name {name!r} is the name of two")
+        return self
 
     @property
     def may_share_ports(self) -> bool:

@@ -31,6 +31,7 @@ from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.endpoints import Endpoints, open_endpoints
+from pdserve.router.frontend.models import ModelRoute
 from pdserve.router.frontend.served import ServedModel, load_model, served_name
 from pdserve.router.frontends import Frontends
 from pdserve.router.local_backend import LocalBackend
@@ -122,7 +123,8 @@ def _endpoints(
 ) -> AbstractAsyncContextManager[Endpoints]:
     """Serve clients in this process, unless frontends alone do so."""
     if model is not None:
-        return open_endpoints(config, model, backend, backend.clients, instance=config.router_id, port_key=port_key)
+        route = ModelRoute(config, model, backend, backend.clients)
+        return open_endpoints(config, (route,), instance=config.router_id, port_key=port_key)
     return nullcontext(Endpoints("", "", lambda: None))
 
 

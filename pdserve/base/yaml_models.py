@@ -3,6 +3,7 @@
 `Section` is for files with camelCase keys, and with durations such as 1h30m.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -54,6 +55,16 @@ def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] 
                 of_file.append(_explain(cls, node, fault))
         shown = [*of_flags, f"{path}, {'; '.join(of_file)}"] if of_file else of_flags
         raise ConfigError("; ".join(shown)) from error
+
+
+def parsed_json(given: object) -> object:
+    """Return what a flag's text says in JSON; what a file has is no text, and returned as it is."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise FieldError((), f"is no JSON: {error}") from error
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:

@@ -94,8 +94,7 @@ class HealthMethods:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
         holds = self._services.get(service)
         if holds is None:
-            known = ", ".join(name for name in self._services if name)
-            await abort(context, grpc.StatusCode.NOT_FOUND, f"service: {echo(service, repr)} is none of {known}")
+            await abort(context, grpc.StatusCode.NOT_FOUND, f"service: {echo(service, repr)} is not known here")
         return holds
 
 

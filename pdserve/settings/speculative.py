@@ -1,11 +1,10 @@
 """Settings of speculative decoding, with vLLM's keys."""
 
-import json
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from pdserve.base.yaml_models import FieldError
+from pdserve.base.yaml_models import FieldError, parsed_json
 
 MAX_TOKENS = 15  # rows of a sequence beside its own: so many as the kernels' tiles would take together
 
@@ -36,13 +35,4 @@ class SpeculativeConfig(BaseModel):
         return self
 
 
-def _parsed(given: object) -> object:
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except ValueError as error:
-        raise FieldError((), f"is no JSON: {error}") from error
-
-
-SpeculativeSetting = Annotated[SpeculativeConfig | None, BeforeValidator(_parsed)]
+SpeculativeSetting = Annotated[SpeculativeConfig | None, BeforeValidator(parsed_json)]

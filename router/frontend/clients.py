@@ -181,6 +181,12 @@ class Clients:
             raise RefusedError(denied)
         return client
 
+    def counted_by(self, tenants: Tenants) -> "Clients":
+        """Return the same clients, whose requests other routers count: limits hold for each model on its own."""
+        clients = Clients(None, tenants)
+        clients._keys = self._keys
+        return clients
+
     async def visit(self, client: Client | None) -> "Visit":
         """Begin a request; its visit must `end` once. RefusedError where the tenant has used its limits."""
         if client is not None:

@@ -1,8 +1,8 @@
 """Opens the endpoints for clients: gRPC with its dialects, and HTTP."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +18,6 @@ from pdserve.net.health import HealthMethods
 from pdserve.net.rpc import LAST_WORDS_S, check_bind, listen, running, server_options
 from pdserve.proto.v1.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pdserve.router.config import EndpointConfig
-from pdserve.router.frontend.backend import Backend
-from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.dialects.open_inference import OpenInference
 from pdserve.router.frontend.grpc_endpoint import (
     HARD_LIMIT_BYTES,
@@ -29,10 +27,10 @@ from pdserve.router.frontend.grpc_endpoint import (
     RequireKey,
 )
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.models import ModelRoute, Models
 from pdserve.router.frontend.next_turns import NextTurns
 from pdserve.router.frontend.prompts import Prompts
 from pdserve.router.frontend.records import Records
-from pdserve.router.frontend.served import ServedModel
 
 if TYPE_CHECKING:
     from pdserve.observe.tracing import SpanExport
@@ -65,41 +63,65 @@ def check_endpoints(config: EndpointConfig) -> None:
 @asynccontextmanager
 async def open_endpoints(
     config: EndpointConfig,
-    model: ServedModel,
-    backend: Backend,
-    clients: Clients,
+    routes: Sequence[ModelRoute],
     *,
     instance: str,
     port_key: str = "port",
 ) -> AsyncIterator[Endpoints]:
-    """Serve a model's clients for the length of the block. ConfigError as `check_endpoints`, or for a port in use.
+    """Serve the clients of models for the length of the block. ConfigError as `check_endpoints`, or for a port in use.
 
     `instance`: the process's name in spans. `port_key`: the setting that has the port of gRPC.
     """
     check_endpoints(config)
+    export = _span_export(config, instance)
+    async with AsyncExitStack() as stack:
+        if export is not None:
+            stack.push_async_callback(export.close)
+        models = Models([await stack.enter_async_context(_taking_in(route, export)) for route in routes])
+        if export is not None:
+            models.first.backend.span_counts = lambda: export.counts
+        shown = HealthMethods(_health(models))
+        server = _server(config, models, shown)
+        connections = models.first.backend.connections
+        public = listen(server, config.host, config.port, port_key, _credentials(config, connections))
+        await stack.enter_async_context(running(server, LAST_WORDS_S))
+        http = await stack.enter_async_context(_listening_http(config, models, instance))
+        logger.info("serving %s on %s", ", ".join(each.model.name for each in models), public)
+        if http:
+            logger.info("serving OpenAI's API at %s", http)
+        yield Endpoints(public, http, shown.changed)
+
+
+@asynccontextmanager
+async def _taking_in(route: ModelRoute, export: "SpanExport | None") -> AsyncIterator[Intake]:
+    """Prepare requests of a model for the length of the block."""
+    config, model, backend = route.config, route.model, route.backend
     prompts = Prompts(
         model, config.max_num_tokenizing, config.tokenize_timeout_s, lenient_schemas=config.lenient_schemas
     )
-    export = _span_export(config, instance)
-    records = Records(model.name, config, export)
-    backend.span_counts = records.span_counts
-    serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: backend.readiness().can_serve)
-    shown = HealthMethods({"": lambda: backend.readiness().is_live, **serves})
     try:
-        intake = Intake(backend, model, prompts, clients, config, records)
+        intake = Intake(backend, model, prompts, route.clients, config, Records(model.name, config, export))
         async with NextTurns(backend, prompts, model.tokenizer, intake.max_model_len) as next_turns:
             intake.next_turns = next_turns
-            server = _server(config, intake, shown)
-            public = listen(server, config.host, config.port, port_key, _credentials(config, backend.connections))
-            async with running(server, LAST_WORDS_S), _listening_http(config, intake, instance) as http:
-                logger.info("serving %s on %s", model.name, public)
-                if http:
-                    logger.info("serving OpenAI's API at %s", http)
-                yield Endpoints(public, http, shown.changed)
+            yield intake
     finally:
         await prompts.close()
-        if export is not None:
-            await export.close()
+
+
+def _health(models: Models) -> dict[str, Callable[[], bool]]:
+    """Return what health says: of the process, of each service, and of each model by its names."""
+    of_models: dict[str, Callable[[], bool]] = {
+        name: lambda intake=intake: intake.backend.readiness().can_serve  # type: ignore[misc]
+        for intake in models
+        for name in intake.model.names
+    }
+    serves = dict.fromkeys(_services(models), lambda: models.can_serve)
+    return {**of_models, **serves, "": lambda: models.is_live}
+
+
+def _services(models: Models) -> tuple[str, ...]:
+    """Return the services that generate. The dialect that knows no names of models is for one model alone."""
+    return (INFERENCE_SERVICE, *(DIALECTS if not models.first.others else DIALECTS[:1]))
 
 
 def _span_export(config: EndpointConfig, instance: str) -> "SpanExport | None":
@@ -110,24 +132,25 @@ def _span_export(config: EndpointConfig, instance: str) -> "SpanExport | None":
     return SpanExport(config.otlp_traces_endpoint, "pdserve-router", instance)
 
 
-def _server(config: EndpointConfig, intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
-    interceptors: list[grpc.aio.ServerInterceptor] = [RequireKey(intake.clients), LimitSizes()]
+def _server(config: EndpointConfig, models: Models, shown: HealthMethods) -> grpc.aio.Server:
+    interceptors: list[grpc.aio.ServerInterceptor] = [RequireKey(models.first.clients), LimitSizes()]
     if config.ssl_certfile is not None:
-        interceptors.insert(0, NoteCallers(intake.backend.connections))
+        interceptors.insert(0, NoteCallers(models.first.backend.connections))
     server = grpc.aio.server(
         interceptors=interceptors,
         options=server_options(HARD_LIMIT_BYTES, shares_port=config.may_share_ports),
     )
-    InferenceEndpoint(intake).add_to(server)
+    InferenceEndpoint(models).add_to(server)
     shown.add_to(server, may_watch=True)
-    add_GRPCInferenceServiceServicer_to_server(OpenInference(intake), server)
-    if HAS_VLLM:
+    add_GRPCInferenceServiceServicer_to_server(OpenInference(models), server)
+    services = _services(models)
+    if services[2:]:
         from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server  # noqa: PLC0415
 
         from pdserve.router.frontend.dialects.vllm_engine import VllmEngine  # noqa: PLC0415
 
-        add_VllmEngineServicer_to_server(VllmEngine(intake), server)
-    names = (INFERENCE_SERVICE, *DIALECTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        add_VllmEngineServicer_to_server(VllmEngine(models.first), server)
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 
@@ -143,7 +166,7 @@ def _credentials(config: EndpointConfig, connections: Connections) -> grpc.Serve
 
 
 @asynccontextmanager
-async def _listening_http(config: EndpointConfig, intake: Intake, owner: str) -> AsyncIterator[str]:
+async def _listening_http(config: EndpointConfig, models: Models, owner: str) -> AsyncIterator[str]:
     """Serve HTTP for the length of the block; yield its URL, empty if HTTP is off. `owner`: the process's name."""
     if config.http_port is None:
         yield ""
@@ -152,7 +175,7 @@ async def _listening_http(config: EndpointConfig, intake: Intake, owner: str) ->
     from pdserve.router.frontend.openai.server import serving_http  # noqa: PLC0415
     from pdserve.router.frontend.responses.door import open_responses  # noqa: PLC0415
 
-    async with open_responses(config, intake, owner) as responses:
-        app = App(intake, config, responses)
-        async with serving_http(config, app, intake.clients.note_failed_handshake) as url:
+    async with open_responses(config, models, owner) as responses:
+        app = App(models, config, responses)
+        async with serving_http(config, app, models.first.clients.note_failed_handshake) as url:
             yield url

@@ -23,6 +23,7 @@ from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.clients import Clients, bearer
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.models import Models
 from pdserve.router.requests.commands import Finished
 
 INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -230,10 +231,10 @@ _BYTES = [bytes([byte]) for byte in range(256)]
 
 
 class InferenceEndpoint:
-    """Opens requests at the intake and writes their answers."""
+    """Opens requests at the intake of their model and writes their answers."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve InferenceService. Generate writes bytes, so its handler has no serializer."""
@@ -255,17 +256,17 @@ class InferenceEndpoint:
             return (reply,) if reply else ()
 
         async with denying(context), CallWriter(context) as writer:
-            await read_answer(self._intake, request, context, writer, replies)
+            await read_answer(self._models.of(request.model), request, context, writer, replies)
 
     async def _list_models(self, request: inference.ListModelsRequest, context: object) -> inference.ListModelsResponse:
-        served = self._intake.model
         models = [
             inference.Model(
                 name=name,
-                max_model_len=self._intake.max_model_len(),
-                vocab_size=served.vocab_size,
-                has_chat_template=served.chat is not None,
+                max_model_len=intake.max_model_len(),
+                vocab_size=intake.model.vocab_size,
+                has_chat_template=intake.model.chat is not None,
             )
-            for name in self._intake.names
+            for intake in self._models
+            for name in intake.names
         ]
         return inference.ListModelsResponse(models=models)

@@ -57,6 +57,7 @@ class Intake:
         self._config = config
         self._records = records
         self.next_turns: NextTurns | None = None  # while they are prepared
+        self.others: tuple[str, ...] = ()  # models at the same address
         self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), backend.fail)
 
     async def accept(
@@ -165,12 +166,16 @@ class Intake:
             then(answer)
 
     def adapter(self, name: str) -> AdapterDigest:
-        """Return which adapter a name asks for; RefusedError unless it is empty, the model's, or a loaded adapter's."""
-        if name in ("", *self.model.names):
+        """Return which adapter a name asks for; RefusedError unless it is the model's, or a loaded adapter's.
+
+        It may be empty where no other model is served.
+        """
+        if name in self.model.names or not (name or self.others):
             return NO_ADAPTER
         adapter = self.backend.readiness().adapters.get(name)
         if adapter is None:
-            text = f"model: {echo(name, repr)} is not served here; {echo(self.model.name, repr)} is"
+            served = " and ".join(echo(each, repr) for each in (self.model.name, *self.others))
+            text = f"model: {echo(name, repr)} is not served here; {served} {'are' if self.others else 'is'}"
             raise RefusedError(Refused(Cause.MODEL, text))
         return adapter
 

@@ -1,12 +1,12 @@
 """The live page: its files for everybody, and its data for those who may see them.
 
-    GET /                        the page
+    GET /                        the page; with ?model=NAME, of a model, by default of the first
     GET /page/FILE               its styles and scripts
     GET /page/events             a stream of server-sent events: a snapshot, then changes
     GET /page/requests/ID        everything about one request
 
-If clients need keys, the last two need one, too: a tenant sees the pools, and its own requests. If clients need none,
-`openai/sites.py` keeps pages of other sites away.
+The last two take ?model=NAME, too. If clients need keys, these two need one: a tenant sees the pools, and its own
+requests. If clients need none, `openai/sites.py` keeps pages of other sites away.
 
 Invariant: the router is asked for its state only while somebody watches, and at most once in PERIOD_S, however many
 watch. A watcher that reads slowly misses states, and nothing is kept for it; one that does not read at all loses its
@@ -16,7 +16,8 @@ connection. A page that applies each change has the present state, with the requ
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -78,8 +79,10 @@ def difference(before: State, after: State) -> dict[str, dict[str, object]]:
 class Page:
     """The page. `app` serves the paths for which `serves` is true, and checks keys itself."""
 
-    def __init__(self, backend: Backend, clients: Clients) -> None:
+    def __init__(self, backend: Backend, clients: Clients, others: Sequence[str] = ()) -> None:
+        """`others`: models at this address, each with a page at `/?model=NAME`."""
         self._backend = backend
+        self._models: State = {"models": {name: {} for name in others}} if others else {}
         self._state: State = {}  # the latest
         self._asked_s = float("-inf")  # when it was asked for
         self._asking = asyncio.Lock()
@@ -136,7 +139,7 @@ class Page:
         """Return the router's state, at most PERIOD_S old."""
         async with self._asking:
             if self._clock.now_s() >= self._asked_s + PERIOD_S:
-                self._state = await self._backend.live()
+                self._state = await self._backend.live() | self._models
                 self._asked_s = self._clock.now_s()
         return self._state
 
@@ -192,6 +195,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+@cache
 def _read_files() -> dict[str, tuple[bytes, str, str]]:
     """Return the page's files by name: what is in each, its type, and a tag that names its content."""
     found = {}

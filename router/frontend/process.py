@@ -1,4 +1,4 @@
-"""A frontend: serves clients in a process of its own, for the routers that it attaches to.
+"""A frontend: serves clients in a process of its own, for the routers that it attaches to, of one model or of several.
 
 At SIGTERM or SIGINT health becomes NOT_SERVING. Requests that run or wait may finish for `drain_timeout_s`. What is
 left then is ended with UNAVAILABLE.
@@ -7,7 +7,7 @@ left then is ended with UNAVAILABLE.
 import asyncio
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import grpc
@@ -26,6 +26,7 @@ from pdserve.router.config import FrontendConfig
 from pdserve.router.frontend.channel import ATTACH
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.endpoints import open_endpoints
+from pdserve.router.frontend.models import ModelRoute, check_names
 from pdserve.router.frontend.routers import RouterLink, Routers
 from pdserve.router.frontend.served import ServedModel, load_model
 
@@ -37,53 +38,66 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.5  # between two attempts to attach: a rou
 
 async def serve(config: FrontendConfig) -> int:
     """Serve until SIGTERM or SIGINT, then finish what runs; return the exit status."""
-    model = await asyncio.to_thread(load_model, config)
+    models = [await asyncio.to_thread(load_model, each) for each in config.of_models()]
+    check_names(models)
     freeze_objects()
     stop = asyncio.Event()
     with drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s + CLOSING_S):
-        has_drained = await run(config, model, stop)
+        has_drained = await run(config, models, stop)
     return 0 if has_drained else DRAIN_TIMED_OUT_STATUS
 
 
-async def run(config: FrontendConfig, model: ServedModel, stop: asyncio.Event) -> bool:
-    """Serve a model until `stop` is set, then drain; return whether all requests finished in time."""
+async def run(config: FrontendConfig, models: Sequence[ServedModel], stop: asyncio.Event) -> bool:
+    """Serve models until `stop` is set, then drain; return whether all requests finished in time.
+
+    `models`: in the order of `config.of_models()`. Each has routers, and counts of its tenants, of its own.
+    """
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.FRONTEND)
-    routers = Routers(config)
-    attaching = Attaching(config.routers, credentials, routers)
-    clients = Clients(config.api_keys_file, routers.tenants)
+    own = config.of_models()
+    every = [Routers(each) for each in own]
+    attaching = [Attaching(each.routers, credentials, to) for each, to in zip(own, every, strict=True)]
+    clients = Clients(config.api_keys_file, every[0].tenants)
+    routes = [
+        ModelRoute(each, model, to, clients.counted_by(to.tenants))
+        for each, model, to in zip(own, models, every, strict=True)
+    ]
     async with AsyncExitStack() as stack:
-        shown = showing(config, lambda: _samples(routers), credentials.identity)
-        routers.metrics_address = await stack.enter_async_context(shown)
-        answers = await stack.enter_async_context(answering(config))
-        endpoints = await stack.enter_async_context(
-            open_endpoints(config, model, routers, clients, instance=config.frontend_id)
+        metrics_address = await stack.enter_async_context(
+            showing(config, lambda: _samples(every), credentials.identity)
         )
-        routers.changed = endpoints.changed
-        answers.start(lambda: routers.readiness().is_ready)
+        answers = await stack.enter_async_context(answering(config))
+        endpoints = await stack.enter_async_context(open_endpoints(config, routes, instance=config.frontend_id))
+        for routers in every:
+            routers.metrics_address, routers.changed = metrics_address, endpoints.changed
+        answers.start(lambda: any(routers.readiness().is_ready for routers in every))
         async with asyncio.TaskGroup() as tasks:
-            serving = [
-                tasks.create_task(attaching.run(), name="routers"),
-                tasks.create_task(_raise_when_broken(routers), name="guard"),
-            ]
+            serving = [tasks.create_task(each.run(), name="routers") for each in attaching]
+            serving += [tasks.create_task(_raise_when_broken(routers), name="guard") for routers in every]
             await stop.wait()
-            routers.is_draining = True
+            for routers in every:
+                routers.is_draining = True
             endpoints.changed()
-            has_drained = await _drain(routers, config.drain_timeout_s)
-            await attaching.leave()
+            has_drained = await _drain(every, config.drain_timeout_s)
+            async with asyncio.TaskGroup() as leaving:
+                for each in attaching:
+                    leaving.create_task(each.leave(), name="goodbye")
             for task in serving:
                 task.cancel()
     return has_drained
 
 
-async def _drain(routers: Routers, timeout_s: float) -> bool:
+async def _drain(every: Sequence[Routers], timeout_s: float) -> bool:
     """Let requests finish; end those that are left in the end. Returns whether none was left."""
-    logger.info("draining %d requests", routers.num_underway)
+    logger.info("draining %d requests", sum(routers.num_underway for routers in every))
     try:
         async with asyncio.timeout(timeout_s):
-            await routers.idle()
+            for routers in every:
+                await routers.idle()
     except TimeoutError:
-        logger.warning("%d requests did not finish within %g s", routers.num_underway, timeout_s)
-        routers.end_all()
+        num_left = sum(routers.num_underway for routers in every)
+        logger.warning("%d requests did not finish within %g s", num_left, timeout_s)
+        for routers in every:
+            routers.end_all()
         return False
     return True
 
@@ -92,10 +106,10 @@ async def _raise_when_broken(routers: Routers) -> None:
     await routers.failed
 
 
-def _samples(routers: Routers) -> Iterator[Sample]:
-    yield Sample(REQUESTS_WITHOUT_ROUTER, routers.num_waiting)
-    yield Sample(REQUESTS_RESUMED, routers.num_resumed)
-    yield from routers.kept.samples()
+def _samples(every: Sequence[Routers]) -> Iterator[Sample]:
+    yield Sample(REQUESTS_WITHOUT_ROUTER, sum(routers.num_waiting for routers in every))
+    yield Sample(REQUESTS_RESUMED, sum(routers.num_resumed for routers in every))
+    yield from every[0].kept.samples()
 
 
 class Attaching:

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import random
 from typing import TYPE_CHECKING
 
@@ -59,10 +59,6 @@ class Records:
         self._export = export
         self._sample_ratio = config.otlp_traces_sample_ratio
         self._level = logging.INFO if config.enable_log_requests else logging.DEBUG
-
-    def span_counts(self) -> Mapping[str, int]:
-        """Return how many spans were sent, failed and dropped; empty if no spans are made."""
-        return {} if self._export is None else self._export.counts
 
     def begin(self, request: inference.GenerateRequest, received_s: float) -> Opened:
         """Begin the record of a request, and its span if the request is traced."""

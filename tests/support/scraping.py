@@ -50,9 +50,9 @@ def scrape(address: str) -> Scraped:
         return Scraped(answer.read().decode())
 
 
-def snapshot(url: str) -> State:
+def snapshot(url: str, query: str = "") -> State:
     """Return what the live page is sent first."""
-    with urlopen(f"{url}/page/events", timeout=10) as stream:
+    with urlopen(f"{url}/page/events{query}", timeout=10) as stream:
         assert stream.readline() == b"event: snapshot\n"
         state: State = json.loads(stream.readline().removeprefix(b"data: "))
     return state

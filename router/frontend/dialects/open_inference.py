@@ -5,7 +5,7 @@ reads too slowly does.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import pdserve
 from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES, AnyContext
@@ -13,7 +13,7 @@ from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
-from pdserve.router.frontend.backend import Span
+from pdserve.router.frontend.backend import EngineState, Span
 from pdserve.router.frontend.call_writer import CallWriter
 from pdserve.router.frontend.dialects.open_inference_request import (
     OUTPUTS,
@@ -26,16 +26,17 @@ from pdserve.router.frontend.dialects.open_inference_request import (
 )
 from pdserve.router.frontend.grpc_endpoint import denying, read_answer, refuse
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.models import Models
 
 PLATFORM = "pdserve"
 MAX_CONCURRENT = 64  # requests of one stream; more wait unread
 
 
 class OpenInference(GRPCInferenceServiceServicer):
-    """Opens requests at the intake."""
+    """Opens requests at the intake of their model."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def ModelInfer(self, request: protocol.ModelInferRequest, context: AnyContext) -> protocol.ModelInferResponse:
         texts: list[str] = []
@@ -50,7 +51,8 @@ class OpenInference(GRPCInferenceServiceServicer):
             asked = native(request)
             if asked.streams:
                 raise invalid(STREAM[0], "ModelStreamInfer streams, this call does not")
-            await read_answer(self._intake, asked.request, context, writer, replies)
+            intake = self._models.of(request.model_name)
+            await read_answer(intake, asked.request, context, writer, replies)
         return reply(asked, request, "".join(texts), max(ends))
 
     async def ModelStreamInfer(  # type: ignore[override]  # replies are written to the context
@@ -59,7 +61,7 @@ class OpenInference(GRPCInferenceServiceServicer):
         refused: list[Refused] = []
         try:
             async with CallWriter(context) as writer:
-                stream = _Stream(self._intake, context, writer)
+                stream = _Stream(self._models, context, writer)
                 async with asyncio.TaskGroup() as tasks:
                     async for request in request_iterator:
                         await stream.room.acquire()
@@ -70,16 +72,17 @@ class OpenInference(GRPCInferenceServiceServicer):
             await refuse(context, refused[0])
 
     async def ServerLive(self, request: protocol.ServerLiveRequest, context: AnyContext) -> protocol.ServerLiveResponse:
-        return protocol.ServerLiveResponse(live=self._intake.backend.readiness().is_live)
+        return protocol.ServerLiveResponse(live=self._models.is_live)
 
     async def ServerReady(
         self, request: protocol.ServerReadyRequest, context: AnyContext
     ) -> protocol.ServerReadyResponse:
-        return protocol.ServerReadyResponse(ready=self._intake.backend.readiness().is_ready)
+        return protocol.ServerReadyResponse(ready=self._models.is_ready)
 
     async def ModelReady(self, request: protocol.ModelReadyRequest, context: AnyContext) -> protocol.ModelReadyResponse:
-        is_served = request.name in self._intake.names and request.version in ("", VERSION)
-        return protocol.ModelReadyResponse(ready=is_served and self._intake.backend.readiness().is_ready)
+        intake = self._models.of(request.name)
+        is_served = request.name in intake.names and request.version in ("", VERSION)
+        return protocol.ModelReadyResponse(ready=is_served and intake.backend.readiness().is_ready)
 
     async def ServerMetadata(
         self, request: protocol.ServerMetadataRequest, context: AnyContext
@@ -90,29 +93,22 @@ class OpenInference(GRPCInferenceServiceServicer):
     async def RepositoryIndex(
         self, request: protocol.RepositoryIndexRequest, context: AnyContext
     ) -> protocol.RepositoryIndexResponse:
-        is_ready, entry = self._intake.backend.readiness().is_ready, protocol.RepositoryIndexResponse.ModelIndex
-        state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no pair of workers serves")
-        names = self._intake.names if is_ready or not request.ready else ()
-        models = [entry(name=name, version=VERSION, state=state, reason=reason) for name in names]
-        return protocol.RepositoryIndexResponse(models=models)
+        response = protocol.RepositoryIndexResponse()
+        for intake in self._models:
+            is_ready = intake.backend.readiness().is_ready
+            state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no pair of workers serves")
+            for name in intake.names if is_ready or not request.ready else ():
+                response.models.add(name=name, version=VERSION, state=state, reason=reason)
+        return response
 
     async def ModelStatistics(
         self, request: protocol.ModelStatisticsRequest, context: AnyContext
     ) -> protocol.ModelStatisticsResponse:
-        await self._check(request.name, request.version, context)
-        engine = await self._intake.backend.engine()
-        found = protocol.ModelStatistics(
-            name=request.name or self._intake.model.name,
-            version=VERSION,
-            inference_count=engine.answered.count,
-            inference_stats=protocol.InferStatistics(
-                success=_duration(engine.answered),
-                fail=protocol.StatisticDuration(count=engine.num_failed),
-                queue=_duration(engine.queued),
-                compute_infer=_duration(engine.computed),
-            ),
-        )
-        return protocol.ModelStatisticsResponse(model_stats=[found])
+        intakes: Iterable[Intake] = self._models  # an empty name is every model's
+        if request.name:
+            intakes = (await self._check(request.name, request.version, context),)
+        found = [_statistics(request.name or each.model.name, await each.backend.engine()) for each in intakes]
+        return protocol.ModelStatisticsResponse(model_stats=found)
 
     async def ModelMetadata(
         self, request: protocol.ModelMetadataRequest, context: AnyContext
@@ -147,10 +143,27 @@ class OpenInference(GRPCInferenceServiceServicer):
         )
         return protocol.ModelConfigResponse(config=config)
 
-    async def _check(self, name: str, version: str, context: AnyContext) -> None:
+    async def _check(self, name: str, version: str, context: AnyContext) -> Intake:
+        """Return the intake of a model; end the call for a name or version that is not served."""
         async with denying(context):
-            self._intake.adapter(name)
+            intake = self._models.of(name)
+            intake.adapter(name)
             check_version(name, version)
+        return intake
+
+
+def _statistics(name: str, engine: EngineState) -> protocol.ModelStatistics:
+    return protocol.ModelStatistics(
+        name=name,
+        version=VERSION,
+        inference_count=engine.answered.count,
+        inference_stats=protocol.InferStatistics(
+            success=_duration(engine.answered),
+            fail=protocol.StatisticDuration(count=engine.num_failed),
+            queue=_duration(engine.queued),
+            compute_infer=_duration(engine.computed),
+        ),
+    )
 
 
 def _duration(span: Span) -> protocol.StatisticDuration:
@@ -160,9 +173,9 @@ def _duration(span: Span) -> protocol.StatisticDuration:
 class _Stream:
     """The requests of one ModelStreamInfer call."""
 
-    def __init__(self, intake: Intake, context: AnyContext, writer: CallWriter) -> None:
+    def __init__(self, models: Models, context: AnyContext, writer: CallWriter) -> None:
         self.room = asyncio.Semaphore(MAX_CONCURRENT)
-        self._intake = intake
+        self._models = models
         self._context = context
         self._writer = writer
 
@@ -192,7 +205,8 @@ class _Stream:
                     texts.clear()
             return found
 
-        await read_answer(self._intake, asked.request, self._context, self._writer, replies)
+        intake = self._models.of(request.model_name)
+        await read_answer(intake, asked.request, self._context, self._writer, replies)
 
     async def _fail(self, request: protocol.ModelInferRequest, text: str) -> None:
         named = protocol.ModelInferResponse(id=request.id)

@@ -5,7 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -18,9 +19,10 @@ from pdserve.base.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import Cause, Refused, RefusedError, invalid
 from pdserve.router.config import EndpointConfig
+from pdserve.router.frontend.anthropic.fields import CountTokensRequest, MessagesRequest
 from pdserve.router.frontend.anthropic.response import body_of as messages_body_of
-from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.models import Models
 from pdserve.router.frontend.openai.document import (
     COUNT_INPUT,
     COUNT_TOKENS,
@@ -34,7 +36,17 @@ from pdserve.router.frontend.openai.document import (
 )
 from pdserve.router.frontend.openai.embeddings import Embedder
 from pdserve.router.frontend.openai.errors import body_of, headers_for, refused_by, response_of
-from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest
+from pdserve.router.frontend.openai.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    Served,
+    TokenizeRequest,
+)
 from pdserve.router.frontend.openai.generation import (
     MAX_TOKEN_BODY_BYTES,
     REQUEST_ID,
@@ -59,7 +71,8 @@ from pdserve.router.frontend.terms import usable_label
 from pdserve.text.tokenizer import Tokenizer
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no API key
-TOKEN_PATHS = TOKENIZE, DETOKENIZE = ("/tokenize", "/detokenize")
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TOKEN_PATHS = frozenset({TOKENIZE, DETOKENIZE, COUNT_TOKENS, COUNT_INPUT})
 BODIES = {  # of errors, where they are not as chats have them
     **dict.fromkeys((MESSAGES, COUNT_TOKENS), messages_body_of),
     **dict.fromkeys((RESPONSES, COUNT_INPUT), responses_body_of),
@@ -67,29 +80,31 @@ BODIES = {  # of errors, where they are not as chats have them
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
+_Asked = TypeVar("_Asked", bound="Served | CountTokensRequest")
 
 
 class App:
     """The ASGI application."""
 
-    def __init__(self, intake: Intake, config: EndpointConfig, responses: Responses) -> None:
-        generator, embedder, scorer = Generator(intake), Embedder(intake), Scorer(intake)
+    def __init__(self, models: Models, config: EndpointConfig, responses: Responses) -> None:
         self._sites = Sites(config)
+        rerank = _read(RerankRequest, models, lambda intake: Scorer(intake).rerank)
+        score = _read(ScoreRequest, models, lambda intake: Scorer(intake).score)
         self._generation: dict[str, Serve] = {
-            "/v1/chat/completions": generator.chat,
-            "/v1/completions": generator.complete,
-            MESSAGES: generator.message,
-            COUNT_TOKENS: generator.count_tokens,
+            "/v1/chat/completions": _read(ChatRequest, models, lambda intake: Generator(intake).chat),
+            "/v1/completions": _read(CompletionRequest, models, lambda intake: Generator(intake).complete),
+            MESSAGES: _read(MessagesRequest, models, lambda intake: Generator(intake).message),
+            COUNT_TOKENS: _read(CountTokensRequest, models, lambda intake: Generator(intake).count_tokens),
             RESPONSES: responses.create,
             COUNT_INPUT: responses.count,
-            EMBEDDINGS: embedder.embed,
-            POOLING: embedder.pool,
-            **dict.fromkeys((RERANK, "/rerank", "/v2/rerank"), scorer.rerank),
-            **dict.fromkeys((SCORE, "/score"), scorer.score),
+            EMBEDDINGS: _read(EmbeddingsRequest, models, lambda intake: Embedder(intake).embed),
+            POOLING: _read(PoolingRequest, models, lambda intake: Embedder(intake).embed),
+            **dict.fromkeys((RERANK, "/rerank", "/v2/rerank"), rerank),
+            **dict.fromkeys((SCORE, "/score"), score),
         }
-        self._intake = intake
-        self._page = Page(intake.backend, intake.clients)
-        self.routes = routes(intake, responses)
+        self._models = models
+        self._pages = {intake: Page(intake.backend, intake.clients, intake.others) for intake in models}
+        self.routes = routes(models, responses)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -114,11 +129,12 @@ class App:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if self._page.serves(path):
-            await self._page.app(dict(scope), receive, send)
+        if Page.serves(path):
+            model = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[-1]
+            await self._pages[self._models.shown(model)].app(dict(scope), receive, send)
             return
         if path not in OPEN:
-            self._intake.clients.identify(key_of(scope))
+            self._models.first.clients.identify(key_of(scope))
         check_head(scope)
         serve = self._generation.get(path)
         if scope["method"] != "POST":
@@ -129,12 +145,24 @@ class App:
             return
         check_json(scope)
         body = await read_body(receive)
+        if path in TOKEN_PATHS and len(body) > MAX_TOKEN_BODY_BYTES:
+            raise too_large(len(body), MAX_TOKEN_BODY_BYTES, path)
         if serve is not None:
             await serve(scope, body, send)
             return
-        if path in TOKEN_PATHS and len(body) > MAX_TOKEN_BODY_BYTES:
-            raise too_large(len(body), MAX_TOKEN_BODY_BYTES, path)
         await self.routes(dict(scope), _again(body), send)
+
+
+def _read(
+    kind: type[_Asked], models: Models, serving: Callable[[Intake], Callable[[_Asked, Scope, Send], Awaitable[None]]]
+) -> Serve:
+    """Return what reads a body of a kind, and has the model that it names serve it."""
+
+    async def serve(scope: Scope, body: bytes, send: Send) -> None:
+        asked = kind.model_validate_json(body)
+        await serving(models.of(asked.model))(asked, scope, send)  # type: ignore[arg-type]  # mypy widens Self
+
+    return serve
 
 
 async def _left() -> Message:
@@ -162,17 +190,18 @@ async def _end(refused: Refused, scope: Scope, send: Send) -> None:
     await respond(send, refused.response.http, body, headers)
 
 
-def routes(intake: Intake, responses: Responses) -> FastAPI:
+def routes(models: Models, responses: Responses) -> FastAPI:
     """Return the routes besides generation; /openapi.json describes both."""
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, _not_served)
     for kind in (RequestValidationError, RefusedError, ValueError):
         app.add_exception_handler(kind, _refused)
-    _add_state(app, intake.backend)
-    _add_models(app, intake)
-    _add_tokens(app, intake)
-    app.include_router(KeptResponses(intake, responses.store, responses.background).router())
-    app.include_router(KeptConversations(intake, responses.store).router())
+    _add_state(app, models)
+    _add_models(app, models)
+    _add_tokens(app, models)
+    clients = models.first.clients
+    app.include_router(KeptResponses(clients, responses.store, responses.background).router())
+    app.include_router(KeptConversations(clients, responses.store).router())
     app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
     return app
 
@@ -187,17 +216,18 @@ async def _not_served(request: Request, error: Exception) -> Response:
     return response_of(refused_by(error), error.headers)
 
 
-def _add_state(app: FastAPI, backend: Backend) -> None:
+def _add_state(app: FastAPI, models: Models) -> None:
     @app.get("/health")
     @app.get("/ping", include_in_schema=False)
     async def health() -> Response:
         """Whether this router lives."""
-        return Response(status_code=200 if backend.readiness().is_live else 503)
+        return Response(status_code=200 if models.is_live else 503)
 
     @app.get("/ready")
-    async def ready() -> Response:
-        """Whether requests may come: some pair of workers serves, or did lately."""
-        return Response(status_code=200 if backend.readiness().is_ready else 503)
+    async def ready(model: str = "") -> Response:
+        """Whether requests may come, to a model or to any: some pair of workers serves, or did lately."""
+        is_ready = models.shown(model).backend.readiness().is_ready if model else models.is_ready
+        return Response(status_code=200 if is_ready else 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -205,18 +235,18 @@ def _add_state(app: FastAPI, backend: Backend) -> None:
         return {"version": pdserve.__version__}
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
-        text = await backend.metrics()
+    async def metrics(model: str = "") -> Response:
+        """Metrics of a model's router in Prometheus' text format; by default the first model's."""
+        text = await models.shown(model).backend.metrics()
         if not text:
             raise HTTPException(404, "metrics are turned off")
         return Response(text, media_type=METRICS_TYPE)
 
 
-def _add_models(app: FastAPI, intake: Intake) -> None:
+def _add_models(app: FastAPI, models: Models) -> None:
     created = int(time.time())
 
-    def card(name: str) -> dict[str, Any]:
+    def card(intake: Intake, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
@@ -230,14 +260,14 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
 
     @app.get("/v1/models")
     @app.get("/v1/models/", include_in_schema=False)
-    async def models() -> dict[str, Any]:
-        """The one model that is served, under each of its names, and its adapters."""
-        return {"object": "list", "data": [card(name) for name in intake.names]}
+    async def list_models() -> dict[str, Any]:
+        """The models that are served, each under all of its names, and their adapters."""
+        return {"object": "list", "data": [card(intake, name) for intake in models for name in intake.names]}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """A model."""
-        return card(model)
+        return card(models.of(model), model)
 
     @app.post("/v1/load_lora_adapter", include_in_schema=False)
     @app.post("/v1/unload_lora_adapter", include_in_schema=False)
@@ -245,40 +275,42 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
         raise RefusedError(Refused(Cause.NO_ROUTE, f"POST {call.url.path}: LoRA adapters are not served yet"))
 
 
-def _add_tokens(app: FastAPI, intake: Intake) -> None:
+def _add_tokens(app: FastAPI, models: Models) -> None:
     """Add routes from text to tokens and back. Both count against a tenant's limits, as generation does."""
-    model = intake.model
 
     @app.post(TOKENIZE)
     async def tokenize(body: TokenizeRequest, call: Request) -> Response:
         """The tokens of a text, or of a conversation as the model's template writes it."""
+        intake = models.of(body.model)
         async with visiting(intake, call.scope) as visit:
             limit, request = intake.max_model_len(), _prompt(body)
             intake.adapter(body.model or "")
             tokens = [] if body.prompt == "" else await intake.prompts.tokenize(request, limit, inf)
             visit.spend(len(tokens))
             shown = {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": None}
-            tokenizer = model.tokenizer if body.return_token_strs else None
+            tokenizer = intake.model.tokenizer if body.return_token_strs else None
             return Response(await asyncio.to_thread(_written, shown, tokenizer), media_type="application/json")
 
     @app.post(DETOKENIZE)
     async def detokenize(body: DetokenizeRequest, call: Request) -> Response:
         """The text of tokens."""
+        intake = models.of(body.model)
         async with visiting(intake, call.scope) as visit:
             intake.adapter(body.model or "")
             limit, num_tokens = intake.max_model_len(), len(body.tokens)
             if num_tokens > limit:
                 raise invalid("tokens", too_long(f"{num_tokens} are too many", limit))
-            check_ids(body.tokens, "tokens", model.vocab_size)
+            check_ids(body.tokens, "tokens", intake.model.vocab_size)
             visit.spend(num_tokens)
-            text = await asyncio.to_thread(model.tokenizer.decode, body.tokens)
+            text = await asyncio.to_thread(intake.model.tokenizer.decode, body.tokens)
             return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:
-        """Special tokens and the chat template."""
-        template = None if model.chat is None else model.chat.source
-        return {**model.special_tokens, "chat_template": template, "vocab_size": model.vocab_size}
+    async def tokenizer_info(model: str = "") -> dict[str, Any]:
+        """Special tokens and the chat template of a model, by default of the first."""
+        shown = models.shown(model).model
+        template = None if shown.chat is None else shown.chat.source
+        return {**shown.special_tokens, "chat_template": template, "vocab_size": shown.vocab_size}
 
 
 def _prompt(body: TokenizeRequest) -> inference.GenerateRequest:

@@ -26,21 +26,15 @@ PART_BYTES = 2**14  # of vectors that are written without a pause: half a millis
 
 
 class Embedder:
-    """Serves the routes."""
+    """Serves the routes for one model."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
-    async def embed(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Serve POST /v1/embeddings. Raises what `errors.refused_by` knows."""
-        await self._serve(EmbeddingsRequest.model_validate_json(body), scope, send)
-
-    async def pool(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Serve POST /pooling. Raises what `errors.refused_by` knows."""
-        await self._serve(PoolingRequest.model_validate_json(body), scope, send)
-
-    async def _serve(self, asked: EmbeddingsRequest, scope: Scope, send: Send) -> None:
+    async def embed(self, asked: EmbeddingsRequest, scope: Scope, send: Send) -> None:
+        """Serve POST /v1/embeddings and /pooling. Raises what `errors.refused_by` knows."""
         headers, model = headers_of(scope), self._intake.model
+        self._intake.adapter(asked.model or "")
         if model.embedding.refusal:
             raise invalid("model", f"it makes no vectors of texts: {model.embedding.refusal}")
         template = pooled_template(asked, headers, model.embedding.pooling)

@@ -46,15 +46,14 @@ MAX_TOKEN_BODY_BYTES = 1 << 20  # of a text whose tokens are wanted
 
 
 class Generator:
-    """Serves the routes of generation."""
+    """Serves the routes of generation for one model."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
-    async def chat(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def chat(self, asked: ChatRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/chat/completions. Raises what `errors.refused_by` knows."""
-        asked, headers = ChatRequest.model_validate_json(body), headers_of(scope)
-        request = chat_request(asked, headers)
+        request = chat_request(asked, headers_of(scope))
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
         last = request.chat.messages[-1]
@@ -63,10 +62,9 @@ class Generator:
         reply = self._reply(asked, scope, self._response(asked, CHAT, shown), [choices])
         await self._serve(reply, [request], scope, send, plan, asked)
 
-    async def message(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def message(self, asked: MessagesRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/messages. Raises what `errors.refused_by` knows."""
-        asked, headers = MessagesRequest.model_validate_json(body), headers_of(scope)
-        check_version(headers.get("anthropic-version"))
+        check_version(headers_of(scope).get("anthropic-version"))
         response = MessagesResponse(self.name_of(asked.model), self._intake.max_model_len())
         await self.converse(asked.chat(), asked, lambda _plan: response, scope, send)
 
@@ -89,11 +87,9 @@ class Generator:
         request.sampling.fill_model_len = True
         return request, filters.plan(chat, request, self._intake.model)
 
-    async def count_tokens(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def count_tokens(self, asked: CountTokensRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/messages/count_tokens. It counts against a tenant's limits, as generation does."""
-        if len(body) > MAX_TOKEN_BODY_BYTES:
-            raise too_large(len(body), MAX_TOKEN_BODY_BYTES, scope["path"])
-        asked, intake = CountTokensRequest.model_validate_json(body), self._intake
+        intake = self._intake
         check_version(headers_of(scope).get("anthropic-version"))
         async with visiting(intake, scope) as visit:
             intake.adapter(asked.model)
@@ -102,10 +98,9 @@ class Generator:
             visit.spend(len(token_ids))
         await respond(send, 200, msgspec.json.encode({"input_tokens": len(token_ids)}), JSON)
 
-    async def complete(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def complete(self, asked: CompletionRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/completions. Raises what `errors.refused_by` knows."""
-        asked, headers = CompletionRequest.model_validate_json(body), headers_of(scope)
-        template, prompts = completion_template(asked, headers), prompts_of(asked.prompt)
+        template, prompts = completion_template(asked, headers_of(scope)), prompts_of(asked.prompt)
         each = template.sampling.n or 1
         if each * len(prompts) > MAX_CHOICES:
             raise invalid("n", f"{each * len(prompts)} choices of all prompts are over the limit of {MAX_CHOICES}")

@@ -30,14 +30,13 @@ Pair = tuple[str, str]  # a query and a document
 
 
 class Scorer:
-    """Serves the routes."""
+    """Serves the routes for one model."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
-    async def rerank(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def rerank(self, asked: RerankRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/rerank. Raises what `errors.refused_by` knows."""
-        asked = RerankRequest.model_validate_json(body)
         texts = [each if isinstance(each, str) else each.text for each in asked.documents]
         if not 1 <= len(texts) <= MAX_INPUTS:
             raise invalid("documents", f"{len(texts)} documents are outside [1, {MAX_INPUTS}]")
@@ -49,9 +48,8 @@ class Scorer:
             if is_there:
                 await respond(send, 200, _ranked(asked, texts, call), [*JSON, *call.headers])
 
-    async def score(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def score(self, asked: ScoreRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/score. Raises what `errors.refused_by` knows."""
-        asked = ScoreRequest.model_validate_json(body)
         queries, texts = [[each] if isinstance(each, str) else each for each in (asked.text_1, asked.text_2)]
         if not 1 <= len(texts) <= MAX_INPUTS:
             raise invalid("text_2", f"{len(texts)} texts are outside [1, {MAX_INPUTS}]")
@@ -72,6 +70,7 @@ class Scorer:
         self, asked: RerankRequest | ScoreRequest, scope: Scope, pairs: list[Pair], name_of: Callable[[int], str]
     ) -> PooledCall:
         scoring, intake = self._intake.model.scoring, self._intake
+        intake.adapter(asked.model or "")
         if scoring is None:
             raise invalid("model", f"it scores no documents: its vocabulary has not all of {', '.join(WORDS)}")
         template = pooled_template(asked, headers_of(scope), Pooling("logits", scoring.token_ids))

@@ -1,12 +1,13 @@
 """Responses that are computed while no client waits.
 
 Invariant: a response that was begun in the background ends once in the store: with its answer, cancelled, or failed. At
-most `max_num` are computed at once. The events of one that is streamed are kept until it has ended, and after that as
-long as MAX_LOG_BYTES hold them and later ones.
+most `max_num` of a model are computed at once. The events of one that is streamed are kept until it has ended, and
+after that as long as MAX_LOG_BYTES hold them and later ones.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -16,11 +17,11 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.frontend.answer import Answer, Gain, Outcome
 from pdserve.router.frontend.intake import Intake, Preparing
+from pdserve.router.frontend.models import Models
 from pdserve.router.frontend.openai.dialect import Choice, ledger_of
 from pdserve.router.frontend.responses.event_log import EventLog
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.keeping import Keeping
-from pdserve.router.frontend.responses.response import ItemsResponse
 from pdserve.router.requests.commands import Finished
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,11 @@ _STOPPING = Refused(Cause.SHUTTING_DOWN, "this process shuts down")
 class Job:
     """One response: the `Sink` of its answer."""
 
-    def __init__(self, response: ItemsResponse, keeping: Keeping, choice: Choice, log: EventLog | None) -> None:
-        """`log` gets the events; None: nobody wants them."""
+    def __init__(self, intake: Intake, keeping: Keeping, choice: Choice, log: EventLog | None) -> None:
+        """`intake`: of its model. `log` gets the events; None: nobody wants them."""
+        self.intake = intake
         self.log = log
-        self.response = response
+        self.response = keeping.response
         self.keeping = keeping
         self.answer: Answer | None = None
         self.outcome: Outcome | None = None
@@ -88,15 +90,17 @@ class Job:
 class Background:
     """The jobs of this process. Leaving the `async with` block ends those that are left."""
 
-    def __init__(self, intake: Intake, max_num: int, max_deadline_s: float) -> None:
-        self._intake = intake
+    def __init__(self, models: Models, max_num: int, max_deadline_s: float) -> None:
+        """`max_num`: of a model."""
+        self._models = models
         self._max_num = max_num
         self._running_s = max_deadline_s + GRACE_S
         self._jobs: dict[tuple[str, str], Job] = {}  # by tenant and response
-        self._num_starting = 0
+        self._starting: Counter[Intake] = Counter()
         self._logs: dict[tuple[str, str], EventLog] = {}  # of responses that have ended, the oldest first
         self._tasks = asyncio.TaskGroup()
-        intake.backend.aborts.append(self._abort)
+        for intake in models:
+            intake.backend.aborts.append(self._abort)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -105,7 +109,8 @@ class Background:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._intake.backend.aborts.remove(self._abort)
+        for intake in self._models:
+            intake.backend.aborts.remove(self._abort)
         for job in self._jobs.values():
             job.end(_STOPPING)
         await self._tasks.__aexit__(kind, error, trace)
@@ -117,21 +122,22 @@ class Background:
 
         RefusedError if it is not valid, or too many are computed.
         """
-        if len(self._jobs) + self._num_starting >= self._max_num:
+        intake = job.intake
+        if sum(each.intake is intake for each in self._jobs.values()) + self._starting[intake] >= self._max_num:
             text = f"background: {self._max_num} responses are computed in the background, the limit"
             raise RefusedError(Refused(Cause.BACKGROUND, text))
-        self._num_starting += 1
+        self._starting[intake] += 1
         told = dict(job.response.told)
         job.tell(job.response.queued())
         try:
-            job.answer = await self._intake.accept(request, job, key, received_s=received_s, preparing=preparing)
+            job.answer = await intake.accept(request, job, key, received_s=received_s, preparing=preparing)
             try:
                 await job.keeping.begin(told, self._running_s)
             except BaseException:
-                self._intake.leave(job.answer)
+                intake.leave(job.answer)
                 raise
         finally:
-            self._num_starting -= 1
+            self._starting[intake] -= 1
         self._jobs[job.name] = job
         self._count()
         self._tasks.create_task(self._run(job), name=f"response {job.response.id}")
@@ -145,7 +151,8 @@ class Background:
     def cancel(self, tenant: str, name: str) -> None:
         """Let a response be computed no further, whichever process does so. The store says what became of it."""
         self._abort(tenant, (name,))
-        self._intake.backend.abort(tenant, (name,))
+        for intake in self._models:  # whose routers tell all frontends; it may be any model's response
+            intake.backend.abort(tenant, (name,))
 
     def _abort(self, tenant: str, names: Sequence[str]) -> None:
         for name in names:
@@ -168,7 +175,7 @@ class Background:
             del self._jobs[job.name]
             self._count()
             if job.answer is not None:
-                self._intake.leave(job.answer)
+                job.intake.leave(job.answer)
 
     async def _end(self, job: Job) -> None:
         """Keep the end of a response, at the last of several tries if the store fails."""
@@ -183,7 +190,7 @@ class Background:
         return None
 
     def _count(self) -> None:
-        self._intake.backend.kept.num_in_background = len(self._jobs)
+        self._models.first.backend.kept.num_in_background = len(self._jobs)
 
     def _keep(self, job: Job) -> None:
         """Keep the events of a response that has ended, and forget the oldest beyond the limit."""

@@ -1,6 +1,6 @@
 """The Responses API's routes that generate."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 
@@ -11,13 +11,14 @@ from pdserve.base.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import RefusedError
 from pdserve.router.config import EndpointConfig
+from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.models import Models
 from pdserve.router.frontend.openai.connection import Connection
 from pdserve.router.frontend.openai.errors import JSON, Header
 from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.openai.filters import Plan
 from pdserve.router.frontend.openai.generation import (
-    MAX_TOKEN_BODY_BYTES,
     REQUEST_ID,
     Generator,
     choices_of,
@@ -25,7 +26,6 @@ from pdserve.router.frontend.openai.generation import (
     ignored,
     key_of,
     preparing_of,
-    too_large,
     visiting,
 )
 from pdserve.router.frontend.openai.reply import ROUTERS_ID, respond
@@ -34,22 +34,23 @@ from pdserve.router.frontend.responses.background import Background, Job
 from pdserve.router.frontend.responses.event_log import EVENTS, EventLog
 from pdserve.router.frontend.responses.events import Json
 from pdserve.router.frontend.responses.fields import CountInputRequest, ResponseRequest
-from pdserve.router.frontend.responses.items import Item
-from pdserve.router.frontend.responses.keeping import Keeping, context_of, given_in, session_of
+from pdserve.router.frontend.responses.keeping import Keeping, context_of, given_in, session_of, with_model
 from pdserve.router.frontend.responses.response import ItemsResponse, new_response_id
 from pdserve.router.frontend.responses.shelf import Limits
 from pdserve.router.frontend.responses.store import Store
 from pdserve.text.reasoning import ReasoningTokens
 
+Kept = Callable[[Plan], Keeping]  # what keeps a response
+
 
 @asynccontextmanager
-async def open_responses(config: EndpointConfig, intake: Intake, owner: str) -> AsyncIterator["Responses"]:
+async def open_responses(config: EndpointConfig, models: Models, owner: str) -> AsyncIterator["Responses"]:
     """Keep responses for the length of the block. `owner`: this process's name. ConfigError for an unusable file."""
     limits = Limits(config.max_num_stored, config.max_stored_bytes, config.responses_ttl_s)
-    store = Store(config.responses_file, limits, owner, intake.backend.kept)
+    store = Store(config.responses_file, limits, owner, models.first.backend.kept)
     try:
-        async with Background(intake, config.max_num_background, config.max_deadline_ms / 1e3) as background:
-            yield Responses(intake, store, background)
+        async with Background(models, config.max_num_background, config.max_deadline_ms / 1e3) as background:
+            yield Responses(models, store, background)
     finally:
         await store.close()
 
@@ -57,43 +58,53 @@ async def open_responses(config: EndpointConfig, intake: Intake, owner: str) -> 
 class Responses:
     """Serves POST /v1/responses and /v1/responses/input_tokens."""
 
-    def __init__(self, intake: Intake, store: Store, background: Background) -> None:
+    def __init__(self, models: Models, store: Store, background: Background) -> None:
         self.store = store
         self.background = background
-        self._intake = intake
-        self._generator = Generator(intake)
+        self._models = models
 
     async def create(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/responses. Raises what `errors.refused_by` knows."""
         asked = ResponseRequest.model_validate_json(body)
         asked.check()
-        tenant = tenant_of(self._intake, scope)
+        tenant = tenant_of(self._models.first.clients, scope)
+        asked = await with_model(self.store, tenant, asked)
+        intake = self._models.of(asked.model)
         context = await context_of(self.store, tenant, asked)
         given = await given_in(self.store, tenant, asked.input)
         name = new_response_id()
         session = asked.prompt_cache_key or await session_of(self.store, tenant, asked, name)
         chat = asked.chat(context, given).model_copy(update={"prompt_cache_key": session})
-        if asked.background:
-            await self._begin(asked, chat, given, name, scope, send)
-            return
 
         def begun(plan: Plan) -> ItemsResponse:
-            response = self._begun(asked, plan, name)
+            response = _begun(intake, asked, plan, name)
             if asked.is_stored:
                 response.settle = Keeping(self.store, tenant, asked, given, response).settle
             return response
 
-        await self._generator.converse(chat, asked, begun, scope, send)
+        def kept(plan: Plan) -> Keeping:
+            return Keeping(self.store, tenant, asked, given, _begun(intake, asked, plan, name))
+
+        if asked.background:
+            await self._begin(intake, asked, chat, kept, scope, send)
+            return
+
+        await Generator(intake).converse(chat, asked, begun, scope, send)
 
     async def _begin(
-        self, asked: ResponseRequest, chat: ChatRequest, given: Sequence[Item], name: str, scope: Scope, send: Send
+        self,
+        intake: Intake,
+        asked: ResponseRequest,
+        chat: ChatRequest,
+        kept: Kept,
+        scope: Scope,
+        send: Send,
     ) -> None:
         """Begin a response in the background, and tell the client of it."""
         given_headers = headers_of(scope)
-        request, plan = self._generator.planned(chat, given_headers)
-        response = self._begun(asked, plan, name)
-        keeping = Keeping(self.store, tenant_of(self._intake, scope), asked, given, response)
-        job = Job(response, keeping, choices_of(plan)[0], EventLog() if asked.stream else None)
+        request, plan = Generator(intake).planned(chat, given_headers)
+        keeping = kept(plan)
+        job = Job(intake, keeping, choices_of(plan)[0], EventLog() if asked.stream else None)
         try:
             answer, told = await self.background.start(
                 job, request, key_of(scope), scope["state"]["received_s"], preparing_of(plan)
@@ -109,10 +120,10 @@ class Responses:
 
     async def count(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/responses/input_tokens. It counts against a tenant's limits, as generation does."""
-        if len(body) > MAX_TOKEN_BODY_BYTES:
-            raise too_large(len(body), MAX_TOKEN_BODY_BYTES, scope["path"])
-        asked, intake = CountInputRequest.model_validate_json(body), self._intake
+        asked = CountInputRequest.model_validate_json(body)
         asked.check()
+        asked = await with_model(self.store, tenant_of(self._models.first.clients, scope), asked)
+        intake = self._models.of(asked.model)
         async with visiting(intake, scope) as visit:
             intake.adapter(asked.model or "")
             tenant = "" if visit.client is None else visit.client.tenant
@@ -124,11 +135,12 @@ class Responses:
         told = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
         await respond(send, 200, msgspec.json.encode(told), JSON)
 
-    def _begun(self, asked: ResponseRequest, plan: Plan, name: str) -> ItemsResponse:
-        tokenizer, reasoning = self._intake.model.tokenizer, None
-        if plan.begins_inside is not None:
-            reasoning = ReasoningTokens[Json](tokenizer.piece, begins_inside=plan.begins_inside)
-        return ItemsResponse(asked, self._generator.name_of(asked.model), tokenizer, reasoning, name)
+
+def _begun(intake: Intake, asked: ResponseRequest, plan: Plan, name: str) -> ItemsResponse:
+    tokenizer, reasoning = intake.model.tokenizer, None
+    if plan.begins_inside is not None:
+        reasoning = ReasoningTokens[Json](tokenizer.piece, begins_inside=plan.begins_inside)
+    return ItemsResponse(asked, Generator(intake).name_of(asked.model), tokenizer, reasoning, name)
 
 
 async def _stream(log: EventLog, connection: Connection, send: Send, headers: Sequence[Header]) -> None:
@@ -141,7 +153,7 @@ async def _stream(log: EventLog, connection: Connection, send: Send, headers: Se
     await send({"type": "http.response.body", "body": b""})
 
 
-def tenant_of(intake: Intake, scope: Scope) -> str:
+def tenant_of(clients: Clients, scope: Scope) -> str:
     """Return whose responses and conversations a call sees; empty where callers need no key."""
-    client = intake.clients.identify(key_of(scope))
+    client = clients.identify(key_of(scope))
     return "" if client is None else client.tenant

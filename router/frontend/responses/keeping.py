@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from pdserve.base.errors import echo
 from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES
@@ -13,6 +14,8 @@ from pdserve.router.frontend.responses.response import ItemsResponse
 from pdserve.router.frontend.responses.shelf import Entry, Holder, Kind, Shelf
 from pdserve.router.frontend.responses.store import Store, not_kept
 from pdserve.router.requests.timeline import Usage
+
+_Asked = TypeVar("_Asked", bound=CountInputRequest)
 
 
 async def context_of(store: Store, tenant: str, asked: CountInputRequest) -> list[Item]:
@@ -28,6 +31,17 @@ async def context_of(store: Store, tenant: str, asked: CountInputRequest) -> lis
         raise invalid(field, f"{name!r} is still being computed")
     check_room(store, holder, 0, field)
     return [Item.model_validate(item) for item in await store.history(tenant, name, kind, field)]
+
+
+async def with_model(store: Store, tenant: str, asked: _Asked) -> _Asked:
+    """Return a request that names its model: one that names none goes to the model of the response that it continues.
+
+    It may name another one, as in OpenAI's API. RefusedError if that response is not there.
+    """
+    if asked.model or not asked.previous_response_id:
+        return asked
+    holder = await store.get(tenant, asked.previous_response_id, Kind.RESPONSE, "previous_response_id")
+    return asked.model_copy(update={"model": holder.body["model"]})
 
 
 async def session_of(store: Store, tenant: str, asked: ResponseRequest, own_id: str) -> str:
@@ -78,18 +92,18 @@ class Keeping:
         self._store = store
         self._asked = asked
         self._given = dumped(given)
-        self._response = response
+        self.response = response
 
     @property
     def entry(self) -> Entry:
         """The response as it is now."""
-        response, asked = self._response, self._asked
+        response, asked = self.response, self._asked
         previous, conversation = asked.previous_response_id or "", asked.conversation_id
         return Entry(dict(response.told), self._given, response.output.items, previous, conversation)
 
     async def settle(self, usages: Sequence[Usage], ledger: Json | list[Json]) -> None:
         """Keep a response whose answer is complete. Raises RefusedError."""
-        self._response.finish(usages, ledger)
+        self.response.finish(usages, ledger)
         await self._store.ask(Shelf.put, self.tenant, Kind.RESPONSE, self.entry)
 
     async def begin(self, told: Json, running_s: float) -> None:
@@ -98,7 +112,7 @@ class Keeping:
 
     async def go_on(self) -> None:
         """Note that the answer has begun."""
-        await self._store.ask(Shelf.change, self.tenant, self._response.id, Kind.RESPONSE, _in_progress)
+        await self._store.ask(Shelf.change, self.tenant, self.response.id, Kind.RESPONSE, _in_progress)
 
     async def end(self) -> None:
         """Keep the end of a response that was begun, unless it was cancelled or deleted."""

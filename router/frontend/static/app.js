@@ -3,7 +3,7 @@
 import { lastMinute, showPredicted, showTrend, startCharts } from "/page/charts.js";
 import { own, showOwn, startChat } from "/page/chat.js";
 import { showDetail, startDetail } from "/page/detail.js";
-import { byId, text } from "/page/dom.js";
+import { byId, h, text } from "/page/dom.js";
 import { showFlow, startFlow } from "/page/flow.js";
 import { isQuiet, showEnded, showNews, showRefusals, showTiles, told } from "/page/lists.js";
 import { showPools, startPools } from "/page/pools.js";
@@ -50,6 +50,7 @@ function draw() {
   text(byId("model"), state.facts?.model ?? "");
   document.title = `pdserve ${state.facts?.model ?? ""}`.trim();
   text(byId("foot"), `Shown by ${state.facts?.router ?? "the router"}. Prompts and answers of requests are never shown here, only their lengths and times.`);
+  showModels(Object.keys(state.models ?? {}));
   showFlow(state, own);
   showPools(state, shown);
   showOwn(state);
@@ -64,6 +65,15 @@ function draw() {
     showPredicted(state);
   }
   shown = { workers: { ...state.workers } };
+}
+
+/** Link to the pages of the other models at this address. */
+function showModels(others) {
+  const nav = byId("models");
+  if (nav.dataset.shown === others.join("\n")) return;
+  nav.dataset.shown = others.join("\n");
+  nav.hidden = !others.length;
+  nav.replaceChildren(...others.flatMap((name) => [" ", h("a", { href: `/?model=${encodeURIComponent(name)}` }, name)]));
 }
 
 function showVerdict(state) {

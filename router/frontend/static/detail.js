@@ -40,7 +40,7 @@ export async function showDetail(id) {
 
 async function load(id) {
   try {
-    const response = await fetch(`/page/requests/${id}`, { headers: key.headers(), cache: "no-store" });
+    const response = await fetch(`/page/requests/${id}${location.search}`, { headers: key.headers(), cache: "no-store" });
     return response.ok ? await response.json() : { error: (await failure(response)).message };
   } catch {
     return { error: "The router cannot be reached." };

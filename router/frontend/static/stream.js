@@ -78,7 +78,7 @@ export class Stream {
     alive();
     try {
       const options = { headers: { Accept: "text/event-stream", ...key.headers() }, cache: "no-store", signal: control.signal };
-      const response = await fetch("/page/events", options);
+      const response = await fetch(`/page/events${location.search}`, options);
       if (!response.ok) throw await failure(response);
       for await (const [event, data] of events(response, alive)) {
         this.take(event, JSON.parse(data));
