@@ -31,7 +31,7 @@ OF_THE_CHART = {
     *("host", "port", "http_host", "http_port", "internal_host", "internal_port"),
     *("handoff_host", "handoff_port", "handoff_rdma_devices", "dialect_host", "dialect_port"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
-    *("role", "routers", "router_id", "frontend_id", "worker_id", "launch_id", "incarnation", "shares_ports"),
+    *("role", "routers", "router_id", "frontend_id", "worker_id", "launch_id", "incarnation", "shares_ports", "models"),
     *("termination_message_file", "serve_clients"),
     *("device", "policy", "policy_resource", "name"),
 }
