@@ -55,6 +55,7 @@ class ClusterState(BaseModel, frozen=True, extra="forbid"):
     elsewhere: Wiring | None = None  # of the workers, where they are started on other machines
     launcher: str = ""  # host:port at which workers are started and stopped; empty: nowhere
     http: str = ""  # URL of OpenAI's API; empty: it is not served
+    others: tuple[str, ...] = ()  # clusters of other models, which start and end with this one
 
     def operator(self, identity_dir: Path | None = None) -> AdminClient:
         """Return a connection to the router's internal port, with another operator's identity if one is given."""
@@ -182,7 +183,7 @@ def claimed_port(host: str, wanted: int | None, preferred: int, flag: str = "--r
         if wanted is not None and (error := bind_error(host, wanted)) is not None:
             why = why_not_bound(host, wanted, error)
             raise ConfigError(f"{flag}: cannot listen on {join_address(host, wanted)}: {why}")
-        yield (_bindable(host, port) if is_ours else None) or free_port(host)
+        yield (_bindable(host, port) if is_ours and port else None) or free_port(host)
 
 
 def free_port(host: str, flag: str = "--host") -> int:

@@ -9,8 +9,8 @@ import json
 import os
 from asyncio.subprocess import DEVNULL, STDOUT
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from pdserve.launch.folder import (
     free_port,
     write_secret,
 )
-from pdserve.launch.plan import PDSERVE, PUBLISHED, WORKER_ROLES, ClusterSpec, Wiring, threads_each
+from pdserve.launch.plan import PDSERVE, PUBLISHED, WORKER_ROLES, ClusterSpec, ServedAt, Wiring, threads_each
 from pdserve.launch.service import ROUTERS_END_S, WORKERS_END_S, LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor, report_end
 from pdserve.net.certificates import Part
@@ -97,6 +97,10 @@ class LocalCluster:
         within_s = drain_timeout_s + ROUTERS_END_S
         first = (Stage(("autoscaler", "frontend"), within_s), Stage(("router",), within_s))
         await self._supervisor.stop((*first, Stage(WORKER_ROLES, drain_timeout_s + WORKERS_END_S)))
+
+    async def stop_frontends(self, drain_timeout_s: float) -> None:
+        """Let what the frontends serve finish, then end them; their routers may be other clusters'."""
+        await self._supervisor.stop((Stage(("frontend",), drain_timeout_s + ROUTERS_END_S),))
 
     async def end_elsewhere(self) -> None:
         """Let the workers on other machines drain and end, while the router is there to take note of it."""
@@ -230,11 +234,7 @@ async def running(
     configuration; LaunchError when one keeps failing before all
     are ready; both end the block.
     """
-    with (
-        claimed_folder(spec.name) as folder,
-        claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port,
-        claimed_port(spec.host, spec.http_port, HTTP_PORT, "--http-port") as http_port,
-    ):
+    with claimed_folder(spec.name) as folder, _claimed_ports(spec) as (port, http_port):
         devices, spec = await asyncio.to_thread(deal, spec)
         num_cores = len(os.sched_getaffinity(0))
         wiring = Wiring(
@@ -244,7 +244,9 @@ async def running(
             internal_host=spec.internal_host,
             internal_port=spec.internal_port or free_port(spec.internal_host, "--internal-host"),
             secret_file=write_secret(folder, spec.workers_secret_file),
-            num_threads=None if "OMP_NUM_THREADS" in os.environ else threads_each(spec.most_workers, num_cores),
+            num_threads=None
+            if "OMP_NUM_THREADS" in os.environ
+            else threads_each(spec.most_workers + spec.num_beside, num_cores),
             certificates=_certificates(spec, folder),
             shared_weights_dir=default_cache_dir() / "weights",
         )
@@ -270,6 +272,19 @@ async def running(
             raise first_of(expected, Exception) or expected from None
 
 
+@contextmanager
+def _claimed_ports(spec: ClusterSpec) -> Iterator[tuple[int, int]]:
+    """Have the ports for clients, gRPC's and HTTP's, for the length of the block; none where others serve them."""
+    if spec.served_at is not None:
+        yield 0, 0
+        return
+    with (
+        claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port,
+        claimed_port(spec.host, spec.http_port, HTTP_PORT, "--http-port") as http_port,
+    ):
+        yield port, http_port
+
+
 def _certificates(spec: ClusterSpec, folder: Path) -> Path | None:
     if not spec.tls:
         return None
@@ -279,11 +294,13 @@ def _certificates(spec: ClusterSpec, folder: Path) -> Path | None:
 
 def _state(wiring: Wiring) -> ClusterState:
     spec = wiring.spec
+    at = spec.served_at or ServedAt(join_address(spec.host, wiring.public_port), _url(wiring))
     return ClusterState(
         name=spec.name,
         supervisor_pid=os.getpid(),
-        endpoint=join_address(spec.host, wiring.public_port),
-        http=_url(wiring),
+        endpoint=at.endpoint,
+        http=at.http,
+        others=spec.others,
         admin=wiring.router,
         secret_file=wiring.secret_file,
         identity_dir=wiring.identity_dir(Part.OPERATOR),

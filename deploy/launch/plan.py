@@ -30,6 +30,14 @@ PDSERVE = (sys.executable, "-P", "-m", "pdserve")
 
 
 @dataclass(frozen=True, slots=True)
+class ServedAt:
+    """Where clients are served."""
+
+    endpoint: str  # host:port of gRPC
+    http: str  # URL of OpenAI's API; empty: nowhere
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """What an operator asks for."""
 
@@ -55,6 +63,9 @@ class ClusterSpec:
     internal_host: str = "127.0.0.1"  # where the router listens for workers
     tls: bool = False  # whether certificates are made for it
     workers_secret_file: Path | None = None  # the secret on those machines; None: where it is on this one
+    served_at: ServedAt | None = None  # by frontends of another cluster; None: by its own, or its router
+    others: tuple[str, ...] = ()  # clusters whose clients its frontends serve, too
+    num_beside: int = 0  # workers of other clusters on this machine
 
     @property
     def drain_timeout_s(self) -> float:
@@ -183,7 +194,7 @@ class Wiring:
             "internal_port": self.internal_port,
             "drain_timeout_s": self.spec.drain_timeout_s,
         }
-        if self.spec.num_frontends:
+        if self.spec.num_frontends or self.spec.served_at:
             flags["serve_clients"] = False
         else:
             flags |= self._endpoints()

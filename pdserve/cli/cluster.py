@@ -18,7 +18,7 @@ from pdserve.base.roles import Role
 from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, OperatorFlags, RouterFlags
 from pdserve.launch.plan import MAX_FRONTENDS, PER_PROCESS
-from pdserve.router.config import EndpointConfig, RouterConfig
+from pdserve.router.config import EndpointConfig, ModelSettings, RouterConfig
 from pdserve.settings.config import MAX_RANKS, WorkerConfig
 
 if TYPE_CHECKING:
@@ -187,7 +187,10 @@ def up(
         str | None,
         typer.Argument(help=f"A path, or a name from the catalog or the Hugging Face hub; by default {DEFAULT_MODEL}."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with router, workers by role, and autoscaler.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with router, workers by role, and autoscaler, of a model or of several."),
+    ] = None,
     least: ReplicaFlags = _NO_REPLICAS,
     ranks: RankFlags = _NO_RANKS,
     own: ClusterFlags = _NO_SETTINGS,
@@ -209,19 +212,26 @@ def up(
     Each flag goes to every process that has it, and overrides the file of --config. A path at which
     workers publish KV events gets each worker's name, and a port there has to be *: each takes a free one.
     """
-    from pdserve.cli.cluster_file import read_cluster
+    from pdserve.cli.cluster_file import check_flags_of_several, read_clusters
     from pdserve.cli.running import Terminal, serve_until_signal
+    from pdserve.launch.several import joined
 
     given = _given(flags)
     named = {"model": model, "served_model_name": given.pop("served_model_name", None)}
-    settings = ({} if config is None else read_cluster(config)) | _given({**named, **asdict(own)})
-    settings["role_flags"] = ranks.over(settings.get("role_flags", {}), given, on)
-    settings["replicas"] = replicas = settings.get("replicas", {}) | _given(asdict(least))
-    if on is Platform.RAY:
-        wanted = replicas.get("prefill"), replicas.get("decode")
-        cluster = settings.get("name", "default")
-        settings["policy"] = policy_on_ray(settings.get("policy"), cluster, *wanted, address, given)
-    asyncio.run(serve_until_signal(_spec(settings, given, on, address), Terminal()))
+    above = _given({**named, **asdict(own)})
+    models = [{}] if config is None else read_clusters(config)
+    if len(models) > 1:
+        check_flags_of_several({**above, **_given(asdict(least)), **given}, is_on_ray=on is Platform.RAY)
+    specs = []
+    for settings in [each | above for each in models]:
+        settings["role_flags"] = ranks.over(settings.get("role_flags", {}), given, on)
+        settings["replicas"] = replicas = settings.get("replicas", {}) | _given(asdict(least))
+        if on is Platform.RAY:
+            wanted = replicas.get("prefill"), replicas.get("decode")
+            cluster = settings.get("name", "default")
+            settings["policy"] = policy_on_ray(settings.get("policy"), cluster, *wanted, address, given)
+        specs.append(_spec(settings, given, on, address))
+    asyncio.run(serve_until_signal(joined(specs, ModelSettings.model_fields), Terminal()))
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,10 +301,11 @@ def down(name: ClusterArgument = "default") -> None:
     """
     from pdserve.launch.folder import drained_file, read_state, wait_for_end
 
+    state = read_state(name)
     with suppress(ProcessLookupError):
-        os.kill(read_state(name).supervisor_pid, signal.SIGTERM)
+        os.kill(state.supervisor_pid, signal.SIGTERM)
     wait_for_end(name)
-    if not drained_file(name).exists():
+    if not all(drained_file(each).exists() for each in (name, *state.others)):
         raise CommandError(f"{name} has ended, and not all of it drained: `pdserve logs {name}` shows why")
 
 

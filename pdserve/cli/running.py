@@ -3,8 +3,9 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 
 import typer
 from rich.console import Console
@@ -14,9 +15,10 @@ from pdserve.base.errors import CommandError
 from pdserve.base.processes import exit_status
 from pdserve.base.signals import Request, StopRequests, end_after, end_on_signals, heeded_signals
 from pdserve.cli.stream import add_message, ask, ledger_line
-from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster, running
+from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster
 from pdserve.launch.plan import ClusterSpec
 from pdserve.launch.service import WORKERS_END_S
+from pdserve.launch.several import running_all
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -40,13 +42,16 @@ class Terminal:
 
     def __init__(self) -> None:
         self.console: Console = _Console(stderr=True, highlight=False)
-        self.status = admin.ClusterStatus()
+        self.statuses: dict[str, admin.ClusterStatus] = {}  # by cluster
         self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}
 
-    @property
-    def listener(self) -> Listener:
-        return Listener(on_status=self._on_status, on_notice=self.notice)
+    def listener(self, cluster: str, *, is_alone: bool = True) -> Listener:
+        """Return what shows a cluster's progress and notices, with its name unless it is alone."""
+        prefix = "" if is_alone else f"{cluster}: "
+        return Listener(
+            on_status=partial(self._on_status, cluster, prefix), on_notice=lambda text: self.notice(f"{prefix}{text}")
+        )
 
     def notice(self, text: str) -> None:
         with suppress(OSError):  # a full disk, or a terminal that is gone
@@ -69,12 +74,12 @@ class Terminal:
             yield
         self._progress = None
 
-    def _on_status(self, status: admin.ClusterStatus) -> None:
-        self.status = status
+    def _on_status(self, cluster: str, prefix: str, status: admin.ClusterStatus) -> None:
+        self.statuses[cluster] = status
         if self._progress is None:
             return
         for worker in status.workers:
-            name = worker.registration.worker_id
+            name = f"{prefix}{worker.registration.worker_id}"
             share = 1.0 if worker.registration.ready else worker.registration.load_progress
             if name not in self._bars:
                 self._bars[name] = self._progress.add_task(f"{name} loads the model", total=1.0)
@@ -82,12 +87,12 @@ class Terminal:
 
 
 class Stop:
-    """What signals do to a cluster: once it is ready the first one drains it, any other kills it."""
+    """What signals do to clusters: once all are ready the first one drains them, any other kills them."""
 
-    def __init__(self, cluster: LocalCluster, limit_s: float) -> None:
+    def __init__(self, clusters: Sequence[LocalCluster], limit_s: float) -> None:
         """Listen to signals in the running loop. A drain that lasts for longer than the limit ends this process."""
         self.asked = asyncio.Event()
-        self._cluster = cluster
+        self._clusters = clusters
         self._limit_s = limit_s
         self._requests = StopRequests()
         self._killed_by: signal.Signals | None = None
@@ -96,9 +101,10 @@ class Stop:
 
     def _receive(self, number: signal.Signals) -> None:
         request = self._requests.receive(asyncio.get_running_loop().time(), number)
-        if request is Request.SECOND or not self._cluster.ready.is_set():
+        if request is Request.SECOND or not all(cluster.ready.is_set() for cluster in self._clusters):
             self._killed_by = number
-            self._cluster.kill()
+            for cluster in self._clusters:
+                cluster.kill()
         elif request is Request.FIRST:
             end_after(self._limit_s)
         self.asked.set()
@@ -110,25 +116,34 @@ class Stop:
 
 
 @asynccontextmanager
-async def until_signal(spec: ClusterSpec, terminal: Terminal) -> AsyncIterator[tuple[LocalCluster, Stop]]:
-    """Run a cluster for the length of the block, which is to end when a signal asks for it.
+async def until_signal(
+    specs: Sequence[ClusterSpec], terminal: Terminal
+) -> AsyncIterator[tuple[tuple[LocalCluster, ...], Stop]]:
+    """Run the clusters of models for the length of the block, which is to end when a signal asks for it.
 
-    Raises LaunchError where the cluster cannot be brought up, SystemExit where it was killed by a signal.
+    Raises LaunchError where one cannot be brought up, SystemExit where they were killed by a signal.
     """
     end_on_signals()
-    async with running(spec, terminal.listener) as cluster:
-        limit_s = spec.drain_timeout_s + STOP_LIMIT_S
-        if spec.elsewhere:
-            limit_s += spec.drain_timeout_s + END_ELSEWHERE_S
-        stop = Stop(cluster, limit_s)
-        yield cluster, stop
+    async with running_all(specs, partial(terminal.listener, is_alone=len(specs) == 1)) as clusters:
+        limit_s = sum(spec.drain_timeout_s + STOP_LIMIT_S for spec in specs)  # they drain one after the other
+        if len(specs) > 1:
+            limit_s += specs[0].drain_timeout_s + STOP_LIMIT_S  # their frontends do so first
+        if specs[0].elsewhere:
+            limit_s += specs[0].drain_timeout_s + END_ELSEWHERE_S
+        stop = Stop(clusters, limit_s)
+        yield clusters, stop
     stop.exit_if_killed()
 
 
-async def until_ready(cluster: LocalCluster, terminal: Terminal, stop: Stop) -> bool:
-    """Wait for the cluster, showing its progress. False when asked to stop before it was ready."""
+async def until_ready(clusters: Sequence[LocalCluster], terminal: Terminal, stop: Stop) -> bool:
+    """Wait for the clusters, showing their progress. False when asked to stop before all were ready."""
+
+    async def all_are_ready() -> None:
+        for cluster in clusters:
+            await cluster.ready.wait()
+
     with terminal.loading():
-        await first_of(cluster.ready.wait(), stop.asked.wait())
+        await first_of(all_are_ready(), stop.asked.wait())
     return not stop.asked.is_set()
 
 
@@ -144,11 +159,12 @@ async def first_of(*waits: Coroutine[object, object, object]) -> None:
         task.result()
 
 
-async def serve_until_signal(spec: ClusterSpec, terminal: Terminal) -> None:
-    """Run a cluster until a signal stops it; the first lets requests finish, a second one kills."""
-    async with until_signal(spec, terminal) as (cluster, stop):
-        if await until_ready(cluster, terminal, stop):
-            terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")
+async def serve_until_signal(specs: Sequence[ClusterSpec], terminal: Terminal) -> None:
+    """Run the clusters of models until a signal stops them; the first lets requests finish, a second one kills."""
+    async with until_signal(specs, terminal) as (clusters, stop):
+        if await until_ready(clusters, terminal, stop):
+            lines = [ready_line(cluster, terminal.statuses[cluster.state.name]) for cluster in clusters]
+            terminal.notice(f"{chr(10).join(lines)} | Ctrl-C stops")
             await stop.asked.wait()
             terminal.notice("stopping: running requests may finish; Ctrl-C again ends them")
 
@@ -180,9 +196,10 @@ def _is_limited_by_pages(worker: link.Register) -> bool:
 async def run_demo(spec: ClusterSpec, terminal: Terminal, question: str, expect: str) -> None:
     """Run a cluster for one question; CommandError unless the streamed answer contains `expect`."""
     texts: list[str] = []
-    async with until_signal(spec, terminal) as (cluster, stop):
-        if await until_ready(cluster, terminal, stop):
-            terminal.notice(ready_line(cluster, terminal.status))
+    async with until_signal((spec,), terminal) as (clusters, stop):
+        if await until_ready(clusters, terminal, stop):
+            (cluster,) = clusters
+            terminal.notice(ready_line(cluster, terminal.statuses[spec.name]))
             await first_of(_question(cluster.state.endpoint, question, texts), stop.asked.wait())
     if expect not in "".join(texts):
         raise CommandError(f"the answer does not contain {expect!r}")

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.base.errors import ConfigError
 from pdserve.cli import running
-from pdserve.cli.cluster_file import read_cluster
+from pdserve.cli.cluster_file import read_clusters
 from pdserve.launch.plan import ClusterSpec, Wiring
 
 WHOLE = """
@@ -46,7 +46,7 @@ def arguments(command: tuple[str, ...]) -> dict[str, str]:
 
 
 def test_each_process_gets_what_its_section_sets_and_flags_override_it(file: Path) -> None:
-    settings = read_cluster(file)
+    (settings,) = read_clusters(file)
     assert settings.pop("replicas") == {"prefill": 2, "mixed": 1}
     assert settings.pop("policy") == Path("/policy.yaml")
     spec = ClusterSpec(
@@ -81,9 +81,9 @@ def test_a_name_that_is_given_overrides_the_files(
     file, started = tmp_path / "cluster.yaml", list[str]()
     file.write_text("model: /\nname: mine\n")
 
-    async def note(spec: ClusterSpec, terminal: object) -> None:
+    async def note(specs: tuple[ClusterSpec, ...], terminal: object) -> None:
         del terminal
-        started.append(spec.name)
+        started.extend(spec.name for spec in specs)
 
     monkeypatch.setattr(running, "serve_until_signal", note)
     pdserve("up", "--config", str(file), *flags)
@@ -111,5 +111,5 @@ def test_what_is_wrong_is_named_with_its_line_and_the_nearest_key(
     assert WHOLE.count(before) == 1
     file.write_text(WHOLE.replace(before, after))
     with pytest.raises(ConfigError) as refused:
-        read_cluster(file)
+        read_clusters(file)
     assert words in str(refused.value)

@@ -223,7 +223,7 @@ def test_a_cluster_goes_on_where_nobody_reads_its_notices(monkeypatch: pytest.Mo
 def test_without_a_terminal_a_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal()
     with terminal.loading():
-        terminal.listener.on_status(admin.ClusterStatus(workers=[admin.WorkerStatus()]))
+        terminal.listener("tests").on_status(admin.ClusterStatus(workers=[admin.WorkerStatus()]))
     assert capsys.readouterr().err == "starting processes\n"
 
 

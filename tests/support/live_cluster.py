@@ -61,9 +61,10 @@ class Answer:
 class LiveCluster:
     """A running cluster, as its clients, its operator and its enemies see it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, name: str = "*") -> None:
+        """`name`: of the cluster, where the process runs several."""
         self.process = process
-        self._folder = folder
+        self._folder, self._name = folder, name
         state = self.state
         self.endpoint = state.endpoint
         self.channel = grpc.insecure_channel(state.endpoint)
@@ -73,7 +74,7 @@ class LiveCluster:
 
     @property
     def state(self) -> ClusterState:
-        (path,) = self._folder.glob("pdserve/*/state.json")
+        (path,) = self._folder.glob(f"pdserve/{self._name}/state.json")
         return ClusterState.model_validate_json(path.read_text())
 
     def start(self, request: inference.GenerateRequest, timeout_s: float = 120) -> grpc.Call:
@@ -160,21 +161,25 @@ def all_ready(count: int) -> Callable[[admin.ClusterStatus], bool]:
 
 
 @contextmanager
-def live_cluster(folder: Path, model: Path, *flags: str, has_seats: bool = False) -> Iterator[LiveCluster]:
+def live_cluster(
+    folder: Path, model: Path | None, *flags: str, has_seats: bool = False, name: str = "*"
+) -> Iterator[LiveCluster]:
     """Run `pdserve up` for the length of the block; it must drain and leave nothing behind.
 
     Unless the flags say otherwise, workers of a pool that are equally idle take turns: tests count on who meets whom.
+    Without a model the flags lead to a file that has several; the cluster's `name` is then one of theirs.
     Each worker computes with one thread, unless it `has_seats`: clusters of several tests share few cores.
     """
+    given = () if model is None else (str(model),)
     threads = () if has_seats else ("--num-threads", "1")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), *ANY_PORT, *TAKE_TURNS, *threads, *flags]
+    command = [sys.executable, "-P", "-m", "pdserve", "up", *given, *ANY_PORT, *TAKE_TURNS, *threads, *flags]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     cluster_logs.register(folder)
     try:
         _await_ready(process, folder)
-        cluster = LiveCluster(process, folder)
+        cluster = LiveCluster(process, folder, name)
         try:
             yield cluster
         finally:
@@ -182,8 +187,8 @@ def live_cluster(folder: Path, model: Path, *flags: str, has_seats: bool = False
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0
     except BaseException as error:
-        for name, text in cluster_logs.of_cluster(folder):
-            error.add_note(f"--- log of {name}\n{text}")
+        for process_name, text in cluster_logs.of_cluster(folder):
+            error.add_note(f"--- log of {process_name}\n{text}")
         raise
     finally:
         cluster_logs.unregister(folder)
