@@ -93,10 +93,13 @@ def test_every_query_sees_its_own_sequence_and_no_more(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("case", "window"), list(product(CASES, [None, 6])))
 def test_every_query_sees_rows_as_their_codes_keep_them(case: str, window: int | None, kind: str, code: KvCode) -> None:
-    check(case, window, 255, kind, code)
+    # The library turns keys in float32, torch in bfloat16: a key between two codes may get the other one.
+    check(case, window, 255, kind, code, slack=1 if KINDS[kind][1] == torch.float32 else 3)
 
 
-def check(case: str, window: int | None, left_behind: float, kind: str, code: KvCode | None = None) -> None:
+def check(
+    case: str, window: int | None, left_behind: float, kind: str, code: KvCode | None = None, slack: int = 1
+) -> None:
     attention_of, dtype, dim, close = KINDS[kind]
     kept = KvRows(dim, dtype, code)
     windowed = {"architectures": ["MistralForCausalLM"], "hidden_size": 6 * dim, "sliding_window": window}
@@ -126,5 +129,5 @@ def check(case: str, window: int | None, left_behind: float, kind: str, code: Kv
     attention.plan(batch)
     out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)
     torch.testing.assert_close(
-        out.double(), torch.cat([expected[index] for index in batch.order]), atol=close, rtol=close
+        out.double(), torch.cat([expected[index] for index in batch.order]), atol=slack * close, rtol=slack * close
     )

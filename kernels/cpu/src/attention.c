@@ -77,42 +77,34 @@ INLINE void locate(
         at[count] = at[count - 1];
 }
 
-INLINE void attend_item(const struct step *step, int64_t layer, const char *qkv, int64_t item, int type) {
-    const char *located[SPLIT + LANES], *copies[SPLIT + LANES];
+INLINE void attend_item(const struct call *call, int64_t item) {
+    const struct step *step = call->step;
+    const char *located[SPLIT + LANES];
     int64_t row = step->items[2 * item], range = step->items[2 * item + 1] * SPLIT;
     int64_t begin = range > step->begins[row] ? range : step->begins[row];
     int64_t end = range + SPLIT < step->ends[row] ? range + SPLIT : step->ends[row];
     int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads, vectors = dim / LANES;
-    int64_t per_pass = vectors * MAX_PASS <= REGISTERS ? MAX_PASS : vectors <= REGISTERS ? REGISTERS / vectors : 1;
     int64_t run_bytes = step->page_size * step->row_bytes, values_offset = step->page_heads * run_bytes;
-    int64_t padded = (end - begin + LANES - 1) / LANES * LANES, copied = is_coded(step->kv) ? 2 * padded : 0;
-    char room[copied * dim * size_of(type) + 1];
-    float scales[copied + 1];
-    const char *queries = qkv + row * (step->num_heads + 2 * step->num_kv_heads) * dim * size_of(type);
-    locate(located, step, row, layer, begin, end);
-    for (int64_t i = 0; i < copied / 2; i++)
-        copies[i] = room + i * dim * size_of(type);
+    int form = form_of(dim, step->type, step->kv), is_widened = type_of(form) != step->type;
+    int64_t per_pass = heads_of_pass(vectors, form), query_bytes = dim * size_of(type_of(form));
+    const char *queries = call->x;
+    queries += row * (step->num_heads + 2 * step->num_kv_heads) * dim * size_of(step->type);
+    float room[is_widened ? step->num_heads * dim : 1];
+    for (int64_t i = 0; is_widened && i < step->num_heads * dim; i += LANES)
+        store_float32(room + i, load(queries, i, BFLOAT16));
+    queries = is_widened ? (const char *)room : queries;
+    locate(located, step, row, call->layer, begin, end);
     for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head++) {
         int64_t offset = kv_head * run_bytes;
-        if (copied)
-            widen_rows(room, scales, located, padded, offset, values_offset, dim, type, step->kv);
         for (int64_t first = 0; first < group; first += per_pass) {
             int64_t head = kv_head * group + first;
             int heads = group - first < per_pass ? group - first : per_pass;
-            float *out = step->partials + (item * step->num_heads + head) * (dim + 2);
             struct pass pass = {
-                queries + head * dim * size_of(type), located, NULL, NULL, offset, offset + values_offset,
-                first + heads < group ? offset : offset + run_bytes, end - begin, (float)step->scale, (float)step->soft_cap,
+                queries + head * query_bytes, located, offset, offset + values_offset,
+                first + heads < group ? offset : offset + run_bytes, end - begin, step->kv,
+                (float)step->scale, (float)step->soft_cap,
             };
-            if (copied) {
-                pass.keys = copies, pass.key_scales = scales, pass.value_scales = scales + padded;
-                pass.keys_offset = pass.next_offset = 0, pass.values_offset = padded * dim * size_of(type);
-            }
-            switch (dim) {
-            case 64: attend_heads(out, &pass, heads, 64 / LANES, type); break;
-            case 128: attend_heads(out, &pass, heads, 128 / LANES, type); break;
-            default: attend_pass(out, &pass, heads, vectors, type); break;
-            }
+            attend(step->partials + (item * step->num_heads + head) * (dim + 2), &pass, heads, vectors, form);
         }
     }
 }
@@ -167,12 +159,8 @@ void pdserve_placing(const struct call *call, int64_t rows, int64_t begin, int64
 
 void pdserve_ranges(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     (void)rows;
-    for (int64_t item = begin; item < end; item++) {
-        if (call->step->type == FLOAT32)
-            attend_item(call->step, call->layer, call->x, item, FLOAT32);
-        else
-            attend_item(call->step, call->layer, call->x, item, BFLOAT16);
-    }
+    for (int64_t item = begin; item < end; item++)
+        attend_item(call, item);
 }
 
 void pdserve_combining(const struct call *call, int64_t rows, int64_t begin, int64_t end) {

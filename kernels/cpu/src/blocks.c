@@ -206,6 +206,22 @@ INLINE void locate_keys(
     }
 }
 
+/* Copies the codes of rows as bfloat16, which holds them, and the scales of these rows.
+ * rows: [count] of K; those of V are `values_offset` further on. to: [2][count][dim]; scales: [2][count]. */
+static __attribute__((noinline)) void widen_rows(
+    uint16_t *to, float *scales, const char *const *rows, int64_t count, int64_t values_offset, int64_t dim, int kv
+) {
+    for (int64_t i = 0; i < 2 * count; i++, to += dim) {
+        const char *row = rows[i % count] + i / count * values_offset;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            floats codes = kv == KV_INT8 ? load_codes(row, d, KV_INT8) : load_codes(row, d, KV_E4M3);
+            halfwords upper = __builtin_convertvector((words)codes >> 16, halfwords); /* nothing is cut off but zeros */
+            memcpy(to + d, &upper, sizeof upper);
+        }
+        scales[i] = scale_of(row, dim, kv);
+    }
+}
+
 /* A sink is as a key that is seen first, without a value. */
 INLINE void attend_block(const struct block *block, const struct call *call, int64_t dim) {
     const struct step *step = block->step;
@@ -231,7 +247,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
         const char *at[KEYS];
         locate_keys(at, block, layer, begin, seen, end);
         if (coded) {
-            widen_rows((char *)copies, scales, at, KEYS, 0, values_offset, dim, BFLOAT16, step->kv);
+            widen_rows(copies, scales, at, KEYS, values_offset, dim, step->kv);
             for (int64_t key = 0; key < KEYS; key++)
                 at[key] = (const char *)(copies + key * dim);
         }

@@ -2,16 +2,23 @@
 
     PYTHONPATH=tests/laboratory python -m lab.coded_kv quality FILE [TOKENS]
     PYTHONPATH=tests/laboratory python -m lab.coded_kv speed [ROUNDS]
+    PYTHONPATH=tests/laboratory python -m lab.coded_kv attention [ROUNDS [LIBRARY...]]
 
-Both are of SmolLM2-135M from an engine alone, in one thread.
+The first two are of SmolLM2-135M from an engine alone, the last is of the attention of a decode step alone, over random K
+and V, with this processor's library or with some that were built before. All compute in one thread.
 """
 
+import ctypes
 import math
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from time import process_time
 
+import numpy as np
 import torch
 
 from lab.decoding import step_of
@@ -22,6 +29,10 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.batch import Batch
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, StepPlan
+from pdserve.kernels.cpu.attention import PagedAttention, Rows
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.calls import Immediate
+from pdserve.kernels.cpu.library import library
 from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
@@ -31,6 +42,19 @@ CODES: tuple[KvCode | None, ...] = (None, "int8", "fp8_e4m3")
 PAGE_SIZE, CHUNK = 16, 64  # tokens
 CONTEXTS = (2048, 8000)
 STEPS = 5  # of a round
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of attention. All layers of a context are more than a cache holds."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+
+
+SHAPES = (Shape(9, 3, 64, 30), Shape(32, 8, 128, 8))
 
 
 def loaded(checkpoint: Checkpoint) -> Model:
@@ -66,13 +90,53 @@ def speed(model: Model, context: int, rounds: int) -> None:
                 begun = process_time()
                 runners[code].run(step_of(1, context))
                 times[code].append((process_time() - begun) * 1e3)
+    report(str(context), times)
+
+
+def attention(libraries: Mapping[str, ctypes.CDLL], shape: Shape, context: int, rounds: int) -> None:
+    """Print the processor time of one token's attention in all layers, form after form in each round."""
+    nothing, head_dim, num_pages = np.zeros(1, dtype=np.int64), shape.head_dim, -(-context // PAGE_SIZE)
+    pages, ends = np.random.default_rng(0).permutation(num_pages)[None], np.array([context])
+    targets = np.array([(pages[0, -1], (context - 1) % PAGE_SIZE)])
+    forms = {}
+    for code in CODES:
+        rows = KvRows(head_dim, torch.bfloat16, code)
+        pool_shape = (num_pages, shape.num_layers, 2, shape.num_kv_heads, PAGE_SIZE)
+        pool = torch.empty((*pool_shape, rows.width), dtype=rows.pool_dtype)
+        for page in pool:
+            page.copy_(rows.packed(torch.randn(*pool_shape[1:], head_dim).bfloat16()))
+        forms[code] = PagedAttention(pool, shape.num_heads, rows=rows)
+        forms[code].plan([torch.ones(1, head_dim)], targets, Rows(pages, nothing, ends))
+    qkv = torch.randn(1, shape.num_heads + 2 * shape.num_kv_heads, head_dim).bfloat16()
+    turns = [*product(libraries, CODES)]
+    times: dict[tuple[str, KvCode | None], list[float]] = {turn: [] for turn in turns}
+    for number in range(rounds + 1):
+        for name, code in turns if number % 2 else turns[::-1]:
+            begun = process_time()
+            for layer in range(shape.num_layers):
+                forms[code].run(Immediate(libraries[name]), layer, qkv.clone())
+            times[name, code].append((process_time() - begun) * 1e3)
+    for name in libraries:
+        where = f"{name}: {shape.num_heads}/{shape.num_kv_heads} heads of {head_dim}, {shape.num_layers} layers, {context}"
+        report(where, {code: times[name, code][1:] for code in CODES})
+
+
+def report(name: str, times: Mapping[KvCode | None, list[float]]) -> None:
     for code, found in times.items():
-        ratio = median([one / other for one, other in zip(found, times[None], strict=True)])
-        print(f"{context} {code}: least {min(found):.2f} ms, median {median(found):.2f} ms, ratio {ratio:.3f}")  # noqa: T201
+        low, ratio, high = quantiles([one / other for one, other in zip(found, times[None], strict=True)], n=4)
+        spread = f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+        print(f"{name} {code}: least {min(found):.2f} ms, median {median(found):.2f} ms, ratio {spread}")  # noqa: T201
 
 
 def main(what: str, *arguments: str) -> None:
     torch.set_num_threads(1)
+    if what == "attention":
+        own = library()
+        assert not isinstance(own, Missing), own
+        libraries = {path: ctypes.CDLL(path) for path in arguments[1:]} or {"own": own}
+        for shape, context in product(SHAPES, CONTEXTS):
+            attention(libraries, shape, context, int(arguments[0]) if arguments else 11)
+        return
     checkpoint = open_checkpoint(resolve_model("smollm2-135m-instruct"))
     model = loaded(checkpoint)
     if what == "speed":
