@@ -85,8 +85,8 @@ INLINE void attend_item(const struct call *call, int64_t item) {
     int64_t end = range + SPLIT < step->ends[row] ? range + SPLIT : step->ends[row];
     int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads, vectors = dim / LANES;
     int64_t run_bytes = step->page_size * step->row_bytes, values_offset = step->page_heads * run_bytes;
-    int form = form_of(dim, step->type, step->kv), is_widened = type_of(form) != step->type;
-    int64_t per_pass = heads_of_pass(vectors, form), query_bytes = dim * size_of(type_of(form));
+    int64_t query_bytes = dim * size_of(type_of(step->kv)), is_widened = type_of(step->kv) != step->type;
+    int64_t per_pass = heads_of_pass(vectors, step->kv);
     const char *queries = call->x;
     queries += row * (step->num_heads + 2 * step->num_kv_heads) * dim * size_of(step->type);
     float room[is_widened ? step->num_heads * dim : 1];
@@ -101,10 +101,10 @@ INLINE void attend_item(const struct call *call, int64_t item) {
             int heads = group - first < per_pass ? group - first : per_pass;
             struct pass pass = {
                 queries + head * query_bytes, located, offset, offset + values_offset,
-                first + heads < group ? offset : offset + run_bytes, end - begin, step->kv,
+                first + heads < group ? offset : offset + run_bytes, end - begin,
                 (float)step->scale, (float)step->soft_cap,
             };
-            attend(step->partials + (item * step->num_heads + head) * (dim + 2), &pass, heads, vectors, form);
+            attend(step->partials + (item * step->num_heads + head) * (dim + 2), &pass, heads, vectors, step->kv);
         }
     }
 }

@@ -15,6 +15,7 @@
 #define REGISTERS 16 /* of 32 */
 #endif
 #define MAX_PASS 4 /* heads of a pass */
+#define WIDTH(heads) (REGISTERS / ((heads) == 3 ? 4 : (heads))) /* vectors of values that one pass over keys sums up */
 
 /* The sum of each of LANES vectors, in their order. */
 INLINE floats sums_of(const floats *v) {
@@ -42,18 +43,15 @@ INLINE floats sums_of(const floats *v) {
 #endif
 }
 
-/* The form of K and V in which a pass multiplies: as rows lie in pages, or codes of either kind looked up as pairs. */
-#define CODES_IN_PAIRS 4
-
-/* The type of a pass's queries, and that in which weights multiply values. */
-INLINE int type_of(int form) { return form == BFLOAT16 || form == CODES_IN_PAIRS ? BFLOAT16 : FLOAT32; }
+/* The type of queries that multiply rows of this kv, and in which weights multiply values: codes are as floats. */
+INLINE int type_of(int kv) { return is_coded(kv) ? FLOAT32 : kv; }
 
 /* What one pass reads: up to MAX_PASS heads over one range, which share K and V. */
 struct pass {
     const char *queries;     /* [heads, head_dim] */
     const char *const *keys; /* of head 0 */
     int64_t keys_offset, values_offset, next_offset; /* bytes from there; next: what will be read after this pass */
-    int64_t count, kv;
+    int64_t count;
     float scale, soft_cap;
 };
 
@@ -89,15 +87,15 @@ INLINE void weigh(float *weights, float *largest_and_sum, int64_t count, int typ
 }
 
 /* Scores of one block of keys: [heads][LANES]. */
-INLINE void score_block(floats *scores, const struct pass *pass, int64_t first, int heads, int vectors, int form) {
+INLINE void score_block(floats *scores, const struct pass *pass, int64_t first, int heads, int vectors, int kv) {
     floats q[MAX_PASS * MAX_VECTORS], parts[MAX_PASS][LANES];
     for (int v = 0; v < heads * vectors; v++)
-        q[v] = load(pass->queries, v * LANES, type_of(form));
+        q[v] = load(pass->queries, v * LANES, type_of(kv));
     for (int lane = 0; lane < LANES; lane++) {
         const char *key = pass->keys[first + lane] + pass->keys_offset;
         floats dots[MAX_PASS] = {{0}};
         for (int v = 0; v < vectors; v++) {
-            floats k = load_kv(key, v * LANES, form);
+            floats k = load_kv(key, v * LANES, kv);
             for (int head = 0; head < heads; head++)
                 dots[head] += q[head * vectors + v] * k;
         }
@@ -108,22 +106,32 @@ INLINE void score_block(floats *scores, const struct pass *pass, int64_t first, 
         scores[head] = sums_of(parts[head]);
 }
 
-/* Sums of values by their weights: out [heads, head_dim + 2]. */
-INLINE void sum_values(
-    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int vectors, int form
+/* Sums of `width` vectors of values, from one on, by their weights: out [heads, head_dim + 2]. */
+INLINE void sum_vectors(
+    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int vectors, int from, int width, int kv
 ) {
-    floats sums[MAX_PASS][MAX_VECTORS] = {{{0}}};
+    floats sums[MAX_PASS][REGISTERS] = {{{0}}};
     for (int64_t i = 0; i < pass->count; i++) {
         const char *values = pass->keys[i] + pass->values_offset;
-        for (int v = 0; v < vectors; v++) {
-            floats value = load_kv(values, v * LANES, form);
+        for (int v = 0; v < width; v++) {
+            floats value = load_kv(values, (from + v) * LANES, kv);
             for (int head = 0; head < heads; head++)
                 sums[head][v] += value * weights[head][i];
         }
     }
     for (int head = 0; head < heads; head++)
-        for (int v = 0; v < vectors; v++)
-            store_float32(out + head * (vectors * LANES + 2) + v * LANES, sums[head][v]);
+        for (int v = 0; v < width; v++)
+            store_float32(out + head * (vectors * LANES + 2) + (from + v) * LANES, sums[head][v]);
+}
+
+INLINE void sum_values(
+    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int vectors, int kv
+) {
+    const int width = WIDTH(heads), whole = vectors / width * width;
+    for (int from = 0; from < whole; from += width)
+        sum_vectors(out, pass, weights, heads, vectors, from, width, kv);
+    for (int from = whole; from < vectors; from++)
+        sum_vectors(out, pass, weights, heads, vectors, from, 1, kv);
 }
 
 #if defined(HAS_PAIRS)
@@ -185,108 +193,19 @@ INLINE void sum_values_in_pairs(
         }
 }
 
-#define IN_PAIRS(form, vectors) ((form) == BFLOAT16 && (vectors) % 2 == 0)
+#define IN_PAIRS(kv, vectors) ((kv) == BFLOAT16 && (vectors) % 2 == 0)
 
 #else
 
-#define IN_PAIRS(form, vectors) 0
+#define IN_PAIRS(kv, vectors) ((void)(kv), 0)
 #define score_block_in_pairs(...) (void)0
 #define sum_values_in_pairs(...) (void)0
 
 #endif
 
-#if defined(HAS_CODED_PAIRS)
-
-/* The same over `blocks` of 64 codes. */
-INLINE void score_block_in_codes(
-    floats *scores, const struct pass *pass, int64_t first, int heads, int blocks, struct lookup lookup
-) {
-    pairs q[MAX_PASS][2 * MAX_DIM / 64];
-    floats parts[MAX_PASS][LANES];
-    for (int head = 0; head < heads; head++)
-        for (int block = 0; block < blocks; block++) {
-            const char *query = pass->queries + (head * blocks + block) * 2 * BYTES;
-            __m512i a = (__m512i)load_pairs(query), b = (__m512i)load_pairs(query + BYTES);
-            q[head][2 * block] = (pairs)_mm512_shuffle_i32x4(a, b, 0x88);
-            q[head][2 * block + 1] = (pairs)_mm512_shuffle_i32x4(a, b, 0xdd);
-        }
-    for (int lane = 0; lane < LANES; lane++) {
-        const char *key = pass->keys[first + lane] + pass->keys_offset;
-        floats dots[MAX_PASS];
-        for (int head = 0; head < heads; head++)
-            dots[head] = splat(0.0f);
-        for (int block = 0; block < blocks; block++) {
-            pairs firsts, lasts;
-            look_up(&firsts, &lasts, _mm512_loadu_si512(key + 64 * block), lookup);
-            for (int head = 0; head < heads; head++) {
-                dots[head] = add_products(dots[head], q[head][2 * block], firsts);
-                dots[head] = add_products(dots[head], q[head][2 * block + 1], lasts);
-            }
-        }
-        for (int head = 0; head < heads; head++)
-            parts[head][lane] = dots[head];
-    }
-    for (int head = 0; head < heads; head++)
-        scores[head] = sums_of(parts[head]);
-}
-
-/* Codes of two keys side by side: 4 of every 16 dimensions in each of four vectors. */
-INLINE void sum_values_in_codes(
-    float *out, const struct pass *pass, const float weights[][SPLIT], int heads, int blocks, struct lookup lookup
-) {
-    uint16_t halves[MAX_PASS][SPLIT];
-    for (int head = 0; head < heads; head++)
-        for (int64_t i = 0; i < pass->count; i += LANES)
-            store_bfloat16(halves[head] + i, load_float32(weights[head] + i));
-    for (int block = 0; block < blocks; block++) {
-        floats sums[MAX_PASS][4];
-        for (int head = 0; head < heads; head++)
-            for (int v = 0; v < 4; v++)
-                sums[head][v] = splat(0.0f);
-        for (int64_t i = 0; i < pass->count; i += 2) {
-            __m512i a = _mm512_loadu_si512(pass->keys[i] + pass->values_offset + 64 * block);
-            __m512i b = _mm512_loadu_si512(pass->keys[i + 1] + pass->values_offset + 64 * block);
-            pairs values[4];
-            look_up(values, values + 1, _mm512_unpacklo_epi8(a, b), lookup);
-            look_up(values + 2, values + 3, _mm512_unpackhi_epi8(a, b), lookup);
-            for (int head = 0; head < heads; head++) {
-                pairs weight = splat_pair(halves[head] + i);
-                for (int v = 0; v < 4; v++)
-                    sums[head][v] = add_products(sums[head][v], weight, values[v]);
-            }
-        }
-        for (int head = 0; head < heads; head++)
-            for (int v = 0; v < 4; v++)
-                for (int part = 0; part < 4; part++)
-                    memcpy(out + head * (blocks * 64 + 2) + block * 64 + 16 * part + 4 * v, (float *)&sums[head][v] + 4 * part, 16);
-    }
-}
-
-#else
-
-struct lookup {
-    char none;
-};
-
-#define lookup_of(kv) ((struct lookup){0})
-#define score_block_in_codes(...) (void)lookup
-#define sum_values_in_codes(...) (void)lookup
-
-#endif
-
-/* The form in which a pass multiplies rows of so many values by queries of `type`. */
-INLINE int form_of(int64_t dim, int type, int kv) {
-#if defined(HAS_CODED_PAIRS)
-    const int has_pairs = dim % 64 == 0;
-#else
-    const int has_pairs = dim < 0;
-#endif
-    return has_pairs && type == BFLOAT16 && is_coded(kv) ? CODES_IN_PAIRS : kv;
-}
-
-/* The heads of a pass, at most. */
-INLINE int heads_of_pass(int vectors, int form) {
-    if (form == CODES_IN_PAIRS || vectors * MAX_PASS <= REGISTERS)
+/* The heads of a pass, at most. In pairs it sums up all vectors of its heads at once, else some after the others. */
+INLINE int64_t heads_of_pass(int64_t vectors, int kv) {
+    if (!IN_PAIRS(kv, vectors) || vectors * MAX_PASS <= REGISTERS)
         return MAX_PASS;
     return vectors <= REGISTERS ? REGISTERS / vectors : 1;
 }
@@ -300,80 +219,70 @@ INLINE floats times_scales(floats each, const char *const *rows, int64_t offset,
 }
 
 /* out: [heads, head_dim + 2]. */
-INLINE void attend_pass(float *out, const struct pass *pass, int heads, int vectors, int form) {
+INLINE void attend_pass(float *out, const struct pass *pass, int heads, int vectors, int kv) {
     float weights[MAX_PASS][SPLIT];
-    const int in_codes = form == CODES_IN_PAIRS, coded = is_coded(form);
+    const int coded = is_coded(kv);
     int64_t dim = vectors * LANES, stride = dim + 2;
-    const struct lookup lookup = lookup_of(pass->kv);
     for (int64_t first = 0; first < pass->count; first += LANES) {
         floats scores[MAX_PASS], scale = splat(pass->scale);
-        ask_for(pass, first, coded ? dim : dim * size_of(form));
-        if (in_codes)
-            score_block_in_codes(scores, pass, first, heads, vectors / 4, lookup);
-        else if (IN_PAIRS(form, vectors))
+        ask_for(pass, first, coded ? dim : dim * size_of(kv));
+        if (IN_PAIRS(kv, vectors))
             score_block_in_pairs(scores, pass, first, heads, vectors / 2);
         else
-            score_block(scores, pass, first, heads, vectors, form);
+            score_block(scores, pass, first, heads, vectors, kv);
         if (coded)
-            scale = times_scales(scale, pass->keys + first, pass->keys_offset, dim, pass->kv);
+            scale = times_scales(scale, pass->keys + first, pass->keys_offset, dim, kv);
         for (int head = 0; head < heads; head++) {
             floats scaled = scores[head] * scale;
             store_float32(weights[head] + first, pass->soft_cap > 0 ? soft_capped(scaled, pass->soft_cap) : scaled);
         }
     }
     for (int head = 0; head < heads; head++)
-        weigh(weights[head], out + head * stride + dim, pass->count, type_of(form));
+        weigh(weights[head], out + head * stride + dim, pass->count, type_of(kv));
     for (int64_t i = 0; coded && i < pass->count; i += LANES) {
-        floats scales = times_scales(splat(1.0f), pass->keys + i, pass->values_offset, dim, pass->kv);
+        floats scales = times_scales(splat(1.0f), pass->keys + i, pass->values_offset, dim, kv);
         for (int head = 0; head < heads; head++)
             store_float32(weights[head] + i, load_float32(weights[head] + i) * scales);
     }
-    if (in_codes)
-        sum_values_in_codes(out, pass, weights, heads, vectors / 4, lookup);
-    else if (IN_PAIRS(form, vectors))
+    if (IN_PAIRS(kv, vectors))
         sum_values_in_pairs(out, pass, weights, heads, vectors / 2);
     else
-        sum_values(out, pass, weights, heads, vectors, form);
+        sum_values(out, pass, weights, heads, vectors, kv);
 }
 
 /* The same with the number of heads and vectors known to the compiler, for the usual ones. */
-INLINE void attend_heads(float *out, const struct pass *pass, int heads, int vectors, int form) {
-    const int most = heads_of_pass(vectors, form);
+INLINE void attend_heads(float *out, const struct pass *pass, int heads, int vectors, int kv) {
+    const int most = heads_of_pass(vectors, kv);
     switch (heads) {
-    case 1: attend_pass(out, pass, 1, vectors, form); break;
-    case 2: if (most >= 2) attend_pass(out, pass, 2, vectors, form); break;
-    case 3: if (most >= 3) attend_pass(out, pass, 3, vectors, form); break;
-    default: if (most >= 4) attend_pass(out, pass, 4, vectors, form); break;
+    case 1: attend_pass(out, pass, 1, vectors, kv); break;
+    case 2: if (most >= 2) attend_pass(out, pass, 2, vectors, kv); break;
+    case 3: if (most >= 3) attend_pass(out, pass, 3, vectors, kv); break;
+    default: if (most >= 4) attend_pass(out, pass, 4, vectors, kv); break;
     }
 }
 
-#define USUAL(name, form) \
-    static __attribute__((noinline)) void name(float *out, const struct pass *pass, int heads, int vectors) { \
+#define USUAL(name, kv) \
+    static __attribute__((noinline)) void name(float *out, const struct pass *given, int heads, int vectors) { \
+        const struct pass pass = *given; /* which no store can change */ \
         switch (vectors * LANES) { \
-        case 64: attend_heads(out, pass, heads, 64 / LANES, form); break; \
-        case 128: attend_heads(out, pass, heads, 128 / LANES, form); break; \
-        default: attend_pass(out, pass, heads, vectors, form); break; \
+        case 64: attend_heads(out, &pass, heads, 64 / LANES, kv); break; \
+        case 128: attend_heads(out, &pass, heads, 128 / LANES, kv); break; \
+        default: attend_pass(out, &pass, heads, vectors, kv); break; \
         } \
     }
 
-/* A function for each form: a compiler takes far longer for all of them in one. */
+/* A function for each kv: a compiler takes far longer for all of them in one. */
 USUAL(attend_float32, FLOAT32)
 USUAL(attend_bfloat16, BFLOAT16)
 USUAL(attend_int8, KV_INT8)
 USUAL(attend_e4m3, KV_E4M3)
-#if defined(HAS_CODED_PAIRS)
-USUAL(attend_codes, CODES_IN_PAIRS)
-#endif
 
-INLINE void attend(float *out, const struct pass *pass, int heads, int vectors, int form) {
-    switch (form) {
+INLINE void attend(float *out, const struct pass *pass, int heads, int vectors, int kv) {
+    switch (kv) {
     case FLOAT32: attend_float32(out, pass, heads, vectors); break;
     case BFLOAT16: attend_bfloat16(out, pass, heads, vectors); break;
     case KV_INT8: attend_int8(out, pass, heads, vectors); break;
     case KV_E4M3: attend_e4m3(out, pass, heads, vectors); break;
-#if defined(HAS_CODED_PAIRS)
-    case CODES_IN_PAIRS: attend_codes(out, pass, heads, vectors); break;
-#endif
     }
 }
 

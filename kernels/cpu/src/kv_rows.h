@@ -46,42 +46,6 @@ INLINE floats load_kv(const char *row, int64_t index, int kv) {
     return is_coded(kv) ? load_codes(row, index, kv) : load(row, index, kv);
 }
 
-#if defined(HAS_PAIRS) && defined(__AVX512VBMI__)
-#define HAS_CODED_PAIRS
-
-/* The bytes of the magnitudes of all codes, as bfloat16. */
-struct lookup {
-    __m512i lower[2], upper[2];
-    __mmask64 is_int8; /* whose magnitudes are not the codes' low bits */
-};
-
-INLINE struct lookup lookup_of(int kv) {
-    uint8_t codes[128], lower[128], upper[128];
-    for (int code = 0; code < 128; code++)
-        codes[code] = code;
-    for (int code = 0; code < 128; code += LANES) {
-        words numbers = (words)load_codes((const char *)codes, code, kv);
-        for (int lane = 0; lane < LANES; lane++)
-            lower[code + lane] = numbers[lane] >> 16, upper[code + lane] = numbers[lane] >> 24;
-    }
-    struct lookup found = {.is_int8 = kv == KV_INT8 ? -1 : 0};
-    memcpy(found.lower, lower, sizeof lower);
-    memcpy(found.upper, upper, sizeof upper);
-    return found;
-}
-
-/* Turns 64 codes into bfloat16: the first 8 of every 16 in one vector, the last 8 in the other. Not those of -128. */
-INLINE void look_up(pairs *first, pairs *last, __m512i codes, struct lookup in) {
-    __m512i size = _mm512_mask_abs_epi8(codes, in.is_int8, codes); /* an index's highest bit is not looked at */
-    __m512i lower = _mm512_permutex2var_epi8(in.lower[0], size, in.lower[1]);
-    __m512i upper = _mm512_permutex2var_epi8(in.upper[0], size, in.upper[1]);
-    upper = _mm512_ternarylogic_epi64(upper, codes, _mm512_set1_epi8((char)0x80), 0xf8); /* upper | (codes & sign) */
-    *first = (pairs)_mm512_unpacklo_epi8(lower, upper);
-    *last = (pairs)_mm512_unpackhi_epi8(lower, upper);
-}
-
-#endif
-
 /* What the codes of a row are to be multiplied with. */
 INLINE float scale_of(const char *row, int64_t dim, int kv) {
     float scale;

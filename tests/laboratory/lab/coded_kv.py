@@ -4,8 +4,8 @@
     PYTHONPATH=tests/laboratory python -m lab.coded_kv speed [ROUNDS]
     PYTHONPATH=tests/laboratory python -m lab.coded_kv attention [ROUNDS [LIBRARY...]]
 
-The first two are of SmolLM2-135M from an engine alone, the last is of the attention of a decode step alone, over random K
-and V, with this processor's library or with some that were built before. All compute in one thread.
+The first two are of SmolLM2-135M from an engine alone. The last is of the attention of a decode step alone, over random
+K and V, with this processor's library or with some that were built before. All compute in one thread.
 """
 
 import ctypes
@@ -116,9 +116,9 @@ def attention(libraries: Mapping[str, ctypes.CDLL], shape: Shape, context: int, 
             for layer in range(shape.num_layers):
                 forms[code].run(Immediate(libraries[name]), layer, qkv.clone())
             times[name, code].append((process_time() - begun) * 1e3)
+    heads = f"{shape.num_heads}/{shape.num_kv_heads} heads of {head_dim}, {shape.num_layers} layers, {context}"
     for name in libraries:
-        where = f"{name}: {shape.num_heads}/{shape.num_kv_heads} heads of {head_dim}, {shape.num_layers} layers, {context}"
-        report(where, {code: times[name, code][1:] for code in CODES})
+        report(f"{name}: {heads}", {code: times[name, code][1:] for code in CODES})
 
 
 def report(name: str, times: Mapping[KvCode | None, list[float]]) -> None:
