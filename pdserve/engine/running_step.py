@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pdserve.base.ids import PageId
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import Chunk, Phase
+from pdserve.engine.step import Chunk, Draft, Phase
 from pdserve.protocol.page_tables import Pages
 from pdserve.protocol.paging import Paging
 
@@ -18,6 +18,7 @@ class Progress:
     place: int  # of the sequence's chunk in the step
     num_tokens: int  # computed
     num_sampled: int  # at most: 0, or 1 and one for each guess
+    has_draft: bool = False  # guesses come with its result
 
 
 _NONE = Progress(0, 0, 0)
@@ -50,7 +51,8 @@ class RunningStep:
 
     def depends_on(self, guesses: Collection[Sequence]) -> bool:
         """Return whether to wait for the step that runs. guesses: whose guesses this step is to verify."""
-        return any(n.num_sampled > 1 for n in self.before.values()) or any(s in self.before for s in guesses)
+        is_open = any(n.num_sampled > 1 or n.has_draft for n in self.before.values())
+        return is_open or any(s in self.before for s in guesses)
 
     def progress_before(self, sequence: Sequence) -> Progress:
         return self.before.get(sequence, _NONE)
@@ -59,7 +61,9 @@ class RunningStep:
         """Return what the step will have added to each of its sequences."""
         pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
         return {
-            s: Progress(place, len(chunk.token_ids), 1 + chunk.num_drafts if chunk.samples else 0)
+            s: Progress(
+                place, len(chunk.token_ids), 1 + chunk.num_drafts if chunk.samples else 0, chunk.draft is not None
+            )
             for place, (s, chunk) in pairs
         }
 
@@ -76,7 +80,7 @@ def next_chunk(sequence: Sequence, before: Progress, count: int, paging: Paging)
     return Chunk(
         token_ids,
         start,
-        pages=runs[0][: -(-stop // paging.sizes[0])],
+        pages=runs[0][: -(-(stop + sequence.guessing.num_to_draft) // paging.sizes[0])],
         samples=sequence.samples(before.num_sampled) if stop >= num_known + before.num_sampled else (),
         phase=Phase.DECODE if before.num_sampled else sequence.phase,
         previous=None if is_known else before.place,
@@ -85,4 +89,12 @@ def next_chunk(sequence: Sequence, before: Progress, count: int, paging: Paging)
         other_pages=() if len(runs) == 1 else sequence.pages.rows(paging, stop)[1:],
         adapter=sequence.job.scope.adapter,
         pooling=sequence.pooling(stop),
+        draft=_draft(sequence, start) if sequence.guessing.num_to_draft else None,
     )
+
+
+def _draft(sequence: Sequence, start: int) -> Draft:
+    """Return what the draft model computes after a chunk that starts there."""
+    known = sequence.guessing
+    stop = min(start, known.num_drafted + known.num_to_feed)
+    return Draft(sequence.tokens[known.num_drafted : stop], known.num_drafted, known.num_to_draft)

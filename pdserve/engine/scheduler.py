@@ -42,6 +42,7 @@ class Limits:
     num_speculative_tokens: int = 0  # most guesses that a step computes for a sequence
     can_pool: bool = True  # vectors can be made of prompts
     lookup: NgramLookup | None = None  # how guesses are found, if the runner makes none
+    draft_model_len: int = 0  # up to how many tokens the runner's draft model guesses for a sequence; 0: it has none
 
     @property
     def most_rows(self) -> int:
@@ -68,7 +69,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
-        self.speculation = Speculation(limits.num_speculative_tokens, limits.lookup)
+        self.speculation = Speculation(limits.num_speculative_tokens, limits.lookup, limits.draft_model_len)
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
         self.prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 
@@ -171,7 +172,9 @@ class Scheduler:
         if self.steps and (step.depends_on(guesses) or self._decode_room.lacks(step, decoding)):
             return None
         budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
-        num_spare = 0 if is_brief or not guesses else budget - len(decoding) - self._num_prompt_tokens(prompts)
+        can_guess = not is_brief and (guesses or self.speculation.has_draft_model)
+        num_spare = budget - len(decoding) - self._num_prompt_tokens(prompts) if can_guess else 0
+        self.speculation.ask_for_drafts(decoding, guesses, num_spare)
         budget -= self._schedule_decoding(step, decoding, guesses, (budget, num_spare))
         budget = min(budget, self.cache.paging.few_tokens) if is_brief else budget
         for sequence, missing in prompts:
@@ -179,7 +182,7 @@ class Scheduler:
             if count > 0:
                 budget -= count
                 self.schedule(step, sequence, count)
-        while budget > 0 and (first := self._next_waiting()) is not None:
+        while budget > 0 and (first := next((s for s in self.waiting if s.is_ready), None)) is not None:
             is_full = self.running and self.num_running + len(first.indices) > self.limits.max_num_seqs
             if is_full or not self._admit(first):
                 break
@@ -272,8 +275,10 @@ class Scheduler:
             if num_tokens >= budget or not sequence.pages:
                 continue
             num_wanted = 1 + min(guesses.get(sequence, 0), max(0, num_spare))
-            count = self._decode_room.make(step, sequence, num_wanted, len(decoding) - num_before)
-            if count:
+            num_ahead = sequence.guessing.num_to_draft
+            room = self._decode_room.make(step, sequence, num_wanted + num_ahead, len(decoding) - num_before)
+            if count := min(room, num_wanted):
+                sequence.guessing.num_to_draft = room - count
                 num_tokens, num_spare = num_tokens + count, num_spare - (count - 1)
                 self.schedule(step, sequence, count)
         return num_tokens
@@ -286,10 +291,6 @@ class Scheduler:
     def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
         """Add the next `count` tokens of a sequence, guesses among them, to a step that is being planned."""
         step.add(sequence, next_chunk(sequence, step.progress_before(sequence), count, self.cache.paging))
-
-    def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence that can be planned."""
-        return next((sequence for sequence in self.waiting if sequence.is_ready), None)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move a waiting sequence to the running ones, with the pages that it needs at once."""

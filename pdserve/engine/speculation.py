@@ -7,44 +7,56 @@ tokens, over the seconds that the step is predicted to take with as many rows (g
 Both are learnt: how often guesses are right, from each sequence and from all guesses after a match as long; what rows
 cost, from the steps themselves. Where guesses pay nothing, none are verified, but now and then some to learn whether
 they do.
+
+A draft model also takes time, so its guesses are chosen before they are made, by the same rule with that time added;
+once they are made, it is over. A loaded worker drafts nothing.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from math import inf
+from operator import itemgetter
 
+from pdserve.engine.draft_model import DraftModel
 from pdserve.engine.guesses import NgramIndex, NgramLookup, Trials
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Phase, StepPlan, StepResult, work_of
+from pdserve.engine.timed_steps import TimedSteps
 from pdserve.perfmodel.curve import Step
-from pdserve.perfmodel.model import LearntCosts
 
 _INDEXED_AT_ONCE = 8192  # positions between two steps; takes 3 ms
 _KEPT_UNTRIED = 1 - 1 / 512  # weight of what is known of guesses, for each step in which none was worth a row
 _WORTH = 1.02  # more tokens a second than without guesses: they also cost that the next step is planned ahead
 _MOST_SLOWER = 1.25  # that a step may get by guesses, where sequences without any wait for it too
-_OUTLIER = 3.0  # a step counts as at most this multiple of its prediction
 _EXPLORED_EVERY = 128  # steps: then costs of more rows are learnt, whatever they are taken to be
 _HALF = 0.5  # share of guesses that are right, before one was seen
+_MOST_DRAFTED = 256  # guesses after a step: to choose among these takes a millisecond
+
+_Gain = tuple[float, int, int]  # what a guess brings, whose it is, and which of these
 
 
 class Speculation:
     """Guesses for the sequences of one worker, within a limit for each."""
 
-    def __init__(self, num_tokens: int, lookup: NgramLookup | None) -> None:
-        """num_tokens: most guesses that a step verifies for a sequence. lookup: None if the runner guesses."""
+    def __init__(self, num_tokens: int, lookup: NgramLookup | None, draft_model_len: int = 0) -> None:
+        """num_tokens: most guesses that a step verifies for a sequence. lookup: None if the runner guesses.
+
+        draft_model_len: longest sequence of the runner's draft model; 0: it has none.
+        """
         self._num_tokens = num_tokens
         self._lookup = lookup
-        self._costs = LearntCosts()
+        self._draft_model = DraftModel(draft_model_len) if draft_model_len and num_tokens else None
+        self._steps = TimedSteps()
         self._by_match: dict[int, Trials] = {}  # by the length of the match
         self._num_left = _INDEXED_AT_ONCE
-        self._seen: set[int] = set()  # sizes of steps in service, by powers of two
         self._num_chosen = 0
+        self._num_asked = 0  # steps for which drafts were considered
+        self._is_trying = False  # the next drafts are verified, whether or not they seem worth it
 
     def observe(self, step: Step, elapsed_s: float) -> None:
         """Take in how long a step took; what a trial of the engine has shown comes first."""
-        self._costs.observe(step, elapsed_s, 0.0)
+        self._steps.costs.observe(step, elapsed_s, 0.0)
 
     def learn(self, sequences: Seq[Sequence], plan: StepPlan, result: StepResult) -> None:
         """Take in how a step's guesses turned out, and its time. sequences: parallel to the plan's chunks."""
@@ -57,20 +69,15 @@ class Speculation:
                 num_right = len(tokens[0]) - 1
                 for trials in self._trials(sequence):
                     trials.note(num_right, ended_wrong=num_right < chunk.num_drafts)
-            elif sequence.drafts and chunk.phase is Phase.DECODE:
+            elif (sequence.drafts or self.has_draft_model) and chunk.phase is Phase.DECODE:
                 own, by_match = self._trials(sequence)
                 untried |= {id(own): own, id(by_match): by_match}
         for trials in untried.values():
             trials.fade(_KEPT_UNTRIED)
         if not result.failed:
-            self._learn_cost(work_of(plan, result), result.elapsed_s)
-
-    def _learn_cost(self, step: Step, elapsed_s: float) -> None:
-        """Take in a step in service. The first of a size is left out: programs are recorded, and memory is taken."""
-        size = step.sequences.bit_length()
-        if step.prefill_tokens or size in self._seen:
-            self.observe(step, min(elapsed_s, _OUTLIER * self._costs.seconds(step)))
-        self._seen.add(size)
+            self._steps.learn(work_of(plan, result), result.elapsed_s - result.draft_s)
+        if self._draft_model is not None:
+            self._draft_model.learn(sequences, plan, result)
 
     def guess(self, sequence: Sequence, given: tuple[int, ...], most: int) -> None:
         """Give a sequence at most so many guesses: those of the runner, or by lookup once its tokens are indexed."""
@@ -90,34 +97,69 @@ class Speculation:
         """Return how many guesses of sequences the next step should verify; nothing of those without."""
         if not self._num_tokens:
             return {}
-        gains: list[tuple[float, int]] = []  # of a guess, and whose it is
-        for place, sequence in enumerate(decoding):
-            if sequence.drafts:
-                trials, by_match = self._trials(sequence)
-                share = trials.share(by_match.share(_HALF))
-                gains += [(share**number, place) for number in range(1, 1 + len(sequence.drafts))]
+        gains = self._gains(decoding, [len(sequence.drafts) for sequence in decoding])
         if not gains:
             return {}
-        gains.sort(reverse=True)  # those of one sequence stay in order: each gains less than the one before
-        best = self._best(decoding, [gain for gain, _ in gains])
+        is_trying, self._is_trying = self._is_trying, False
+        best = len(gains) if is_trying else self._best(decoding, gains)
         self._num_chosen += 1
         turn, rest = divmod(self._num_chosen, _EXPLORED_EVERY)
         if not rest:
             best = min(len(gains), max(best, 1 + turn % self._num_tokens))
-        return Counter([decoding[place] for _, place in gains[:best]])
+        return _counted(decoding, gains[:best])
 
-    def _best(self, decoding: Seq[Sequence], gains: Seq[float]) -> int:
-        """Return how many rows more than one a sequence gain most tokens a second. gains: of each row, falling."""
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether the runner has one that guesses."""
+        return self._draft_model is not None and not self._draft_model.has_failed
+
+    def ask_for_drafts(self, decoding: Seq[Sequence], counts: Mapping[Sequence, int], room: int) -> None:
+        """Say what a draft model computes after the next step. counts: what that verifies; room: most guesses of all.
+
+        That some are tried now and then shows what they cost and bring.
+        """
+        if self._draft_model is None:
+            return
+        gains: list[_Gain] = []
+        if room > 0 and decoding and self.has_draft_model:
+            most = min(self._num_tokens, max(1, _MOST_DRAFTED // len(decoding)))
+            own = [(sequence, counts.get(sequence, 0)) for sequence in decoding]
+            gains = self._gains(decoding, [min(most, self._draft_model.most(*each)) for each in own])
+        best = 0
+        if gains:
+            best = self._best(decoding, gains, self._draft_model)
+            self._num_asked += 1
+            turn, rest = divmod(self._num_asked, _EXPLORED_EVERY)
+            if not best and (not rest or not self._draft_model.knows_costs):
+                self._is_trying, best = True, 1 + (turn or self._num_asked) % self._num_tokens
+        self._draft_model.ask(decoding, _counted(decoding, gains[: min(best, room)]))
+
+    def _gains(self, decoding: Seq[Sequence], most: Iterable[int]) -> list[_Gain]:
+        """Return what each guess brings, of at most so many of each sequence: those that bring most first."""
+        gains: list[_Gain] = []
+        for place, (sequence, count) in enumerate(zip(decoding, most, strict=True)):
+            if count > 0:
+                trials, by_match = self._trials(sequence)
+                share = trials.share(by_match.share(_HALF))
+                gains += [(share**number, place, number) for number in range(1, 1 + count)]
+        gains.sort(key=itemgetter(0), reverse=True)  # each gains less than the one before: they stay in order
+        return gains
+
+    def _best(self, decoding: Seq[Sequence], gains: Seq[_Gain], drafter: DraftModel | None = None) -> int:
+        """Return how many of the guesses gain most tokens a second. drafter: what is yet to make them."""
         num_rows, kv_tokens = len(decoding), sum([sequence.computed for sequence in decoding])
-        kv_each, expected = kv_tokens / num_rows, float(num_rows)
-        plain_s = self._costs.decode_s(num_rows, kv_tokens)
-        best, most = 0, _WORTH * expected / plain_s
-        longest_s = inf if all(sequence.drafts for sequence in decoding) else _MOST_SLOWER * plain_s
-        for count, gain in enumerate(gains, 1):
-            expected += gain
+        kv_each, expected, costs = kv_tokens / num_rows, float(num_rows), self._steps.costs
+        plain_s = costs.decode_s(num_rows, kv_tokens)
+        best, most, num_passes = 0, _WORTH * expected / plain_s, 0
+        have_all = len({place for _, place, _ in gains}) == num_rows
+        longest_s = inf if have_all else _MOST_SLOWER * plain_s
+        for count, (gain, _, number) in enumerate(gains, 1):
+            expected, num_passes = expected + gain, max(num_passes, number)
             if count & (count - 1) and count != len(gains) and count % 4:
                 continue  # 1, 2, and multiples of 4: to predict a time takes longer than to add
-            step_s = self._costs.decode_s(num_rows + count, kv_tokens + count * kv_each)
+            step_s = costs.decode_s(num_rows + count, kv_tokens + count * kv_each)
+            if drafter is not None:
+                step_s += drafter.seconds(count, num_passes, kv_each)
             if step_s <= longest_s and expected / step_s > most:
                 best, most = count, expected / step_s
         return best
@@ -125,3 +167,7 @@ class Speculation:
     def _trials(self, sequence: Sequence) -> tuple[Trials, Trials]:
         """Return those of a sequence, and of all guesses after a match as long."""
         return sequence.guessing.trials, self._by_match.setdefault(sequence.guessing.num_matched, Trials())
+
+
+def _counted(decoding: Seq[Sequence], gains: Seq[_Gain]) -> Mapping[Sequence, int]:
+    return Counter([decoding[place] for _, place, _ in gains])

@@ -89,6 +89,20 @@ class Targets:
 
 
 @value
+class Draft:
+    """What a draft model computes for a DECODE chunk, when the step has sampled the chunk's tokens.
+
+    First KV of `token_ids` at positions start, start+1, …: tokens before the chunk's own that the draft model lacks.
+    If they reach the chunk's start, then KV of the chunk's tokens that are kept, and at most `num_guesses` guesses.
+    `start` is one behind the chunk's start where the draft model has made the chunk's guesses.
+    """
+
+    token_ids: Seq[int]
+    start: int
+    num_guesses: int
+
+
+@value
 class Chunk:
     """One sequence's share of a step: compute KV of `token_ids` at positions start, start+1, …
 
@@ -100,6 +114,7 @@ class Chunk:
     them and after each guess, as long as what was sampled before it equals the guesses: KV behind that means nothing.
     With `previous`, which a DECODE chunk without guesses may have, the one token is the one sampled for that chunk of
     the previous step, which may still run; `token_ids` holds a zero in its place. `pooling`: what is made of the chunk.
+    With `draft`, `pages` also covers the positions of the chunk's own guesses and of those to come.
     """
 
     token_ids: Seq[int]
@@ -113,6 +128,7 @@ class Chunk:
     other_pages: tuple[Seq[PageId], ...] = ()
     adapter: AdapterDigest = NO_ADAPTER
     pooling: Pooling | None = None
+    draft: Draft | None = None
 
     def after(self, token_id: int) -> "Chunk":
         """Return the chunk once the token is known that the previous step samples for it."""
@@ -138,8 +154,9 @@ class StepResult:
 
     Each of the others goes by the place in `StepPlan.chunks`. `failed`: why the chunk could not be computed; its tokens
     are empty. `prompts`: the scores of a chunk with targets. `stuck`: why the grammar lets no token follow; the tokens
-    mean nothing. `drafts`: guesses of what follows the tokens of a chunk. `expert_ratios`: see `engine.expert_balance`.
-    `pooled`: of a chunk with pooling, float32: the vector, or for a mean the sum over the chunk.
+    mean nothing. `drafts`: guesses of what follows the tokens of a chunk; none for a chunk whose draft was computed in
+    part. `expert_ratios`: see `engine.expert_balance`. `pooled`: of a chunk with pooling, float32: the vector, or for a
+    mean the sum over the chunk. `draft_s`: how much of `elapsed_s` the draft model took.
     """
 
     tokens: tuple[tuple[Tokens, ...], ...]
@@ -150,6 +167,7 @@ class StepResult:
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     expert_ratios: tuple[float, ...] = ()
     pooled: Mapping[int, bytes] = field(default_factory=dict)
+    draft_s: float = 0.0
 
 
 def work_of(plan: StepPlan, result: StepResult | None = None) -> Step:

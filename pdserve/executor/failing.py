@@ -37,6 +37,7 @@ class _Found:
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     expert_ratios: tuple[float, ...] = ()
     pooled: dict[int, bytes] = field(default_factory=dict)
+    draft_s: float = 0.0
 
 
 class Isolating:
@@ -58,7 +59,7 @@ class Isolating:
             self._try(wanted, found)
         self.drawn = tuple(found.tokens)
         beside = found.failed, found.prompts, found.stuck, found.drafts, found.expert_ratios, found.pooled
-        return StepResult(self.drawn, found.elapsed_s, *beside)
+        return StepResult(self.drawn, found.elapsed_s, *beside, draft_s=found.draft_s)
 
     def _known(self, chunks: tuple[Chunk, ...], found: _Found) -> list[tuple[int, Chunk]]:
         """Return the chunks to compute, with their places, and with tokens of the step before where they need them."""
@@ -101,6 +102,7 @@ class Isolating:
             for (place, _), tokens in zip(wanted, result.tokens, strict=True):
                 found.tokens[place] = tokens
             found.elapsed_s += result.elapsed_s
+            found.draft_s += result.draft_s
             found.prompts |= {wanted[index][0]: scores for index, scores in result.prompts.items()}
             found.stuck |= {wanted[index][0]: reason for index, reason in result.stuck.items()}
             found.expert_ratios += result.expert_ratios

@@ -7,15 +7,14 @@ from pathlib import Path
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import ChosenQuantization, bits_of, choose_quantization
+from pdserve.checkpoint.checkpoint import choose_quantization
 from pdserve.checkpoint.open import check_model
-from pdserve.executor.form import DTYPES, KERNEL_DEVICES, choose_kv_code
+from pdserve.executor.form import KERNEL_DEVICES, choose_kv_code, weight_bytes
 from pdserve.executor.loading import describe_layout
 from pdserve.executor.memory import available_bytes
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.model.loading import largest_share, needed_weights
-from pdserve.model.weights import GROUP, Stored, Weights
 from pdserve.settings.config import (
     PAGE_SIZE,
     STEP_TOKENS,
@@ -28,7 +27,6 @@ from pdserve.settings.config import (
 from pdserve.settings.processor import choose_dtype, read_cpu_info
 
 STATE_BYTES = 4  # of a float32
-SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +110,7 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
     layout = describe_layout(config, "", choices.page_size, kv_dtype, device)
     share = largest_share(config, choices.tensor_parallel_size)
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
-    is_coded = quantization == checkpoint.coded_as
-    weight_bytes = file_bytes if is_coded else _weight_bytes(weights, quantization, dtype)
+    held_bytes = weight_bytes(checkpoint, weights, quantization, dtype)
     return Footprint(
         name=checkpoint.name,
         path=str(checkpoint.path),
@@ -123,9 +120,9 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         dtype=dtype,
         because=because,
         quantization=quantization,
-        weight_bytes=weight_bytes,
+        weight_bytes=held_bytes,
         tensor_parallel_size=choices.tensor_parallel_size,
-        rank_weight_bytes=int(share * weight_bytes),
+        rank_weight_bytes=int(share * held_bytes),
         max_model_len=config.max_position_embeddings,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -141,16 +138,6 @@ def footprint_of(path: Path, choices: Choices) -> Footprint:
         free_bytes=_free_bytes(device),
         has_chat_template=checkpoint.chat_template is not None,
     )
-
-
-def _weight_bytes(weights: Weights, quantization: ChosenQuantization, dtype: str) -> int:
-    itemsize = DTYPES[dtype].itemsize
-    return sum(_bytes(stored, bits_of(name, stored, quantization), itemsize) for name, stored in weights.items())
-
-
-def _bytes(stored: Stored, bits: int | None, itemsize: int) -> int:
-    count = prod(stored.shape)
-    return count * itemsize if bits is None else count * bits // 8 + count // GROUP * SCALE_BYTES
 
 
 def _free_bytes(device: Device) -> int:

@@ -4,11 +4,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import torch
 
 from pdserve.base.errors import ConfigError
-from pdserve.checkpoint.checkpoint import Checkpoint, ChosenQuantization, choose_quantization, weights_in_form
+from pdserve.checkpoint.checkpoint import (
+    Checkpoint,
+    ChosenQuantization,
+    bits_of,
+    choose_quantization,
+    weights_in_form,
+)
 from pdserve.executor.memory import share_weights
 from pdserve.executor.threads import rank_threads
 from pdserve.kernels.cpu.build import Missing
@@ -17,6 +24,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import dummy_weights, load_model, load_rank
 from pdserve.model.parallel import Collective
+from pdserve.model.weights import GROUP, Stored, Weights
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.settings.config import KvCacheDtype, WorkerConfig
 from pdserve.settings.processor import choose_dtype, read_cpu_info
@@ -26,6 +34,8 @@ logger = logging.getLogger(__name__)
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 DUMMY = "dummy 2"  # in the weights' hash: the number goes up when these weights change
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+SCALE_BYTES = 4  # of a group of quantized weights: its scale and its minimum
 
 Progress = Callable[[float], None]  # takes the share of the model that is loaded
 
@@ -73,6 +83,19 @@ def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
     if kind := next((kind for kind, has in untried.items() if has), None):
         raise ConfigError(f"kv_cache_dtype: {asked} is not served for a model with {kind}; auto is")
     return asked
+
+
+def weight_bytes(checkpoint: Checkpoint, weights: Weights, quantization: ChosenQuantization, dtype: str) -> int:
+    """Return the bytes that weights take in memory, nearly. weights: those of the checkpoint that a model needs."""
+    if quantization == checkpoint.coded_as:
+        return sum([file.stat().st_size for file in checkpoint.weight_files])
+    itemsize = DTYPES[dtype].itemsize
+    return sum([_bytes(stored, bits_of(name, stored, quantization), itemsize) for name, stored in weights.items()])
+
+
+def _bytes(stored: Stored, bits: int | None, itemsize: int) -> int:
+    count = prod(stored.shape)
+    return count * itemsize if bits is None else count * bits // 8 + count // GROUP * SCALE_BYTES
 
 
 def load_form(

@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.engine.guesses import NgramLookup
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
+from pdserve.executor.draft_loading import load_drafter, open_draft_model
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose_form, choose_kv_code, load_form
 from pdserve.executor.local import LocalExecutor
@@ -68,6 +69,7 @@ def _load(
     device = engine_device(config)
     if config.device in KERNEL_DEVICES:
         _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
+    draft = open_draft_model(config, checkpoint)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
@@ -79,13 +81,16 @@ def _load(
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
     limits = _limits(config, checkpoint, layout, num_pages)
+    if draft is not None:
+        limits = replace(limits, draft_model_len=min(draft.config.max_position_embeddings, limits.max_model_len))
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
     runner = _runner(model, num_pages, config, limits, code)
+    drafter = None if draft is None else load_drafter(config, draft, layout, num_pages, limits)
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
-    return Loaded(LocalExecutor(runner, thread, name, config.test_step_s), layout, limits)
+    return Loaded(LocalExecutor(runner, thread, name, config.test_step_s, drafter), layout, limits)
 
 
 def _ranked(
@@ -150,7 +155,9 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
     max_model_len = _max_model_len(config, model_limit, layout.most_tokens(num_pages, step_tokens, model_limit))
     if lacks := lacks_pages(config.role, num_pages, layout.most_pages(max_model_len, step_tokens)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
-    guessed = config.speculative_config
+    guessed, lookup = config.speculative_config, None
+    if guessed is not None and guessed.method == "ngram":
+        lookup = NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=step_tokens,
@@ -158,7 +165,7 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, layout: KvLayout, num_
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
         can_pool=config.device not in KERNEL_DEVICES,  # their runner was not compared with anything yet
         num_speculative_tokens=0 if guessed is None else guessed.num_speculative_tokens,
-        lookup=None if guessed is None else NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max),
+        lookup=lookup,
     )
 
 

@@ -4,6 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from pdserve.engine.drafting import Drafter
 from pdserve.engine.runner import EngineRunner, LaunchingRunner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.engine.verification import verifying
@@ -22,7 +23,12 @@ class LocalExecutor:
     """
 
     def __init__(
-        self, runner: EngineRunner, thread: ThreadPoolExecutor, device_name: str = "", step_s: float = 0.0
+        self,
+        runner: EngineRunner,
+        thread: ThreadPoolExecutor,
+        device_name: str = "",
+        step_s: float = 0.0,
+        drafter: Drafter | None = None,
     ) -> None:
         """`thread`: one thread, which `close` ends. With `step_s` steps are paced, one by one."""
         view = runner.kv.view(torch.uint8).view(len(runner.kv), -1)
@@ -31,7 +37,8 @@ class LocalExecutor:
         self.regions: tuple[Region, ...] = (Region.of(view.numpy()) if is_on_host else device_region(view),)
         self._pages_on_host = view if is_on_host else None
         self._thread, self._ends = thread, ThreadPoolExecutor(1, "step-ends")  # starts with the first launched step
-        self._steps = Isolating(paced(verifying(runner.run), step_s))
+        run = verifying(runner.run)
+        self._steps = Isolating(paced(run if drafter is None else drafter.beside(run), step_s))
         self._launches: Launches | None = None
         if isinstance(runner, LaunchingRunner) and not step_s:
             self._launches = Launches(runner, self._steps)

@@ -14,8 +14,10 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["ngram"] = Field(
-        "ngram", description="ngram: what followed the latest tokens where they stood in the same sequence before."
+    method: Literal["ngram", "draft_model"] = Field(
+        "ngram",
+        description="ngram: what followed the latest tokens where they stood in the same sequence before. draft_model: "
+        "what a smaller model samples.",
     )
     num_speculative_tokens: int = Field(
         10, ge=1, le=MAX_TOKENS, description="Most guesses that a step verifies for a sequence."
@@ -26,6 +28,20 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_max: int = Field(
         8, ge=1, le=32, description="How many of them are compared; of longer matches the latest counts."
     )
+    model: str | None = Field(
+        None, min_length=1, description="The draft model, a path or a name as of `model`; for method draft_model."
+    )
+
+    @model_validator(mode="after")
+    def _has_keys_of_its_method(self) -> Self:
+        if self.method == "ngram" and self.model is not None:
+            raise FieldError(("model",), "goes with method draft_model, not with ngram")
+        if self.method == "draft_model":
+            if self.model is None:
+                raise FieldError(("model",), "method draft_model needs it")
+            for key in sorted(self.model_fields_set & {"prompt_lookup_min", "prompt_lookup_max"}):
+                raise FieldError((key,), "goes with method ngram, not with draft_model")
+        return self
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:

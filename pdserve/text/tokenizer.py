@@ -148,6 +148,10 @@ class Tokenizer:
         piece = pieces[token_id] if 0 <= token_id < len(pieces) else b""
         return piece.encode() if isinstance(piece, str) else piece
 
+    def has_tokens_of(self, other: "Tokenizer") -> bool:
+        """Return whether each id is the same token."""
+        return self._pieces.with_special == other._pieces.with_special
+
     def to_json(self) -> str:
         """Return the tokenizer as the tokenizers library writes it to a file."""
         text: str = self._backend.to_str()

@@ -1,0 +1,130 @@
+"""A draft model beside a worker's model: after a step it guesses what follows, for the next step to verify.
+
+Invariant: the draft model changes guesses and times alone. It reads tokens, and writes to pages of its own.
+
+Its pool has a page for each page of the worker's pool, so a sequence's page table leads to both, and the scheduler's
+bookkeeping serves both. Pages whose KV came from another worker have no KV of the draft model yet: the scheduler says
+which tokens it lacks. It samples as the worker's model does, with the noise, the penalties and the grammar of each
+place, so that equal distributions give equal tokens (coupled sampling: Daliri, Musco, Suresh 2024).
+"""
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from pdserve.base.errors import DeviceError, InvariantError
+from pdserve.base.ids import PageId
+from pdserve.engine.runner import EngineRunner
+from pdserve.engine.step import Chunk, Draft, Phase, SampleSpec, StepPlan, StepResult, Tokens
+from pdserve.engine.verification import Run, behind
+from pdserve.protocol.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_FEW = 4  # tokens that are computed as rows, as decoding is: a program computes those
+_UNREAD = SampleSpec(SamplingParams(temperature=0.0), 0, 0, (), (), forbid_stops=False, sequence=(0, 0))
+
+
+@dataclass(slots=True)
+class _Line:
+    """The draft of one chunk."""
+
+    place: int  # of the chunk in the plan
+    pages: Seq[PageId]
+    tokens: Seq[int]  # to be computed next
+    start: int  # position of the first of them
+    spec: SampleSpec | None  # what to sample behind them; None: there are more tokens to come
+    num_guesses: int
+    guesses: list[int] = field(default_factory=list)
+
+    def chunks(self) -> list[Chunk]:
+        """Return what to compute next; the last of it samples a guess."""
+        samples = () if self.spec is None else (behind(self.spec, self.guesses),)
+        if self.spec is None or len(self.tokens) > _FEW:
+            return [Chunk(self.tokens, self.start, self.pages, samples)]
+        rows = [(token,) for token in self.tokens]
+        specs = [*[(_UNREAD,)] * (len(rows) - 1), samples]
+        return [
+            Chunk(row, self.start + number, self.pages, of_row, Phase.DECODE)
+            for number, (row, of_row) in enumerate(zip(rows, specs, strict=True))
+        ]
+
+    def take(self, guess: int) -> bool:
+        """Take in a guess; return whether another one is wanted."""
+        self.guesses.append(guess)
+        self.start, self.tokens = self.start + len(self.tokens), (guess,)
+        return len(self.guesses) < self.num_guesses
+
+
+class Drafter:
+    """A draft model, on a runner whose pool has as many pages as the worker's, for as many tokens each."""
+
+    def __init__(self, runner: EngineRunner) -> None:
+        self._runner = runner
+        self._has_failed = False
+
+    def beside(self, run: Run) -> Run:
+        """Return what runs steps, and then drafts. If drafting fails, it is given up, and steps are run as before."""
+
+        def run_and_draft(plan: StepPlan) -> StepResult:
+            result = run(plan)
+            is_asked = plan.copies or any(chunk.draft is not None for chunk in plan.chunks)
+            if self._has_failed or not is_asked:
+                return result
+            began_s, drafts = time.perf_counter(), dict[int, tuple[int, ...]]()
+            try:
+                drafts = self._draft(plan, result)
+            except (InvariantError, DeviceError):
+                raise
+            except Exception:
+                logger.exception("drafting failed: this worker drafts no more")
+                self._has_failed = True
+            draft_s = time.perf_counter() - began_s
+            return replace(result, drafts=drafts, elapsed_s=result.elapsed_s + draft_s, draft_s=draft_s)
+
+        return run_and_draft
+
+    def _draft(self, plan: StepPlan, result: StepResult) -> dict[int, tuple[int, ...]]:
+        """Return the guesses by place in the plan."""
+        if plan.copies:
+            self._runner.run(StepPlan((), plan.copies))
+        lines = [
+            _line(place, chunk, chunk.draft, tokens[0])
+            for place, (chunk, tokens) in enumerate(zip(plan.chunks, result.tokens, strict=True))
+            if chunk.draft is not None and place not in result.stuck
+        ]
+        open_lines = lines
+        while open_lines:
+            open_lines = self._pass(open_lines)
+        return {line.place: tuple(line.guesses) for line in lines}
+
+    def _pass(self, lines: list[_Line]) -> list[_Line]:
+        """Let the model compute once; return the lines that want another guess."""
+        chunks, lasts = list[Chunk](), list[int]()
+        for line in lines:
+            chunks += line.chunks()
+            lasts.append(len(chunks) - 1)
+        result = self._runner.run(StepPlan(tuple(chunks)))
+        going_on = []
+        for line, last in zip(lines, lasts, strict=True):
+            sampled, is_stuck = result.tokens[last], last in result.stuck
+            if sampled and not is_stuck and line.take(sampled[0][0].token_id):
+                going_on.append(line)
+        return going_on
+
+
+def _line(place: int, chunk: Chunk, draft: Draft, kept: Tokens) -> _Line:
+    """Return what is drafted for a chunk, of which a step has kept guesses and sampled one more token."""
+    (spec,), start = chunk.samples, draft.start
+    if start + len(draft.token_ids) < chunk.start:
+        return _Line(place, chunk.pages, draft.token_ids, start, None, 0)
+    sampled = [token.token_id for token in kept]
+    tokens = [*draft.token_ids, chunk.token_ids[0], *sampled]
+    if start > chunk.start:  # of its guesses it has computed all but the last
+        num_right = min(len(kept), max(1, chunk.num_drafts))
+        tokens, start = tokens[num_right:], chunk.start + num_right
+    spec = behind(spec, sampled)
+    if spec.params.logprobs is not None:
+        spec = replace(spec, params=replace(spec.params, logprobs=None))
+    return _Line(place, chunk.pages, tokens, start, spec, draft.num_guesses)

@@ -1,0 +1,168 @@
+"""A draft model changes no token, and the steps that its guesses save show that it knows each sequence."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from guessing_bench import END, MOST, REPEATED, VOCAB, Bench, add_requests, assert_same_scores, ids
+from model_zoo import prompt as zoo_prompt
+from model_zoo import write_model
+from small_models import small_config, small_model
+
+from pdserve.checkpoint.hf_directory import open_directory
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.verification import Run
+from pdserve.model.family import Model
+from pdserve.model.loading import load_model
+from pdserve.perfmodel.curve import Step
+from pdserve.protocol.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=60, ignore_eos=True, seed=5)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return small_model(small_config(VOCAB, eos_token_id=END))
+
+
+@pytest.fixture(scope="module")
+def other() -> Model:
+    """Return a model of one layer, which is nearly always wrong."""
+    return small_model(small_config(VOCAB, eos_token_id=END, num_hidden_layers=1, hidden_size=32))
+
+
+@pytest.mark.parametrize("num_pages", [300, 14])  # with 14, sequences preempt each other
+@pytest.mark.parametrize("drafts_itself", [True, False])
+def test_answers_are_those_without_a_draft_model_in_tokens_ends_and_scores(
+    model: Model, other: Model, drafts_itself: bool, num_pages: int
+) -> None:
+    plain = add_requests(Bench(model)).run()
+    bench = add_requests(Bench(model, num_pages, draft=model if drafts_itself else other)).run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert bench.ends == plain.ends
+    assert bench.broken.keys() == plain.broken.keys() == set()
+    assert_same_scores(bench.answers, plain.answers)
+    assert bench.counts["guesses"] > 0
+    assert bool(bench.scheduler.num_preemptions) == (num_pages == 14)
+
+
+def test_a_draft_model_that_is_the_model_itself_is_right_with_penalties_noise_and_grammars(model: Model) -> None:
+    bench = add_requests(Bench(model, draft=model)).run()
+    num_ends = 3  # of answers with a grammar, which lets nothing follow: that is no right guess
+    assert bench.counts["guesses"] - num_ends <= bench.counts["right"] > 200
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("length", [16, 40, 300])
+def test_one_answer_takes_as_many_steps_as_right_guesses_leave(
+    model: Model, params: SamplingParams, length: int
+) -> None:
+    bench = Bench(model, draft=model)
+    bench.add(0, [10 + place % 70 for place in range(length)], params)
+    bench.run()
+    num_fed = -(-length // 64) + length // 128 + 1  # steps of the prompt, and until the draft model has taken it in
+    assert bench.counts["steps"] <= num_fed + 12 + 60 / (MOST + 1)  # twelve more: what guesses cost and bring is learnt
+    assert bench.counts["right"] == bench.counts["guesses"]
+
+
+def test_a_draft_model_that_is_wrong_is_used_less_and_less(model: Model, other: Model) -> None:
+    plain, bench = Bench(model), Bench(model, draft=other)
+    for each in (plain, bench):
+        each.add(0, REPEATED, replace(GREEDY, max_tokens=300))
+        each.run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert bench.counts["right"] < bench.counts["guesses"] / 4
+    assert bench.counts["guesses"] < 150
+
+
+def test_pages_of_a_prefix_that_another_sequence_left_serve_the_draft_model_too(model: Model) -> None:
+    plain, bench = Bench(model), Bench(model, draft=model)
+    for each in (plain, bench):
+        for number in range(3):
+            each.add(number, [*range(10, 74), 20 + number], replace(SAMPLED, seed=number))
+            each.run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert bench.counts["right"] == bench.counts["guesses"] > 100
+
+
+def test_no_guesses_are_made_beyond_the_draft_models_longest_sequence(model: Model) -> None:
+    longest = 0
+
+    def watched(run: Run) -> Run:
+        def run_and_look(plan: StepPlan) -> StepResult:
+            nonlocal longest
+            longest = max([longest, *(chunk.start + len(chunk.token_ids) for chunk in plan.chunks)])
+            return run(plan)
+
+        return run_and_look
+
+    plain = Bench(model)
+    bench = Bench(model, draft=model, draft_model_len=50, draft_run=watched)
+    for each in (plain, bench):
+        each.add(0, REPEATED, GREEDY)
+        each.add(1, [*REPEATED, *REPEATED, *REPEATED], GREEDY)
+        each.run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert 40 < longest <= 50
+
+
+def test_a_draft_model_that_fails_is_given_up_and_ends_no_request(model: Model) -> None:
+    num_runs = 0
+
+    def failing(run: Run) -> Run:
+        def run_and_fail(plan: StepPlan) -> StepResult:
+            nonlocal num_runs
+            num_runs += 1
+            if num_runs > 20:
+                raise RuntimeError("broken on purpose")
+            return run(plan)
+
+        return run_and_fail
+
+    plain, bench = add_requests(Bench(model)).run(), add_requests(Bench(model, draft=model, draft_run=failing)).run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert not bench.broken
+    assert num_runs == 21
+    assert bench.counts["ahead"] > 0, "steps are planned ahead again"
+
+
+def test_kv_that_others_left_in_the_draft_models_pages_spoils_guesses_alone(model: Model) -> None:
+    """As after a hand-off to pages that were used before: what the draft model had written there is of other tokens."""
+    plain, bench = Bench(model), Bench(model, draft=model)
+    bench.draft_runner.kv.normal_()
+    for each in (plain, bench):
+        each.add(0, REPEATED, SAMPLED)
+        each.run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert bench.counts["right"] == bench.counts["guesses"] > 0, "the prompt was computed anew"
+
+
+def test_a_loaded_worker_drafts_nothing_and_plans_ahead(model: Model) -> None:
+    bench = Bench(model, draft=model, row_s=0.1)
+    for _ in range(20):
+        for rows in range(1, 8):
+            bench.scheduler.speculation.observe(Step(sequences=rows, kv_tokens=30 * rows), 0.01 + 0.1 * rows)
+    bench.add(0, REPEATED, GREEDY)
+    bench.run()
+    assert bench.counts["ahead"] > 40
+    assert bench.counts["guesses"] < 20
+
+
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.long)])
+def test_models_with_windows_are_drafted_for(tmp_path: Path, family: str) -> None:
+    target, draft = (_loaded(each, tmp_path / each) for each in (family, "llama3"))
+    asked = [[*zoo_prompt(length), *zoo_prompt(9)] for length in (150, 30)]
+    plain, bench = Bench(target, 200), Bench(target, 200, draft=draft)
+    for each in (plain, bench):
+        for number, tokens in enumerate(asked):
+            each.add(number, tokens, GREEDY)
+        each.run()
+    assert ids(bench.answers) == ids(plain.answers)
+    assert bench.counts["guesses"] > 0
+
+
+def _loaded(family: str, folder: Path) -> Model:
+    checkpoint = open_directory(write_model(family, folder))
+    return load_model(checkpoint.config, checkpoint.weights(), torch.float32)
