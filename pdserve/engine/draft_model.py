@@ -2,6 +2,8 @@
 
 Invariant: the first `num_drafted` tokens of a decoding sequence are those whose KV the draft model has written last to
 their places in the sequence's pages. Where others have written there since, guesses are wrong, and no token is.
+
+Where guesses pay nothing, some are tried to learn whether they do: as many as take a hundredth of all steps' time.
 """
 
 from collections.abc import Mapping
@@ -13,6 +15,10 @@ from pdserve.engine.timed_steps import TimedSteps
 from pdserve.perfmodel.curve import ENOUGH_STEPS, Step
 
 _FED_AT_ONCE = 128  # tokens that the draft model takes in after one step, so that no other sequence waits for long
+_FED_FOR_ONE = 8  # tokens that it takes in at most for each token that a sequence may still gain
+_TRIED = 4  # guesses at once
+_SHARE_FOR_TRIALS = 0.01  # of the time
+_MOST_FOR_TRIALS_S = 1.0  # that is saved up
 
 
 class DraftModel:
@@ -22,12 +28,10 @@ class DraftModel:
         """max_model_len: tokens of the longest sequence for which it is used."""
         self._max_model_len = max_model_len
         self._passes = TimedSteps()
-        self._num_passes = 0
+        self._num_timed = 0
+        self._for_trials_s = 0.0
+        self._is_trying = False  # until guesses are made
         self.has_failed = False
-
-    @property
-    def knows_costs(self) -> bool:
-        return self._num_passes >= ENOUGH_STEPS
 
     def learn(self, sequences: Seq[Sequence], plan: StepPlan, result: StepResult) -> None:
         """Take in what has been drafted after a step. sequences: parallel to the plan's chunks."""
@@ -44,6 +48,9 @@ class DraftModel:
                 num_kept = len(result.tokens[place][0])
                 sequence.guessing.num_drafted = chunk.start + num_kept + 1 if is_whole else reached
         self._learn_cost(drafted, result)
+        saved_s = self._for_trials_s + _SHARE_FOR_TRIALS * result.elapsed_s
+        self._for_trials_s = min(_MOST_FOR_TRIALS_S, saved_s) - (result.draft_s if self._is_trying else 0.0)
+        self._is_trying &= not any(result.drafts.values())
 
     def _learn_cost(self, drafted: list[Chunk], result: StepResult) -> None:
         """Take in what passes took, where nothing else was computed but guesses."""
@@ -53,7 +60,7 @@ class DraftModel:
         if num_passes := max(num_guesses, default=0):
             num_rows = -(-sum(num_guesses) // num_passes)
             kv_tokens = sum([chunk.start for chunk in drafted]) * num_rows // len(drafted)
-            self._num_passes += num_passes
+            self._num_timed += 1
             self._passes.learn(Step(sequences=num_rows, kv_tokens=kv_tokens), result.draft_s / num_passes)
 
     def seconds(self, num_guesses: int, num_passes: int, kv_each: float) -> float:
@@ -62,16 +69,38 @@ class DraftModel:
         return num_passes * self._passes.costs.decode_s(num_rows, num_rows * kv_each)
 
     def most(self, sequence: Sequence, num_verified: int) -> int:
-        """Return how many guesses of a sequence are of use once a step has verified so many."""
-        return min(self._max_model_len, sequence.length_limit) - 2 - len(sequence.tokens) - num_verified
+        """Return how many guesses of a sequence are of use once a step has verified so many; 0 or less: none are."""
+        num_left = sequence.length_limit - len(sequence.tokens)
+        if _lacking(sequence) > _FED_FOR_ONE * num_left:
+            return 0
+        return min(self._max_model_len - len(sequence.tokens), num_left) - 2 - num_verified
+
+    def trial(self, most: Mapping[Sequence, int], row_s: float) -> Mapping[Sequence, int]:
+        """Return how many guesses to try of sequences, of none of which they seem worth it.
+
+        most: of each; row_s: what a step takes longer with a guess.
+        """
+        if self._num_timed >= ENOUGH_STEPS and self._for_trials_s <= 0 and not self._is_trying:
+            return {}
+        self._is_trying = True
+        sequence = min(most, key=_lacking)
+        count = min(_TRIED, most[sequence])
+        if _lacking(sequence) <= _FED_AT_ONCE:
+            self._for_trials_s -= count * row_s
+        return {sequence: count}
 
     def ask(self, decoding: Seq[Sequence], wanted: Mapping[Sequence, int]) -> None:
         """Say how many guesses are wanted of sequences after their next step, and what is computed before them."""
         num_left = _FED_AT_ONCE
         for sequence in decoding:
             known, count = sequence.guessing, wanted.get(sequence, 0)
-            lacking = max(0, len(sequence.tokens) - known.num_drafted)
+            lacking = _lacking(sequence)
             known.num_to_feed = min(lacking, num_left)
             known.num_to_draft = count if known.num_to_feed or not lacking else 0
             if count:
                 num_left -= known.num_to_feed
+
+
+def _lacking(sequence: Sequence) -> int:
+    """Return how many of a sequence's tokens the draft model has not computed."""
+    return max(0, len(sequence.tokens) - sequence.guessing.num_drafted)

@@ -69,8 +69,7 @@ class Drafter:
 
         def run_and_draft(plan: StepPlan) -> StepResult:
             result = run(plan)
-            is_asked = plan.copies or any(chunk.draft is not None for chunk in plan.chunks)
-            if self._has_failed or not is_asked:
+            if self._has_failed or all(chunk.draft is None for chunk in plan.chunks):
                 return result
             began_s, drafts = time.perf_counter(), dict[int, tuple[int, ...]]()
             try:
@@ -87,8 +86,6 @@ class Drafter:
 
     def _draft(self, plan: StepPlan, result: StepResult) -> dict[int, tuple[int, ...]]:
         """Return the guesses by place in the plan."""
-        if plan.copies:
-            self._runner.run(StepPlan((), plan.copies))
         lines = [
             _line(place, chunk, chunk.draft, tokens[0])
             for place, (chunk, tokens) in enumerate(zip(plan.chunks, result.tokens, strict=True))

@@ -51,7 +51,6 @@ class Speculation:
         self._by_match: dict[int, Trials] = {}  # by the length of the match
         self._num_left = _INDEXED_AT_ONCE
         self._num_chosen = 0
-        self._num_asked = 0  # steps for which drafts were considered
         self._is_trying = False  # the next drafts are verified, whether or not they seem worth it
 
     def observe(self, step: Step, elapsed_s: float) -> None:
@@ -69,7 +68,7 @@ class Speculation:
                 num_right = len(tokens[0]) - 1
                 for trials in self._trials(sequence):
                     trials.note(num_right, ended_wrong=num_right < chunk.num_drafts)
-            elif (sequence.drafts or self.has_draft_model) and chunk.phase is Phase.DECODE:
+            elif sequence.drafts and chunk.phase is Phase.DECODE:
                 own, by_match = self._trials(sequence)
                 untried |= {id(own): own, id(by_match): by_match}
         for trials in untried.values():
@@ -114,10 +113,7 @@ class Speculation:
         return self._draft_model is not None and not self._draft_model.has_failed
 
     def ask_for_drafts(self, decoding: Seq[Sequence], counts: Mapping[Sequence, int], room: int) -> None:
-        """Say what a draft model computes after the next step. counts: what that verifies; room: most guesses of all.
-
-        That some are tried now and then shows what they cost and bring.
-        """
+        """Say what a draft model computes after the next step. counts: what that verifies; room: for guesses of all."""
         if self._draft_model is None:
             return
         gains: list[_Gain] = []
@@ -125,14 +121,15 @@ class Speculation:
             most = min(self._num_tokens, max(1, _MOST_DRAFTED // len(decoding)))
             own = [(sequence, counts.get(sequence, 0)) for sequence in decoding]
             gains = self._gains(decoding, [min(most, self._draft_model.most(*each)) for each in own])
-        best = 0
+        wanted: Mapping[Sequence, int] = {}
         if gains:
             best = self._best(decoding, gains, self._draft_model)
-            self._num_asked += 1
-            turn, rest = divmod(self._num_asked, _EXPLORED_EVERY)
-            if not best and (not rest or not self._draft_model.knows_costs):
-                self._is_trying, best = True, 1 + (turn or self._num_asked) % self._num_tokens
-        self._draft_model.ask(decoding, _counted(decoding, gains[: min(best, room)]))
+            wanted = _counted(decoding, gains[: min(best, room)])
+            if not wanted:
+                row_s = self._steps.costs.decode.marginal_s(1, decoding[0].computed)
+                wanted = self._draft_model.trial(_counted(decoding, gains), row_s)
+                self._is_trying |= bool(wanted)
+        self._draft_model.ask(decoding, wanted)
 
     def _gains(self, decoding: Seq[Sequence], most: Iterable[int]) -> list[_Gain]:
         """Return what each guess brings, of at most so many of each sequence: those that bring most first."""

@@ -1,5 +1,6 @@
 """Workers that guess give the tokens of one engine that does not, though they are killed or their answers move."""
 
+import json
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,9 +71,12 @@ def expected(model: Path) -> list[dict[int, list[int]]]:
     return [{index: list(tokens) for index, tokens in answer.items()} for answer in answers]
 
 
-@pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    guessing = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def cluster(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveCluster]:
+    own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(model)}}[request.param]
+    guessing = ("--speculative-config", json.dumps({"method": request.param, **own}))
     with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *guessing) as running:
         yield running
         running.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 60)
@@ -106,11 +110,18 @@ class Streams:
         assert [answer.tokens for answer in self.answers] == list(expected)
 
 
+def counted(cluster: LiveCluster, name: str, names: Sequence[str]) -> float:
+    addresses = [each.metrics_address for each in cluster.state.processes if each.name in (names or DECODES)]
+    return sum(scrape(address).total(f"vllm:spec_decode_num_{name}_total") for address in addresses)
+
+
 def accepted(cluster: LiveCluster, *names: str) -> float:
     """Return how many guesses of some or all decode workers were right."""
-    addresses = [each.metrics_address for each in cluster.state.processes if each.name in (names or DECODES)]
-    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    return sum(scrape(address).total(name) for address in addresses)
+    return counted(cluster, "accepted_tokens_per_pos", names)
+
+
+def guessed(cluster: LiveCluster) -> float:
+    return counted(cluster, "draft_tokens", ())
 
 
 def busiest(cluster: LiveCluster) -> str:
@@ -123,6 +134,16 @@ def test_answers_are_those_of_one_engine_without_guesses(
 ) -> None:
     Streams(cluster).check(expected)
     assert accepted(cluster) > 20
+
+
+@pytest.mark.parametrize("cluster", ["draft_model"], indirect=True)
+def test_a_draft_model_knows_prompts_that_other_workers_computed(
+    cluster: LiveCluster, expected: list[dict[int, list[int]]]
+) -> None:
+    before = accepted(cluster), guessed(cluster)
+    Streams(cluster).check(expected)
+    num_right, num_guessed = accepted(cluster) - before[0], guessed(cluster) - before[1]
+    assert num_right > 0.95 * num_guessed > 0, "it is the same model"
 
 
 @pytest.mark.long

@@ -144,10 +144,10 @@ def test_a_loaded_worker_drafts_nothing_and_plans_ahead(model: Model) -> None:
     for _ in range(20):
         for rows in range(1, 8):
             bench.scheduler.speculation.observe(Step(sequences=rows, kv_tokens=30 * rows), 0.01 + 0.1 * rows)
-    bench.add(0, REPEATED, GREEDY)
+    bench.add(0, REPEATED, replace(GREEDY, max_tokens=300))
     bench.run()
-    assert bench.counts["ahead"] > 40
-    assert bench.counts["guesses"] < 20
+    assert bench.counts["ahead"] > 200
+    assert 0 < bench.counts["guesses"] < 50, "a few are tried"
 
 
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.long)])

@@ -8,10 +8,12 @@ from model_zoo import write_model
 
 from pdserve.base.errors import ConfigError
 from pdserve.engine.guesses import NgramLookup
+from pdserve.executor import draft_loading, loading
 from pdserve.settings.config import WorkerConfig, load_config
 from pdserve.worker.boot import build_engine, open_model
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 3}'
+DRAFT = '{"method": "draft_model", "model": "x"}'
 
 
 def worker(tmp_path: Path, given: object, **settings: object) -> WorkerConfig:
@@ -35,7 +37,15 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path) -> None:
         ("{", {}, "--speculative-config: is no JSON"),
         ('{"method": "eagle3"}', {}, r"--speculative-config\.method: 'eagle3' is refused"),
         ('{"num_speculative_tokens": 16}', {}, r"--speculative-config\.num-speculative-tokens: 16 is refused"),
-        ('{"model": "x"}', {}, r"--speculative-config\.model: unknown key"),
+        ('{"model": "x"}', {}, r"--speculative-config\.model: goes with method draft_model"),
+        ('{"method": "draft_model"}', {}, r"--speculative-config\.model: method draft_model needs it"),
+        (DRAFT[:-1] + ', "num_speculative_tokens": 16}', {}, r"num-speculative-tokens: 16 is refused"),
+        (DRAFT[:-1] + ', "prompt_lookup_min": 2}', {}, r"prompt-lookup-min: goes with method ngram"),
+        (DRAFT[:-1] + ', "quantization": "int8"}', {}, r"--speculative-config\.quantization: unknown key"),
+        (DRAFT, {"kv_cache_dtype": "fp8_e4m3"}, r"speculative_config\.method: draft_model is not served"),
+        (DRAFT, {"device": "cuda"}, "speculative_config: device cuda"),
+        (DRAFT, {"device": "interpreter"}, "speculative_config: device interpreter"),
+        (DRAFT, {"tensor_parallel_size": 2}, "speculative_config: a worker of several ranks"),
         ('{"prompt_lookup_min": 9}', {}, "prompt-lookup-min: 9 is over prompt_lookup_max 8"),
         (NGRAM, {"device": "cuda"}, "speculative_config: device cuda"),
         (NGRAM, {"device": "interpreter"}, "speculative_config: device interpreter"),
@@ -53,3 +63,73 @@ def test_a_state_takes_no_guess_back(tmp_path: Path) -> None:
     config = worker(write_model("lfm2", tmp_path), NGRAM)
     with pytest.raises(ConfigError, match="speculative_config: this model's layers keep a state"):
         build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+def drafting(target: Path, draft: Path, **settings: object) -> WorkerConfig:
+    return worker(target, {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 5}, **settings)
+
+
+def test_a_draft_model_guesses_up_to_its_own_length_and_that_of_the_worker(tmp_path: Path) -> None:
+    target, draft = (write_model(family, tmp_path / family) for family in ("llama3", "qwen2"))
+    for max_model_len, longest in ((None, 600), (500, 500)):
+        (draft / "config.json").write_text(json.dumps({**read(draft), "max_position_embeddings": 600}))
+        config = drafting(target, draft, max_model_len=max_model_len, num_pages=64)
+        engine = build_engine(config, open_model(config), b"secret", lambda share: None)
+        engine.executor.close()
+        limits = engine.scheduler.limits
+        assert (limits.num_speculative_tokens, limits.lookup, limits.draft_model_len) == (5, None, longest)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("lfm2", "layers with a state"), ("deepseek-v2", "latent rows"), ("gemma2", "windows"), ("mistral", "windows")],
+)
+def test_models_that_nobody_has_seen_draft_are_refused(tmp_path: Path, family: str, kind: str) -> None:
+    target, draft = (write_model(each, tmp_path / each) for each in ("llama3", family))
+    config = drafting(target, draft)
+    with pytest.raises(ConfigError, match=rf"speculative_config\.model: {draft} has {kind}"):
+        build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    target, draft = (write_model("llama3", tmp_path / each) for each in ("target", "draft"))
+    config = drafting(target, draft)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    one, other = list(vocab)[40:42]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=rf"speculative_config\.model: {draft} has other tokens"):
+        build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    target, draft = (
+        write_model("llama3", tmp_path / "target"),
+        write_model("llama3", tmp_path / "draft", vocab_size=520),
+    )
+    config = drafting(target, draft)
+    with pytest.raises(ConfigError, match=rf"speculative_config\.model: {draft} has 520 tokens"):
+        build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+def test_memory_that_the_draft_model_lacks_is_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = (write_model("llama3", tmp_path / each) for each in ("target", "draft"))
+    config = drafting(target, draft)
+    pool_bytes = 40 * 16 * 3 * 2 * 2 * 16 * 4  # pages, tokens, layers, K and V, heads, features, bytes
+    for module in (loading, draft_loading):
+        monkeypatch.setattr(module, "available_bytes", lambda: 2 * pool_bytes)
+    with pytest.raises(ConfigError, match=rf"speculative_config\.model: .* and {pool_bytes} are left"):
+        build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+def test_a_state_takes_no_guess_of_a_draft_model_back(tmp_path: Path) -> None:
+    target, draft = (write_model(each, tmp_path / each) for each in ("lfm2", "llama3"))
+    config = drafting(target, draft)
+    with pytest.raises(ConfigError, match="speculative_config: this model's layers keep a state"):
+        build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+def read(model: Path) -> dict[str, object]:
+    config: dict[str, object] = json.loads((model / "config.json").read_text())
+    return config

@@ -14,6 +14,7 @@ from lab import scale as scaling
 from lab.cancel import measure_cancels
 from lab.cpu_share import held
 from lab.decoding import FAMILIES, measure_decoding
+from lab.drafting import DraftBench, Drafted
 from lab.drain import measure_drain
 from lab.mixtures import measure_mixtures
 from lab.moves import OperationsPlan, run_moves
@@ -155,6 +156,26 @@ def speculation(
     for gain in measure_speculation(bench, counts, texts, rounds):
         report(f"{gain.workload}, {gain.num_streams}: {gain.speedup:.2f}")
         found.append(gain)
+    show(json_file, found, f"{model}, {dtype}, weights {quantization}", "CPU time of steps that only decode")
+
+
+def drafting(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "bfloat16",
+    quantization: Annotated[Form, typer.Option(help="Of weights.")] = "none",
+    layers: Annotated[list[int] | None, typer.Option(min=1, help="Of the draft model. Repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="With and without guesses, in turn.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what a model's first layers guess right as its draft model, and gain, with one engine in one thread."""
+    torch.set_num_threads(1)
+    texts = [path.read_text()[300:] for path in sorted((Path(__file__).parents[3] / "docs").glob("*.md"))[:8]]
+    found = list[Drafted]()
+    for num_layers in layers or (10, 20):
+        bench = DraftBench(resolve_model(model), dtype, quantization, num_layers)
+        for drafted in bench.measure(texts, rounds):
+            report(f"{drafted.num_layers} layers, {drafted.temperature}: {drafted.speedup:.2f}")
+            found.append(drafted)
     show(json_file, found, f"{model}, {dtype}, weights {quantization}", "CPU time of steps that only decode")
 
 
@@ -384,6 +405,7 @@ for _command in (
     cancel,
     conversation,
     decoding,
+    drafting,
     drain,
     experts,
     frontend,

@@ -21,7 +21,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import Phase, StepPlan, StepResult
-from pdserve.engine.verification import verifying
+from pdserve.engine.verification import Run, verifying
 from pdserve.model.loading import load_model
 from pdserve.perfmodel.curve import Step
 from pdserve.protocol.paging import Paging
@@ -51,12 +51,12 @@ class Gain:
     num_equal: int  # answers of the last round that are the same, of as many as there are streams
 
 
-class _Run:
+class Answering:
     """One set of requests, answered by a scheduler of its own."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, run: Run) -> None:
         self._scheduler = scheduler
-        self._run = verifying(runner.run)
+        self._run = run
         self.answers: dict[int, list[int]] = {}
         self.taken_s = 0.0  # by steps that only decode, and their planning
         self.num_guesses = self.num_right = 0
@@ -129,7 +129,9 @@ class SpeculationBench:
             num_equal=sum(plain.answers[number] == guessing.answers[number] for number in plain.answers),
         )
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, guessed: SpeculativeConfig | None) -> _Run:
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, guessed: SpeculativeConfig | None
+    ) -> Answering:
         limits = self._limits
         if guessed is not None:
             lookup = NgramLookup(guessed.prompt_lookup_min, guessed.prompt_lookup_max)
@@ -141,7 +143,7 @@ class SpeculationBench:
             own = replace(params, seed=number)
             job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
             scheduler.add(EngineSequence(job, (0,), list(prompt), order=number))
-        made = _Run(scheduler, self._runner)
+        made = Answering(scheduler, verifying(self._runner.run))
         made.run()
         return made
 

@@ -1,0 +1,147 @@
+"""How often a draft model is right, with the model's noise and with its own, and what it gains."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from lab.decoding import step_of
+from lab.speculating import Answering
+from pdserve.base.ids import Attempt, RequestId
+from pdserve.base.values import value
+from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.drafting import Drafter
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.runner import Runner
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.engine.step import SampleSpec, StepPlan, StepResult
+from pdserve.engine.verification import Run, verifying
+from pdserve.model.config import ModelConfig
+from pdserve.model.loading import load_model
+from pdserve.perfmodel.curve import Step
+from pdserve.protocol.paging import Paging
+from pdserve.protocol.sampling import SamplingParams
+from pdserve.settings.config import Quantization
+
+_PAGE_SIZE, _LONGEST, _GUESSES = 16, 512, 5
+_ASKED, _ANSWERED = 160, 80  # tokens
+_TEMPERATURES = (0.0, 0.5, 1.0)
+_TRIED = (1, 2, 4, 8)  # rows of steps before the first request, as a worker's trial computes them
+_OTHER_SEED = 0x5DEECE66D
+
+
+@value
+class Drafted:
+    """Guesses after texts, and CPU seconds of one answer at a time after its prompt."""
+
+    num_layers: int
+    temperature: float
+    share_right: float  # of guesses that were compared, with the model's own noise
+    share_right_apart: float  # with noise of its own
+    without_s: float
+    with_s: float
+    speedup: float  # median over rounds
+    num_guesses: int  # verified in the last round, where these seemed worth it
+    num_equal: int  # answers of the last round that are the same as without, of 8
+
+
+class DraftBench:
+    """A model, and a draft model that is its first layers."""
+
+    def __init__(self, path: Path, dtype: str, quantization: Quantization, num_layers: int) -> None:
+        checkpoint = open_checkpoint(path)
+        form = choose_quantization(quantization, checkpoint, dtype, "cpu")
+        cut = ModelConfig.from_hf({**checkpoint.raw_config, "num_hidden_layers": num_layers})
+        self._num_layers, self._num_pages = num_layers, _LONGEST // _PAGE_SIZE
+        weights = weights_in_form(checkpoint, form)
+        kept = {name: stored for name, stored in weights.items() if _layer(name) < num_layers}
+        models = [
+            load_model(config, of, getattr(torch, dtype)) for config, of in ((checkpoint.config, weights), (cut, kept))
+        ]
+        self._runner, self._draft_runner = (Runner(each, self._num_pages, _PAGE_SIZE, ()) for each in models)
+        self._tokenizer = checkpoint.tokenizer()
+        self._trial = [(rows, min(self._step_s(rows) for _ in range(3))) for rows in _TRIED]
+
+    def measure(self, texts: Sequence[str], rounds: int) -> Iterator[Drafted]:
+        """Let the model go on after the beginnings of texts, at a few temperatures."""
+        prompts = [self._tokenizer.encode(text, add_special=False)[:_ASKED] for text in texts]
+        for temperature in _TEMPERATURES:
+            params = SamplingParams(temperature=temperature, max_tokens=_ANSWERED, ignore_eos=True)
+            shares = [self._share_right(prompts, params, noise) for noise in (0, _OTHER_SEED)]
+            pairs = []
+            for _ in range(rounds):
+                plain, drafting = (self._answer(prompts, params, run) for run in (None, self._drafting(0)))
+                pairs.append((plain.taken_s, drafting.taken_s))
+            without_s, with_s = (median(times) for times in zip(*pairs, strict=True))
+            yield Drafted(
+                self._num_layers,
+                temperature,
+                *shares,
+                without_s,
+                with_s,
+                median(one / other for one, other in pairs),
+                drafting.num_guesses,
+                sum(plain.answers[number] == drafting.answers[number] for number in plain.answers),
+            )
+
+    def _share_right(self, prompts: Sequence[Sequence[int]], params: SamplingParams, noise: int) -> float:
+        """Return how many of the guesses that were compared were right, where all of them are verified."""
+        drafting, num_right, num_wrong = self._drafting(noise), 0, 0
+
+        def run(plan: StepPlan) -> StepResult:
+            nonlocal num_right, num_wrong
+            result = drafting(plan)
+            for chunk, tokens in zip(plan.chunks, result.tokens, strict=True):
+                if chunk.num_drafts:
+                    num_right += len(tokens[0]) - 1
+                    num_wrong += len(tokens[0]) - 1 < chunk.num_drafts
+            return replace(result, elapsed_s=0.01, draft_s=1e-6)  # as if guesses cost nothing
+
+        self._answer(prompts, params, run)
+        return num_right / (num_right + num_wrong)
+
+    def _drafting(self, noise: int) -> Run:
+        """Return what runs steps and drafts, with the seeds of draws changed by this much."""
+
+        def reseeded(spec: SampleSpec) -> SampleSpec:
+            return replace(spec, seed=spec.seed ^ noise)
+
+        class Reseeded:
+            kv = self._draft_runner.kv
+            own = self._draft_runner
+
+            def run(self, plan: StepPlan) -> StepResult:
+                chunks = [replace(each, samples=tuple(map(reseeded, each.samples))) for each in plan.chunks]
+                return self.own.run(StepPlan(tuple(chunks)))
+
+        return Drafter(Reseeded() if noise else self._draft_runner).beside(verifying(self._runner.run))
+
+    def _answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams, run: Run | None) -> Answering:
+        """Answer prompts one by one; without `run`, without guesses."""
+        limits = Limits(1, _LONGEST, _LONGEST, frozenset())
+        if run is not None:
+            limits = replace(limits, num_speculative_tokens=_GUESSES, draft_model_len=_LONGEST)
+        scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
+        for rows, elapsed_s in self._trial:
+            scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)
+        for number, prompt in enumerate(prompts):
+            own = replace(params, seed=number)
+            job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
+            scheduler.add(EngineSequence(job, (0,), list(prompt), order=number))
+        made = Answering(scheduler, run or self._runner.run)
+        made.run()
+        return made
+
+    def _step_s(self, rows: int) -> float:
+        return self._runner.run(step_of(rows, _PAGE_SIZE)).elapsed_s
+
+
+def _layer(name: str) -> int:
+    """Return the layer whose weight has this name; -1 for one of none."""
+    _, _, place = name.partition("model.layers.")
+    return int(place.partition(".")[0]) if place else -1
