@@ -72,7 +72,7 @@ class DraftBench:
         prompts = [self._tokenizer.encode(text, add_special=False)[:_ASKED] for text in texts]
         for temperature in _TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=_ANSWERED, ignore_eos=True)
-            shares = [self._share_right(prompts, params, noise) for noise in (0, _OTHER_SEED)]
+            shared, apart = (self._share_right(prompts, params, noise) for noise in (0, _OTHER_SEED))
             pairs = []
             for _ in range(rounds):
                 plain, drafting = (self._answer(prompts, params, run) for run in (None, self._drafting(0)))
@@ -81,7 +81,8 @@ class DraftBench:
             yield Drafted(
                 self._num_layers,
                 temperature,
-                *shares,
+                shared,
+                apart,
                 without_s,
                 with_s,
                 median(one / other for one, other in pairs),
