@@ -41,6 +41,11 @@ _SHORT, _LONG = SamplingFlags(max_tokens=128), SamplingFlags(max_tokens=512)
 VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+AskedModel = Annotated[
+    str, typer.Option(help="Name of the model to ask; needed with --endpoint where several are served there.")
+]
+
+
 @grouped_flags
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
@@ -48,11 +53,12 @@ def generate(
     sampling: SamplingFlags = _SHORT,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the answer.")] = False,
     n: Annotated[int, typer.Option(min=1, max=MAX_SEQUENCES, help="How many continuations.")] = 1,
+    model: AskedModel = "",
     as_json: AsJson = False,
 ) -> None:
     """Continue a text; stream it as it is computed, then print where the time went."""
     request = sampling.request(n=n, ignore_eos=ignore_eos)
-    request.text = utf8("PROMPT", prompt)
+    request.text, request.model = utf8("PROMPT", prompt), router.model(model)
     answer = _run(router.router(), request, _quiet if as_json or n > 1 else _show)
     _print(answer, as_json=as_json)
 
@@ -63,12 +69,14 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     router: RouterFlags = THIS_MACHINES_ROUTER,
     sampling: SamplingFlags = _LONG,
+    model: AskedModel = "",
     as_json: AsJson = False,
 ) -> None:
     """Talk with the model. Ctrl-C ends an answer, Ctrl-D the talk."""
     from pdserve.cli.stream import add_message
 
     request = sampling.request()
+    request.model = router.model(model)
     if system is not None:
         add_message(request, "system", utf8("--system", system))
     once = None if once is None else utf8("--once", once)

@@ -110,6 +110,12 @@ class RouterFlags:
         state = read_state(self.name)
         return state.endpoint, self._access(state.ca_file, api_key)
 
+    def model(self, given: str) -> str:
+        """Return the name of the model to ask: the one given, or that of this machine's cluster."""
+        from pdserve.launch.folder import read_state
+
+        return given or ("" if self.endpoint is not None else read_state(self.name).model)
+
     def http(self, url: str | None) -> "tuple[str, Access | None]":
         """Return the URL of its HTTP port, `url` where that is given, and a client's credentials."""
         from pdserve.launch.folder import read_state

@@ -28,6 +28,7 @@ _STRATEGIES = Values(SCHEMA)
 def chart_values(draw: st.DrawFn) -> Manifest:
     """Return values that rendering takes."""
     values: Manifest = draw(_STRATEGIES.of(SCHEMA))
+    values.pop("models", None)  # each would be values of its own; test_several_models.py has these
     if draw(st.booleans()):  # by itself this number is hardly ever drawn
         _set(values, "frontends.replicas", draw(st.integers(1, 3)))
     _keep_policy(values)

@@ -89,6 +89,7 @@ KEYS: dict[str, Schema] = {
     **dict.fromkeys(("drainTimeoutSeconds", "preStopSleepSeconds"), _SECONDS),
     "startupTimeoutSeconds": integer(2, 86_400),
     "replicas": integer(0),
+    "models": {"type": "array", "maxItems": 64},
     "devices.count": integer(0),
     "persistence.size": like(r"[1-9]\d{0,14}(k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?"),
     "accessModes": {**list_of(one_of("ReadWriteMany", "ReadWriteOnce")), "minItems": 1},
@@ -130,6 +131,7 @@ KEYS: dict[str, Schema] = {
 }
 _OF_MODELS = {"config", "policy"}
 _OF_POOLS = {"prefill", "decode"}
+_OF_ADDRESS = {"service", "ingress", "route"}  # at which clients are served, of any model
 
 
 def _shape(default: object, name: str, parent: str = "") -> Schema:
@@ -189,6 +191,19 @@ class _Plain(Untitled):
         return {**parts.TEXT, **super().str_schema(schema)}
 
 
+def _entry(values: Schema) -> Schema:
+    """Return the schema of one of several models: what may differ from the values of the chart."""
+    model, router = values["model"]["properties"], values["router"]["properties"]
+    hub = {key: model["hub"]["properties"][key] for key in ("repository", "revision")}
+    own = {
+        "name": like("[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?"),
+        "model": _object({"path": model["path"], "servedName": model["servedName"], "hub": _object(hub)}),
+        "router": _object({key: each for key, each in router.items() if key not in _OF_ADDRESS}),
+        **{key: {"$ref": f"#/properties/{key}"} for key in ("workers", "prefill", "decode", "operator", "autoscaling")},
+    }
+    return {**_object(own), "required": ["name"]}
+
+
 def oldest_kubernetes() -> str:
     """Return the oldest version of Kubernetes that the chart supports, such as 1.31."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
@@ -207,6 +222,7 @@ def values_schema() -> str:
     for pool in sorted(_OF_POOLS):
         values[pool] = {"$ref": "#/properties/workers"}
     values["autoscaling"]["properties"]["policy"] = models["properties"]["policy"]
+    values["models"]["items"] = _entry(values)
     values["global"]["additionalProperties"] = True  # charts that hold this one have keys of their own there
     known = {**models["$defs"], **parts.definitions(oldest_kubernetes())}
     schema = {"$schema": _Plain.schema_dialect, "$defs": known, **_object(values)}

@@ -1,5 +1,19 @@
 {{/* What is wrong with the values beyond their schema, as a JSON list. files/requirements.yaml has most of the rules. */}}
 {{- define "pdserve.problems" -}}
+{{- if .Values.models -}}
+{{- $own := include "pdserve.problemsOf" . | fromJsonArray }}{{ $problems := list -}}
+{{- range $own }}{{ if not (hasPrefix "model." .) }}{{ $problems = append $problems . }}{{ end }}{{ end -}}
+{{- $all := dict }}{{ include "pdserve.setRoots" (list $all .) }}
+{{- $shared := $problems -}}
+{{- range $place, $root := $all.roots -}}
+{{- range include "pdserve.problemsOf" $root | fromJsonArray }}{{ if not (has . $shared) }}{{ $problems = append $problems (printf "models.%d.%s" $place .) }}{{ end }}{{ end -}}
+{{- end -}}
+{{- concat $problems (include "pdserve.modelsProblems" . | fromJsonArray) | toJson -}}
+{{- else }}{{ include "pdserve.problemsOf" . }}{{ end -}}
+{{- end }}
+
+{{/* The same of one root. */}}
+{{- define "pdserve.problemsOf" -}}
 {{- $problems := list -}}
 {{- $parts := dict "router" "router" "frontends" "frontend" "prefill" "prefill" "decode" "decode" "operator" "autoscaler" -}}
 {{- $values := dict -}}

@@ -13,7 +13,12 @@ to the name of its secret, beside those two), ports (by name), single (no two po
 {{- $_ := set .own "identity_dir" "/etc/pdserve/identity" -}}
 {{- $_ := set .mounts "identity" (include "pdserve.identityName" (list $root .role)) -}}
 {{- end -}}
-{{- if ne .role "operator" -}}
+{{- $paths := list (include "pdserve.modelPath" $root) -}}
+{{- if and (eq .component "frontend") $root.Values.models -}}
+{{- $models := include "pdserve.frontendModels" $root | fromJsonArray -}}
+{{- $_ := set .own "models" $models }}{{ $_ := unset .own "routers" -}}
+{{- $paths = list }}{{ range $models }}{{ $paths = append $paths .model }}{{ end -}}
+{{- else if ne .role "operator" -}}
 {{- $_ := set .own "model" (include "pdserve.modelPath" $root) -}}
 {{- with include "pdserve.servedName" $root }}{{ $_ := set $.own "served_model_name" . }}{{ end -}}
 {{- end -}}
@@ -21,7 +26,7 @@ to the name of its secret, beside those two), ports (by name), single (no two po
 {{- $name := printf "%s-%s" (include "pdserve.name" $root) .component -}}
 {{- $worker := hasKey $values "rdma" -}}
 {{- $opens := or $worker (eq .component (include "pdserve.serving" $root)) (and (hasKey .own "model") (not .own.served_model_name)) -}}
-{{- $pod := include "pdserve.pod" (merge (dict "values" $values "name" $name "worker" $worker "opensModel" $opens) .) -}}
+{{- $pod := include "pdserve.pod" (merge (dict "values" $values "name" $name "worker" $worker "opensModel" $opens "modelPaths" $paths) .) -}}
 {{- include "pdserve.refuse" (include "pdserve.podProblems" (list .component ($pod | fromYaml))) -}}
 {{- $config := mergeOverwrite (deepCopy $values.config) (deepCopy .own) (dict "drain_timeout_s" $values.drainTimeoutSeconds "health_port" 50054 "metrics_port" 9464) | toYaml -}}
 apiVersion: v1
@@ -85,6 +90,6 @@ spec:
 {{- end }}
 
 {{- define "pdserve.podLabels" -}}
-{{ include "pdserve.selector" .root }}
+{{ include "pdserve.selector" (and (eq .component "frontend") .root.Top | default .root) }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}

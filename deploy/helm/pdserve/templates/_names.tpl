@@ -1,15 +1,20 @@
 {{/* Names and labels. */}}
 
 {{- define "pdserve.name" -}}
+{{- if .Model -}}{{ include "pdserve.name" .Top }}-{{ .Model }}{{ else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if .Values.fullnameOverride -}}{{ .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
 {{- else if contains $name .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
 {{- else -}}{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{- define "pdserve.selector" -}}
 app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- with .Model }}
+pdserve.dev/model: {{ quote . }}
+{{- end }}
 {{- end }}
 
 {{- define "pdserve.labels" -}}
@@ -70,6 +75,7 @@ What a value implies is filled in: the image of workers, and settings that front
 {{- if and $common.devices (not $common.image.repository) -}}
 {{- $_ := set $common.image "repository" (eq (int $common.devices.count) 0 | ternary "pdserve-worker-cpu" "pdserve-worker-cuda") -}}
 {{- end -}}
+{{- if and (eq $component "frontend") $values.models (not $common.replicas) }}{{ $_ := set $common "replicas" 1 }}{{ end -}}
 {{- toJson $common -}}
 {{- end }}
 
@@ -83,9 +89,11 @@ What a value implies is filled in: the image of workers, and settings that front
 {{- (include "pdserve.values" (list . "frontend") | fromJson).replicas | empty | ternary "router" "frontend" -}}
 {{- end }}
 
-{{/* All components that have a Deployment, as JSON. */}}
+{{/* All components of a root that have a Deployment, as JSON. */}}
 {{- define "pdserve.components" -}}
-{{- list "router" (include "pdserve.serving" .) "prefill" "decode" "autoscaler" | uniq | toJson -}}
+{{- if and .Values.models (not .Model) }}{{ list "frontend" | toJson }}
+{{- else if .Model }}{{ list "router" "prefill" "decode" "autoscaler" | toJson }}
+{{- else }}{{ list "router" (include "pdserve.serving" .) "prefill" "decode" "autoscaler" | uniq | toJson }}{{ end -}}
 {{- end }}
 
 {{/* What processes open as the model, and the name that they serve it by; empty: the model's own. */}}
@@ -97,7 +105,7 @@ What a value implies is filled in: the image of workers, and settings that front
 {{- end }}
 
 {{/* The claim on which models are kept. */}}
-{{- define "pdserve.claimName" -}}{{ .Values.model.persistence.existingClaim | default (printf "%s-models" (include "pdserve.name" .)) }}{{- end }}
+{{- define "pdserve.claimName" -}}{{ .Values.model.persistence.existingClaim | default (printf "%s-models" (include "pdserve.name" (.Top | default .))) }}{{- end }}
 {{- define "pdserve.servedName" -}}
 {{- with .Values.model }}{{ .servedName | default (eq .source "hub" | ternary .hub.repository "") }}{{ end -}}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* The specification of a pod. Takes the dict of the Deployment, with values, name, worker, opensModel. */}}
+{{/* The specification of a pod. Takes the dict of the Deployment, with values, name, worker, opensModel, modelPaths. */}}
 {{- define "pdserve.pod" -}}
 {{- $root := .root -}}{{- $values := .values -}}
 {{- $model := and .opensModel $root.Values.model -}}
@@ -35,13 +35,14 @@ topologySpreadConstraints:
 initContainers:
 {{- end }}
 {{- if $download }}
-  - name: download
+{{- range $index, $path := .modelPaths }}
+  - name: download{{ with $index }}-{{ . }}{{ end }}
     {{- include "pdserve.image" (list $root $values) | nindent 4 }}
     {{- if $shared }}
-    command: [pdserve, models, fetch, {{ include "pdserve.modelPath" $root | quote }}]
+    command: [pdserve, models, fetch, {{ quote $path }}]
     {{- else }}
     command: [hf, download, {{ $model.hub.repository | quote }}, --revision, {{ $model.hub.revision | quote }}, --local-dir, /models/model]
-    {{- if not .worker }}
+    {{- if not $.worker }}
     args: [--exclude, "*.safetensors", --exclude, "*.bin"]
     {{- end }}
     {{- end }}
@@ -62,6 +63,7 @@ initContainers:
       - {name: hub, mountPath: /etc/pdserve/hub, readOnly: true}
       {{- end }}
     resources: {{- toYaml $values.resources | nindent 6 }}
+{{- end }}
 {{- end }}
 {{- with $values.initContainers }}{{ toYaml . | nindent 2 }}{{ end }}
 containers:
