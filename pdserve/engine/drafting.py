@@ -61,6 +61,7 @@ class Drafter:
     """A draft model, on a runner whose pool has as many pages as the worker's, for as many tokens each."""
 
     def __init__(self, runner: EngineRunner) -> None:
+        self.kv = runner.kv
         self._runner = runner
         self._has_failed = False
 

@@ -35,7 +35,8 @@ class LocalExecutor:
         is_on_host = view.device.type == "cpu"
         self.device_name = device_name
         self.regions: tuple[Region, ...] = (Region.of(view.numpy()) if is_on_host else device_region(view),)
-        self._pages_on_host = view if is_on_host else None
+        pools = [view] if drafter is None else [view, drafter.kv]
+        self._pages_on_host = pools if is_on_host else []
         self._thread, self._ends = thread, ThreadPoolExecutor(1, "step-ends")  # starts with the first launched step
         run = verifying(runner.run)
         self._steps = Isolating(paced(run if drafter is None else drafter.beside(run), step_s))
@@ -49,8 +50,8 @@ class LocalExecutor:
         return self._ends.submit(self._launches.finish, self._thread.submit(self._launches.launch, plan))
 
     def take_memory(self) -> None:
-        if self._pages_on_host is not None:
-            take_in_background(self._pages_on_host)
+        for pages in self._pages_on_host:
+            take_in_background(pages)
 
     def close(self) -> None:
         self._thread.shutdown()

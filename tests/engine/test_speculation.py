@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.engine import speculation
 from pdserve.engine.guesses import NO_MATCH, NgramIndex, NgramLookup, Trials
+from pdserve.engine.running_step import Progress, next_chunk
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.speculation import Speculation
-from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
+from pdserve.engine.step import Chunk, Draft, Phase, StepPlan, StepResult
 from pdserve.perfmodel.curve import Step
+from pdserve.protocol.page_tables import PageTables
+from pdserve.protocol.paging import Paging
 from pdserve.protocol.sampling import SampledToken, SamplingParams
 
 LOOKUP = NgramLookup(2, 4)
@@ -23,7 +26,8 @@ FLAT, STEEP = (0.010, 0.0001), (0.0001, 0.010)  # seconds of a step, and of each
 
 def sequence_of(tokens: Seq[int]) -> Sequence:
     job = Job(RequestId(bytes(16)), Attempt(0), tuple(tokens), 1, SamplingParams(max_tokens=1000), (0,))
-    return Sequence(job, (0,), list(tokens), 0, phase=Phase.DECODE, computed=len(tokens) - 1)
+    pages = PageTables(([],))
+    return Sequence(job, (0,), list(tokens), 0, phase=Phase.DECODE, computed=len(tokens) - 1, pages=pages)
 
 
 def speculation_of(costs: tuple[float, float], most: int = 8) -> Speculation:
@@ -186,6 +190,69 @@ def test_a_share_of_right_guesses_begins_with_what_is_expected_and_ends_with_wha
     assert trials.share(0.25) == pytest.approx(0.75, abs=0.05)
     trials.fade(0.0)
     assert trials.share(0.25) == 0.25
+
+
+def drafted(made: Speculation, sequence: Sequence, pass_s: float, num_right: int) -> None:
+    """Take in a step that verified four guesses of a draft model, after which it made four more."""
+    chunk = Chunk((0,) * 5, sequence.computed, (), (), Phase.DECODE, num_drafts=4, draft=Draft((), 30, 4))
+    tokens = tuple(SampledToken(0) for _ in range(1 + num_right))
+    result = StepResult(((tokens,),), 0.010 + 4 * pass_s, drafts={0: (1, 2, 3, 4)}, draft_s=4 * pass_s)
+    made.learn([sequence], StepPlan((chunk,)), result)
+
+
+@pytest.mark.parametrize(("pass_s", "num_right", "wanted"), [(0.001, 4, 8), (0.001, 0, 0), (0.020, 4, 0)])
+def test_a_draft_model_guesses_as_much_as_pays_with_its_own_time(pass_s: float, num_right: int, wanted: int) -> None:
+    made, sequence = Speculation(8, None, 1000), sequence_of(range(30))
+    for rows in range(1, 10):
+        for _ in range(20):
+            made.observe(Step(sequences=rows, kv_tokens=rows * 29), 0.010 + 0.0001 * rows)
+    for _ in range(40):
+        drafted(made, sequence, pass_s, num_right)
+        made.ask_for_drafts([sequence], {}, 100)
+    assert sequence.guessing.num_to_draft == wanted
+    made.ask_for_drafts([sequence], {}, 0)
+    assert sequence.guessing.num_to_draft == 0, "prompts take all of the next step"
+
+
+def test_trials_of_a_draft_model_that_is_always_wrong_take_a_hundredth_of_the_time() -> None:
+    made, sequence = Speculation(8, None, 1000), sequence_of(range(30))
+    for _ in range(40):
+        drafted(made, sequence, 0.001, 0)
+    plain = Chunk((0,), sequence.computed, (), (), Phase.DECODE)
+    num_tried, num_steps = 0, 4000
+    for _ in range(num_steps):
+        made.ask_for_drafts([sequence], {}, 100)
+        if sequence.guessing.num_to_draft:
+            num_tried += 1
+            drafted(made, sequence, 0.001, 0)
+        else:
+            made.learn([sequence], StepPlan((plain,)), StepResult((((SampledToken(0),),),), 0.010))
+    assert 0.004 < num_tried * 0.004 / (num_steps * 0.010) < 0.02
+
+
+def test_a_long_prompt_is_not_computed_again_for_a_short_answer() -> None:
+    made = Speculation(8, None, 1000)
+    for num_left, wanted in ((20, True), (2, False)):
+        job = Job(RequestId(bytes(16)), Attempt(0), tuple(range(100)), 100, SamplingParams(max_tokens=num_left), (0,))
+        sequence = Sequence(job, (0,), list(range(100)), 0, phase=Phase.DECODE, computed=99)
+        made.ask_for_drafts([sequence], {}, 100)
+        assert bool(sequence.guessing.num_to_draft) == wanted
+
+
+def test_a_prompt_is_taken_in_by_parts_before_guesses_are_made() -> None:
+    made, sequence = Speculation(8, None, 1000), sequence_of(range(300))
+    fed = []
+    while not fed or fed[-1][1] < 299:
+        made.ask_for_drafts([sequence], {}, 100)
+        chunk = next_chunk(sequence, Progress(0, 0, 0), 1, Paging.of(16))
+        assert chunk.draft is not None
+        fed.append((chunk.draft.start, chunk.draft.start + len(chunk.draft.token_ids)))
+        result = StepResult(
+            (((SampledToken(0),),),), 0.010, drafts={0: () if fed[-1][1] < 299 else (5,)}, draft_s=0.001
+        )
+        made.learn([sequence], StepPlan((chunk,)), result)
+    assert fed == [(0, 128), (128, 256), (256, 299)]
+    assert sequence.guessing.num_drafted == 301, "and the sampled token"
 
 
 def test_a_worker_that_does_not_speculate_guesses_nothing() -> None:

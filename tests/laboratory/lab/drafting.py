@@ -11,7 +11,7 @@ from lab.decoding import step_of
 from lab.speculating import Answering
 from pdserve.base.ids import Attempt, RequestId
 from pdserve.base.values import value
-from pdserve.checkpoint.checkpoint import choose_quantization, weights_in_form
+from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.drafting import Drafter
 from pdserve.engine.kvcache import KvCache
@@ -53,19 +53,25 @@ class Drafted:
 class DraftBench:
     """A model, and a draft model that is its first layers."""
 
-    def __init__(self, path: Path, dtype: str, quantization: Quantization, num_layers: int) -> None:
+    def __init__(
+        self, path: Path, dtype: str, quantizations: tuple[Quantization, Quantization], num_layers: int
+    ) -> None:
+        """quantizations: of the model's weights, and of the draft model's."""
         checkpoint = open_checkpoint(path)
-        form = choose_quantization(quantization, checkpoint, dtype, "cpu")
-        cut = ModelConfig.from_hf({**checkpoint.raw_config, "num_hidden_layers": num_layers})
         self._num_layers, self._num_pages = num_layers, _LONGEST // _PAGE_SIZE
-        weights = weights_in_form(checkpoint, form)
-        kept = {name: stored for name, stored in weights.items() if _layer(name) < num_layers}
-        models = [
-            load_model(config, of, getattr(torch, dtype)) for config, of in ((checkpoint.config, weights), (cut, kept))
-        ]
-        self._runner, self._draft_runner = (Runner(each, self._num_pages, _PAGE_SIZE, ()) for each in models)
+        self._runner, self._draft_runner = (
+            self._loaded(checkpoint, dtype, form, count)
+            for form, count in zip(quantizations, (checkpoint.config.num_layers, num_layers), strict=True)
+        )
         self._tokenizer = checkpoint.tokenizer()
         self._trial = [(rows, min(self._step_s(rows) for _ in range(3))) for rows in _TRIED]
+
+    def _loaded(self, checkpoint: Checkpoint, dtype: str, quantization: Quantization, num_layers: int) -> Runner:
+        """Load the first layers, embedding and head."""
+        weights = weights_in_form(checkpoint, choose_quantization(quantization, checkpoint, dtype, "cpu"))
+        config = ModelConfig.from_hf({**checkpoint.raw_config, "num_hidden_layers": num_layers})
+        kept = {name: stored for name, stored in weights.items() if _layer(name) < num_layers}
+        return Runner(load_model(config, kept, getattr(torch, dtype)), self._num_pages, _PAGE_SIZE, ())
 
     def measure(self, texts: Sequence[str], rounds: int) -> Iterator[Drafted]:
         """Let the model go on after the beginnings of texts, at a few temperatures."""
