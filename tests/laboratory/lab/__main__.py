@@ -164,6 +164,7 @@ def drafting(
     dtype: Dtype = "bfloat16",
     quantization: Annotated[Form, typer.Option(help="Of weights.")] = "none",
     layers: Annotated[list[int] | None, typer.Option(min=1, help="Of the draft model. Repeatable.")] = None,
+    streams: Annotated[int, typer.Option(min=1, max=8, help="Answers at once.")] = 1,
     draft_quantization: Annotated[Form, typer.Option(help="Of the draft model's weights.")] = "none",
     rounds: Annotated[int, typer.Option(min=1, help="With and without guesses, in turn.")] = 3,
     json_file: JsonFile = None,
@@ -173,7 +174,7 @@ def drafting(
     texts = [path.read_text()[300:] for path in sorted((Path(__file__).parents[3] / "docs").glob("*.md"))[:8]]
     found = list[Drafted]()
     for num_layers in layers or (10, 20):
-        bench = DraftBench(resolve_model(model), dtype, (quantization, draft_quantization), num_layers)
+        bench = DraftBench(resolve_model(model), dtype, (quantization, draft_quantization), (num_layers, streams))
         for drafted in bench.measure(texts, rounds):
             report(f"{drafted.num_layers} layers, {drafted.temperature}: {drafted.speedup:.2f}")
             found.append(drafted)

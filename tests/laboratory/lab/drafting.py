@@ -31,15 +31,17 @@ from pdserve.settings.config import Quantization
 _PAGE_SIZE, _LONGEST, _GUESSES = 16, 512, 5
 _ASKED, _ANSWERED = 160, 80  # tokens
 _TEMPERATURES = (0.0, 0.5, 1.0)
+_COMPARED = 4  # texts after which guesses are counted
 _TRIED = (1, 2, 4, 8)  # rows of steps before the first request, as a worker's trial computes them
 _OTHER_SEED = 0x5DEECE66D
 
 
 @value
 class Drafted:
-    """Guesses after texts, and CPU seconds of one answer at a time after its prompt."""
+    """Guesses after texts, and CPU seconds of all answers after their prompts."""
 
     num_layers: int
+    num_streams: int
     temperature: float
     share_right: float  # of guesses that were compared, with the model's own noise
     share_right_apart: float  # with noise of its own
@@ -54,14 +56,15 @@ class DraftBench:
     """A model, and a draft model that is its first layers."""
 
     def __init__(
-        self, path: Path, dtype: str, quantizations: tuple[Quantization, Quantization], num_layers: int
+        self, path: Path, dtype: str, quantizations: tuple[Quantization, Quantization], sizes: tuple[int, int]
     ) -> None:
-        """quantizations: of the model's weights, and of the draft model's."""
+        """quantizations: of the model's weights, and of the draft model's. sizes: its layers, and answers at once."""
         checkpoint = open_checkpoint(path)
-        self._num_layers, self._num_pages = num_layers, _LONGEST // _PAGE_SIZE
+        self._num_layers, self._num_streams = sizes
+        self._num_pages = self._num_streams * _LONGEST // _PAGE_SIZE
         self._runner, self._draft_runner = (
             self._loaded(checkpoint, dtype, form, count)
-            for form, count in zip(quantizations, (checkpoint.config.num_layers, num_layers), strict=True)
+            for form, count in zip(quantizations, (checkpoint.config.num_layers, self._num_layers), strict=True)
         )
         self._tokenizer = checkpoint.tokenizer()
         self._trial = [(rows, min(self._step_s(rows) for _ in range(3))) for rows in _TRIED]
@@ -78,7 +81,7 @@ class DraftBench:
         prompts = [self._tokenizer.encode(text, add_special=False)[:_ASKED] for text in texts]
         for temperature in _TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=_ANSWERED, ignore_eos=True)
-            shared, apart = (self._share_right(prompts, params, noise) for noise in (0, _OTHER_SEED))
+            shared, apart = (self._share_right(prompts[:_COMPARED], params, noise) for noise in (0, _OTHER_SEED))
             pairs = []
             for _ in range(rounds):
                 plain, drafting = (self._answer(prompts, params, run) for run in (None, self._drafting(0)))
@@ -86,6 +89,7 @@ class DraftBench:
             without_s, with_s = (median(times) for times in zip(*pairs, strict=True))
             yield Drafted(
                 self._num_layers,
+                self._num_streams,
                 temperature,
                 shared,
                 apart,
@@ -129,19 +133,20 @@ class DraftBench:
         return Drafter(Reseeded() if noise else self._draft_runner).beside(verifying(self._runner.run))
 
     def _answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams, run: Run | None) -> Answering:
-        """Answer prompts one by one; without `run`, without guesses."""
-        limits = Limits(1, _LONGEST, _LONGEST, frozenset())
+        """Answer prompts, a few at once; without `run`, without guesses."""
+        limits = Limits(self._num_streams, _LONGEST, _LONGEST, frozenset())
         if run is not None:
             limits = replace(limits, num_speculative_tokens=_GUESSES, draft_model_len=_LONGEST)
         scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
         for rows, elapsed_s in self._trial:
             scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)
-        for number, prompt in enumerate(prompts):
-            own = replace(params, seed=number)
-            job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
-            scheduler.add(EngineSequence(job, (0,), list(prompt), order=number))
-        made = Answering(scheduler, run or self._runner.run)
-        made.run()
+        for asked in (prompts[:1], prompts):  # with the first one, costs are learnt
+            for number, prompt in enumerate(asked):
+                own = replace(params, seed=number)
+                job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
+                scheduler.add(EngineSequence(job, (0,), list(prompt), order=number))
+            made = Answering(scheduler, run or self._runner.run)
+            made.run()
         return made
 
     def _step_s(self, rows: int) -> float:
