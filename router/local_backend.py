@@ -72,6 +72,7 @@ class LocalBackend:
             can_serve=has_pair and is_live,
             max_model_len=self._max_model_len,
             adapters=core.workers.adapters(),
+            model=self._model,
         )
 
     def submit(self, event: RequestArrived, answer: Answer) -> None:

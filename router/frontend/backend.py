@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pdserve.base.clock import Clock
+from pdserve.base.errors import ProtocolError
 from pdserve.base.ids import RequestId
 from pdserve.base.values import value
 from pdserve.net.credentials import Connections
@@ -30,6 +31,12 @@ class Readiness:
     can_serve: bool  # some pair of workers serves
     max_model_len: int | None  # that all workers can hold; None: unknown
     adapters: Mapping[str, AdapterDigest] = field(default_factory=dict)  # that workers have loaded, by name
+    model: str = ""  # the router's, by its name
+
+    def check_model(self, wanted: str) -> None:
+        """Raise ProtocolError for a router of another model; any will do if the wanted one's name is empty."""
+        if wanted and self.model != wanted:
+            raise ProtocolError(f"it serves {self.model!r}, and {wanted!r} is asked for")
 
 
 @value

@@ -67,8 +67,8 @@ async def run(config: FrontendConfig, models: Sequence[ServedModel], stop: async
         )
         answers = await stack.enter_async_context(answering(config))
         endpoints = await stack.enter_async_context(open_endpoints(config, routes, instance=config.frontend_id))
-        for routers in every:
-            routers.metrics_address, routers.changed = metrics_address, endpoints.changed
+        for routers, model in zip(every, models, strict=True):
+            routers.metrics_address, routers.changed, routers.model = metrics_address, endpoints.changed, model.name
         answers.start(lambda: any(routers.readiness().is_ready for routers in every))
         async with asyncio.TaskGroup() as tasks:
             serving = [tasks.create_task(each.run(), name="routers") for each in attaching]

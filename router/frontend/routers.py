@@ -47,6 +47,7 @@ class RouterLink:
         """Carry out a message of the router's."""
         match message:
             case messages.ReadinessChanged(readiness):
+                readiness.check_model(self._routers.model)
                 self.readiness = readiness
                 self._routers.look()
             case messages.Reply(number, data):
@@ -78,6 +79,7 @@ class Routers:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by an error of ours
         self.changed: Callable[[], None] = lambda: None  # called when `readiness` may have changed
         self.metrics_address = ""  # host:port; empty: nowhere
+        self.model = ""  # whose routers alone are taken; empty: any model's
         self.is_draining = False
         self.num_resumed = 0  # requests that went from a lost router to another one
         self.home: RouterLink | None = None  # the router that gets requests
@@ -96,8 +98,7 @@ class Routers:
 
     def attach(self, link: RouterLink) -> None:
         """Begin to use a stream that has been opened."""
-        hello = messages.Attached(self._config.frontend_id, messages.PROTOCOL_VERSION, self.metrics_address)
-        link.channel.post(hello)
+        link.channel.post(messages.Attached(self._config.frontend_id, messages.PROTOCOL_VERSION, self.metrics_address))
         self._links.append(link)
 
     async def say_goodbye(self) -> None:
@@ -165,8 +166,7 @@ class Routers:
             self._alarm = None
         if waiting:
             due_s = min(self._lost_s + self._config.router_grace_s, *(each.event.deadline_s for each in waiting))
-            delay_s = max(0.0, due_s - self.clock.now_s())
-            self._alarm = asyncio.get_running_loop().call_later(delay_s, self._end_late)
+            self._alarm = asyncio.get_running_loop().call_later(max(0.0, due_s - self.clock.now_s()), self._end_late)
 
     def _end_late(self) -> None:
         now_s = self.clock.now_s()

@@ -224,6 +224,19 @@ async def test_a_model_whose_router_is_lost_is_refused_while_the_other_goes_on(a
     assert [card["id"] for card in (await address.http.get("/v1/models")).json()["data"]] == list(NAMES)
 
 
+async def test_a_router_of_another_model_is_not_taken(
+    start_router: StartRouter, secret_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    router, model = await start_router(serve_clients=False, served_model_name="alpha"), model_folder(tmp_path)
+    given = {"model": str(model), "served_model_name": "beta", "routers": (router.addresses.internal,), "port": 0}
+    config, stop = FrontendConfig.model_validate({"secret_file": secret_file, **given}), asyncio.Event()
+    running = asyncio.create_task(process.run(config, [load_model(config)], stop))
+    said = "it serves 'alpha', and 'beta' is asked for"
+    await asyncio.to_thread(until, lambda: said in caplog.text)
+    stop.set()
+    assert await running
+
+
 async def test_what_continues_a_response_without_a_name_goes_to_its_model(address: Address) -> None:
     async def respond(**body: object) -> dict[str, Any]:
         answer = await address.http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 2, **body})

@@ -66,10 +66,11 @@ class Cluster:
         status = asyncio.run(self.operator().status())
         return sum(worker.load.pages_quarantined for worker in status.workers)
 
-    def ask(self, prompt: list[int]) -> list[int]:
+    def ask(self, prompt: list[int], model: str = "") -> list[int]:
         """Return the tokens of an answer, each the likeliest."""
-        metadata = (("authorization", f"Bearer {self._key}"),)
-        call = self._stub().Generate(greedy(prompt, NUM_TOKENS), timeout=60, metadata=metadata)
+        metadata, asked = (("authorization", f"Bearer {self._key}"),), greedy(prompt, NUM_TOKENS)
+        asked.model = model
+        call = self._stub().Generate(asked, timeout=60, metadata=metadata)
         return Answer().read(call).tokens[0]
 
     def complete(self, prompt: list[int], key: str | None = None) -> httpx2.Response:

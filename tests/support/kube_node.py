@@ -140,7 +140,9 @@ class KubeNode:
             meta["finalizers"] = [HERE]
             item["spec"]["nodeName"] = "node"
             component = meta["labels"]["app.kubernetes.io/component"]
-            pod = self._pods[meta["uid"]] = self.node.run(meta["name"], component, item["spec"], meta["uid"])
+            pod = self._pods[meta["uid"]] = self.node.run(
+                meta["name"], component, item["spec"], meta["uid"], meta["labels"]
+            )
         if "deletionTimestamp" in meta and pod.uid not in self._ending:
             self._ending[pod.uid] = self._workers.submit(self.node.delete, pod)
         item["status"] |= {"phase": "Running", "podIP": pod.address}

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -59,6 +59,7 @@ class Pod:
     ready: bool = False
     going: bool = False
     process: "subprocess.Popen[bytes] | None" = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def container(self) -> Manifest:
@@ -114,11 +115,14 @@ class Kubelet:
 
     # ---- what a test does
 
-    def run(self, name: str, component: str, spec: Manifest, uid: str = "") -> Pod:
-        """Start a pod."""
+    def run(
+        self, name: str, component: str, spec: Manifest, uid: str = "", labels: Mapping[str, str] | None = None
+    ) -> Pod:
+        """Start a pod. Services choose it by its labels."""
         folder = self._folder / name
         folder.mkdir()
-        pod = Pod(name, component, f"{self._network}.{len(self.pods) + 1}", spec, folder, uid)
+        address = f"{self._network}.{len(self.pods) + 1}"
+        pod = Pod(name, component, address, spec, folder, uid, labels=labels or {})
         self.pods.append(pod)
         self._name_services()
         self._start(pod)
@@ -143,13 +147,12 @@ class Kubelet:
     def addresses(self, service: str) -> list[str]:
         """Return the addresses of the pods that a Service chooses."""
         spec = of_kind(self.manifests, "Service")[service]["spec"]
-        component = spec["selector"]["app.kubernetes.io/component"]
         also_unready = spec.get("publishNotReadyAddresses", False)
         live = (pod for pod in self.pods if not (pod.process is not None and pod.process.poll() is not None))
         return [
             pod.address
             for pod in live
-            if pod.component == component and (also_unready or (pod.ready and not pod.going))
+            if spec["selector"].items() <= pod.labels.items() and (also_unready or (pod.ready and not pod.going))
         ]
 
     def close(self) -> None:
