@@ -2,11 +2,10 @@
 
 The other engine is suspended while the cluster has its turn; a cluster that waits takes under 1 % of a core.
 
-Usage: run_bench_cpu.py --peer DIR [--rounds N] [--workloads 1x32x128 ...] [--samplings greedy] [--json FILE]
-       [--num-threads N]
-DIR/venv has vLLM's CPU build and DIR/smollm2 the model in bfloat16; or DIR/venv has llama-cpp-python, and both engines
-read the catalog's 4-bit file. Beside wall clock stands the CPU time of all processes of each engine: with one thread it
-compares them on a machine that others keep busy.
+Usage: run_bench_cpu.py --peer DIR [--engine NAME] [--rounds N] [--workloads 1x32x128 ...] [--samplings greedy]
+       [--json FILE] [--num-threads N]
+DIR/venv has the other engine, and DIR its model: see ENGINES. Beside wall clock stands the CPU time of all processes of
+each engine: with one thread it compares them on a machine that others keep busy.
 """
 
 import argparse
@@ -33,6 +32,24 @@ HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
 WORKLOADS = ("1x32x128", "16x32x128", "32x128x128", "8x1024x1", "1x2048x1")
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.0, top_p=0.95)}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine to compare with."""
+
+    name: str
+    script: str
+    model: str  # in its folder; empty: the catalog's 4-bit file
+    quantization: str  # of our weights
+
+
+ENGINES = {
+    "vllm": Engine("vLLM", "peer_vllm.py", "smollm2", "none"),
+    "llama.cpp": Engine("llama.cpp", "peer_llama.py", "", "gguf"),
+    "openvino": Engine("OpenVINO", "peer_openvino.py", "openvino", "none"),
+    "openvino-int4": Engine("OpenVINO", "peer_openvino.py", "openvino-int4", "gguf"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +81,10 @@ class Peer:
         self._process = process
 
     @classmethod
-    async def started(cls, folder: Path, num_threads: int | None, *, is_vllm: bool) -> "Peer":
+    async def started(cls, folder: Path, engine: Engine, num_threads: int | None) -> "Peer":
         """Start it, and wait until its model is loaded."""
-        script, model = ("peer_vllm.py", folder / "smollm2") if is_vllm else ("peer_llama.py", resolve_model(MODEL))
-        command = (folder / "venv/bin/python", HERE / script, model)
+        model = folder / engine.model if engine.model else resolve_model(MODEL)
+        command = (folder / "venv/bin/python", HERE / engine.script, model)
         pipe = asyncio.subprocess.PIPE
         threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
         environment = {**os.environ, **threads}
@@ -199,6 +216,7 @@ async def main() -> None:
     """Measure, print the table and the peaks of memory."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--peer", type=Path, required=True)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=tuple(SAMPLINGS))
@@ -206,17 +224,16 @@ async def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     lines = [Line(each, name, [], [], [], []) for each in arguments.workloads for name in arguments.samplings]
-    is_vllm = (arguments.peer / "smollm2").is_dir()
-    peer = await Peer.started(arguments.peer, arguments.num_threads, is_vllm=is_vllm)
-    form = "none" if is_vllm else "gguf"
-    flags = {"dtype": "bfloat16", "quantization": form, "num_threads": arguments.num_threads}
+    engine = ENGINES[arguments.engine]
+    peer = await Peer.started(arguments.peer, engine, arguments.num_threads)
+    flags = {"dtype": "bfloat16", "quantization": engine.quantization, "num_threads": arguments.num_threads}
     spec = ClusterSpec(str(resolve_model(MODEL)), MODEL, name="bench-cpu", worker_flags=flags)
     async with live_cluster(spec, report) as cluster:
         await compared(peer, cluster, lines, arguments.rounds)
         pids = {f"peer {index}": pid for index, pid in enumerate(peer.pids())} | pids_of(cluster)
         peaks = {name: peak_bytes(pid) for name, pid in pids.items()}
     await peer.stop()
-    sys.stdout.write(table(lines, "vLLM" if is_vllm else "llama.cpp") + "\n")
+    sys.stdout.write(table(lines, engine.name) + "\n")
     sys.stdout.write(
         "peak memory: " + ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in peaks.items()) + "\n"
     )
