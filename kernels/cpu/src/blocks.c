@@ -21,7 +21,8 @@
 #endif
 
 typedef struct {
-    float peaks[TOKENS], totals[TOKENS];
+    float peaks[TOKENS];
+    floats totals[TOKENS]; /* of every LANES-th key */
 } state;
 
 #if defined(__AVX512BW__)
@@ -92,43 +93,68 @@ INLINE void multiply_pairs(
 ) {
     for (int64_t pair = 0; pair < count; pair++) {
         pairs column[VECTORS];
+#pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            column[v] = load_pairs(columns + pair * stride + LANES * v);
+            column[v] = load_pairs_once(columns + pair * stride + LANES * v);
+#pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
             pairs both = splat_pair(rows[r] + 2 * pair);
+#pragma GCC unroll 4
             for (int v = 0; v < vectors; v++)
                 sums[r][v] = add_products(sums[r][v], column[v], both);
         }
     }
 }
 
+/* Stores weights as elements, and returns what bfloat16 holds of them. */
+INLINE floats store_rounded(element *to, floats weights) {
+#if defined(__AVX512BF16__)
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)weights); /* none is below what a normal number can be */
+    memcpy(to, &rounded, sizeof rounded);
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
+#else
+    floats rounded = rounded_to(weights, BFLOAT16);
+    store(to, 0, rounded, ELEMENT);
+    return rounded;
+#endif
+}
+
+INLINE floats first_lane(float value) {
+    floats lanes = splat(0.0f);
+    lanes[0] = value;
+    return lanes;
+}
+
 /* Turns scores of one query into weights that bfloat16 holds, with zeros for keys before `begin` and from `end` on.
  * Returns what its sums so far are to be multiplied with. */
 INLINE float weigh_keys(
-    element *weights, const floats *scores, const struct step *step, int64_t begin, int64_t end, float *peak, float *total
+    element *weights, floats *scores, const struct step *step, int64_t begin, int64_t end, float *peak, floats *total
 ) {
     const float scale = (float)step->scale, cap = (float)step->soft_cap;
-    floats scaled[KEYS / LANES], most = splat(-INFINITY), sum = splat(0.0f);
-    ints count;
-    for (int lane = 0; lane < LANES; lane++)
-        count[lane] = lane;
-    for (int v = 0; v < KEYS / LANES; v++) {
-        ints key = count + LANES * v, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
-        floats score = cap > 0 ? soft_capped(scores[v] * scale, cap) : scores[v] * scale;
-        scaled[v] = choose(seen, score, splat(-INFINITY));
-        most = larger(most, scaled[v]);
+    floats most = splat(-INFINITY), sum = splat(0.0f);
+    for (int v = 0; v < KEYS / LANES; v++)
+        scores[v] = cap > 0 ? soft_capped(scores[v] * scale, cap) : scores[v] * scale;
+    if (begin > 0 || end < KEYS) {
+        ints count;
+        for (int lane = 0; lane < LANES; lane++)
+            count[lane] = lane;
+        for (int v = 0; v < KEYS / LANES; v++) {
+            ints key = count + LANES * v, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
+            scores[v] = choose(seen, scores[v], splat(-INFINITY));
+        }
     }
+    for (int v = 0; v < KEYS / LANES; v++)
+        most = larger(most, scores[v]);
     float block = max_of(most), before = *peak;
     if (block > before)
         *peak = block;
     float highest = *peak == -INFINITY ? 0.0f : *peak;
     for (int v = 0; v < KEYS / LANES; v++) {
-        floats weight = rounded_to(exp_of(scaled[v] - highest), BFLOAT16);
-        store(weights, v * LANES, weight, ELEMENT);
-        sum += weight;
+        floats weight = exp_of_negative(scores[v] - highest);
+        sum += store_rounded(weights + v * LANES, weight);
     }
     float factor = before == *peak ? 1.0f : expf(before - highest);
-    *total = *total * factor + sum_of(sum);
+    *total = *total * factor + sum;
     return factor;
 }
 
@@ -240,7 +266,7 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
     for (int64_t head = 0; head < group; head++)
         for (int64_t row = 0; row < TOKENS; row++) {
             so_far[head].peaks[row] = call->sinks ? call->sinks[block->kv_head * group + head] : -INFINITY;
-            so_far[head].totals[row] = call->sinks ? 1.0f : 0.0f;
+            so_far[head].totals[row] = call->sinks ? first_lane(1.0f) : splat(0.0f);
         }
     int64_t seen = step->window && position + 1 > step->window ? position + 1 - step->window : 0;
     for (int64_t begin = seen / KEYS * KEYS; begin < end; begin += KEYS) {
@@ -268,10 +294,12 @@ INLINE void attend_block(const struct block *block, const struct call *call, int
         }
     }
     for (int64_t head = 0; head < group; head++)
-        for (int64_t row = 0; row < block->count; row++)
+        for (int64_t row = 0; row < block->count; row++) {
+            const float total = sum_of(so_far[head].totals[row]);
             for (int64_t d = 0; d < dim; d += LANES)
                 store(call->out, ((token + row) * step->num_heads + block->kv_head * group + head) * dim + d,
-                      load_float32(sums + (head * TOKENS + row) * dim + d) / so_far[head].totals[row], BFLOAT16);
+                      load_float32(sums + (head * TOKENS + row) * dim + d) / total, BFLOAT16);
+        }
 }
 
 void pdserve_blocks(const struct call *call, int64_t rows, int64_t begin, int64_t end) {

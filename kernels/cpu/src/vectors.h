@@ -168,6 +168,14 @@ INLINE floats exp_of(floats given) {
     return choose(given != given, given, result);
 }
 
+/* The same for what is not above 0. */
+INLINE floats exp_of_negative(floats given) {
+    ints below = given < splat(-87.3f), power;
+    floats poly = expm1_of_rest(choose(below, splat(-87.3f), given), &power) + 1.0f;
+    floats result = (floats)(((ints)poly + (power << 23)) & ~below);
+    return choose(given != given, given, result);
+}
+
 /* e^x - 1 to about 3 units in the last place; -1 below -87, e^88 above 88. */
 INLINE floats expm1_of(floats given) {
     ints power;
@@ -242,6 +250,19 @@ INLINE pairs splat_pair(const float *from) { return (pairs){splat(from[0]), spla
 INLINE floats add_products(floats sums, pairs a, pairs b) { return sums + a.even * b.even + a.odd * b.odd; }
 
 #endif
+
+/* Loads pairs for several uses: GCC may load them again for each of them otherwise. */
+INLINE pairs load_pairs_once(const void *from) {
+    pairs loaded = load_pairs(from);
+#if defined(__AVX512BF16__)
+    __asm__("" : "+v"(loaded));
+#elif defined(HAS_PAIRS)
+    __asm__("" : "+w"(loaded));
+#elif defined(__AVX2__)
+    __asm__("" : "+x"(loaded.even), "+x"(loaded.odd));
+#endif
+    return loaded;
+}
 
 /* Rows whose pairs are splat are held as `element`s. Without an instruction for pairs that is float: widening each
  * pair where it is splat would take as long as its products. */
