@@ -286,6 +286,8 @@ def _claimed_ports(spec: ClusterSpec) -> Iterator[tuple[int, int]]:
 
 
 def _certificates(spec: ClusterSpec, folder: Path) -> Path | None:
+    if spec.served_at is not None:
+        return spec.served_at.certificates
     if not spec.tls:
         return None
     write_certificates(folder / CERTIFICATES, (spec.host,), CERTIFICATE_DAYS)

@@ -35,6 +35,7 @@ class ServedAt:
 
     endpoint: str  # host:port of gRPC
     http: str  # URL of OpenAI's API; empty: nowhere
+    certificates: Path | None = None  # folder that `write_certificates` wrote
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ def _shown_to_frontends(spec: ClusterSpec, per_model: Collection[str]) -> Flags:
 
 
 def _check_alone(spec: ClusterSpec) -> None:
-    if spec.elsewhere or spec.tls:
-        raise ConfigError(f"models: {'workers on Ray go' if spec.elsewhere else 'tls goes'} with one model so far")
+    if spec.elsewhere:
+        raise ConfigError("models: workers on Ray go with one model so far")
     if any(spec.flags_of(role).get("device") == "cuda" for role in WORKER_ROLES):
         raise ConfigError("models: device cuda goes with one model so far: GPUs are dealt out for each model alone")
 
@@ -77,7 +77,8 @@ async def running_all(
     for spec in rest:
         await asyncio.to_thread(check_model, Path(spec.model), with_weights=spec.reads_weights)
     async with running(first, listener(first.name)) as lead, AsyncExitStack() as stack:
-        at = ServedAt(lead.state.endpoint, lead.state.http)
+        ca_file = lead.state.ca_file
+        at = ServedAt(lead.state.endpoint, lead.state.http, None if ca_file is None else ca_file.parent)
         clusters = [lead]
         for spec in rest:
             behind = replace(spec, served_at=at, workers_secret_file=lead.state.secret_file)

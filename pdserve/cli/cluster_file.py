@@ -16,7 +16,7 @@ from pdserve.settings.config import ProcessConfig, WorkerConfig
 # Flags of `pdserve up` that say something of one model.
 ONE_MODELS_FLAGS = (
     *("model", "served_model_name", "served_model_aliases", "prefill", "decode", "mixed", "policy", "max_workers"),
-    *("tls", "workers_secret_file", "profile"),
+    *("workers_secret_file", "profile"),
 )
 # Settings of the router that are the cluster's own, by their names there.
 OF_CLUSTER = {

@@ -136,7 +136,6 @@ def test_an_empty_list_of_models_is_refused(file: Path) -> None:
     [
         (("--prefill", "2"), "--prefill: goes with one model"),
         (("--served-model-name", "x"), "--served-model-name: goes with one model"),
-        (("--tls",), "--tls: goes with one model"),
         (("--on", "ray"), "--on: ray goes with one model so far"),
         (("--device", "cuda"), "models: device cuda goes with one model so far"),
     ],

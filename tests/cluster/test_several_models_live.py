@@ -16,6 +16,7 @@ from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster
 from looking import until
 from model_zoo import first_disagreement, load_oracle, prompt, write_model
 from scraping import Scraped
+from tls_cluster import TlsCluster
 
 from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -62,16 +63,20 @@ class Both:
         return raw[4 : 4 + length].decode()
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    folder = tmp_path_factory.mktemp("cluster")
+def write_both(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Write two models and a file that has both; return their folders, and the flags that lead to the file."""
     paths = {name: write_model(family, folder / name) for name, family in FAMILIES.items()}
     for path in paths.values():
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    workers = {"decode": {"replicas": 1}}
-    models = [{"model": str(path), "served_model_name": name, "workers": workers} for name, path in paths.items()]
+    models = [{"model": str(path), "served_model_name": name} for name, path in paths.items()]
     (folder / "both.yaml").write_text(yaml.safe_dump({"name": "both", "models": models}))
-    flags = ("--config", str(folder / "both.yaml"), "--dtype", "float32", "--num-pages", "400")
+    return paths, ["--config", str(folder / "both.yaml"), "--dtype", "float32", "--num-pages", "400"]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    folder = tmp_path_factory.mktemp("cluster")
+    paths, flags = write_both(folder)
     with live_cluster(folder, None, *flags, name="both") as alpha:
         beta = LiveCluster(alpha.process, folder, "both-beta")
         for cluster in (alpha, beta):
@@ -159,3 +164,19 @@ def _noting(work: Callable[[], None], failures: list[BaseException]) -> None:
         work()
     except BaseException as error:  # noqa: BLE001 - the test raises it
         failures.append(error)
+
+
+@pytest.mark.long
+def test_both_models_answer_over_tls_and_their_clusters_trust_one_authority(tmp_path: Path) -> None:
+    paths, flags = write_both(tmp_path)
+    with live_cluster(tmp_path, None, *flags, "--tls", name="both") as plain:
+        alpha = TlsCluster(plain)
+        beta = TlsCluster(LiveCluster(plain.process, tmp_path, "both-beta"))
+        for name, cluster in (("alpha", alpha), ("beta", beta)):
+            cluster.wait_for(all_ready(2), 60)
+            asked = greedy(ids := prompt(40, name), NUM_TOKENS)
+            asked.model = name
+            (answer,) = alpha.generate(asked).tokens.values()
+            assert first_disagreement(load_oracle(paths[name]), ids, answer) is None, name
+        for cluster in (alpha, beta):
+            cluster.close()

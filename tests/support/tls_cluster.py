@@ -12,7 +12,7 @@ class TlsCluster(LiveCluster):
     """Speaks to it by TLS: as a client, and as its operator."""
 
     def __init__(self, plain: LiveCluster) -> None:
-        super().__init__(plain.process, plain._folder)
+        super().__init__(plain.process, plain._folder, plain._name)
         self.close()
         identity_dir = self.state.identity_dir
         assert identity_dir is not None
