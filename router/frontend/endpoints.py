@@ -121,7 +121,7 @@ def _health(models: Models) -> dict[str, Callable[[], bool]]:
 
 def _services(models: Models) -> tuple[str, ...]:
     """Return the services that generate. The dialect that knows no names of models is for one model alone."""
-    return (INFERENCE_SERVICE, *(DIALECTS if not models.first.others else DIALECTS[:1]))
+    return (INFERENCE_SERVICE, *(DIALECTS[:1] if models.first.others else DIALECTS))
 
 
 def _span_export(config: EndpointConfig, instance: str) -> "SpanExport | None":
@@ -143,14 +143,13 @@ def _server(config: EndpointConfig, models: Models, shown: HealthMethods) -> grp
     InferenceEndpoint(models).add_to(server)
     shown.add_to(server, may_watch=True)
     add_GRPCInferenceServiceServicer_to_server(OpenInference(models), server)
-    services = _services(models)
-    if services[2:]:
+    if HAS_VLLM and not models.first.others:
         from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server  # noqa: PLC0415
 
         from pdserve.router.frontend.dialects.vllm_engine import VllmEngine  # noqa: PLC0415
 
         add_VllmEngineServicer_to_server(VllmEngine(models.first), server)
-    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (*_services(models), health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 

@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from looking import until
 from router_fakes import TEMPLATE, FakeWorker, RouterUnderTest, StartRouter, model_folder, text_of
 from scraping import Scraped, snapshot
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from pdserve.base.errors import ConfigError
 from pdserve.launch.folder import free_port
@@ -194,6 +196,10 @@ async def test_all_models_are_listed_and_each_has_health_metrics_and_a_page_of_i
     assert [(model.name, model.state) for model in index.models] == [(name, "READY") for name in NAMES]
     assert (await triton.ModelReady(protocol.ModelReadyRequest(name="beta"))).ready
     assert not (await triton.ModelReady(protocol.ModelReadyRequest(name="gamma"))).ready
+
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:  # it has no names of models
+        await VllmEngineStub(address.channel).HealthCheck(vllm.HealthCheckRequest())
+    assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     assert (await address.chat("beta")).status_code == 200
     stats = (await triton.ModelStatistics(protocol.ModelStatisticsRequest())).model_stats
