@@ -29,11 +29,14 @@ _MAY_COME = (receiver.State.GRANTED, receiver.State.LANDING)
 
 
 class Incoming:
-    def __init__(self, scheduler: Scheduler, granting: Granting, lease_s: float, vocab_size: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, granting: Granting, lease_s: float, vocab_size: int, page_bytes: int
+    ) -> None:
         self._scheduler = scheduler
         self._granting = granting
         self._leases = Leases(lease_s)
         self._vocab_size = vocab_size
+        self._page_bytes = page_bytes
         self._ungranted: dict[AttemptKey, Expected] = {}  # wait for pages, most urgent first
         self._arrivals: dict[AttemptKey, Arrival] = {}
         self._moves: dict[AttemptKey, Arrival] = {}  # those of the arrivals that are running continuations
@@ -191,7 +194,7 @@ class Incoming:
         results = self._advance(arrival, message)
         if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
             return results  # sent before the sender knew that we gave up
-        return [doors.Landed(key, message.handoff_bytes, message.handoff_s), *results]
+        return [doors.Landed(key, arrival.receiver.num_landed * self._page_bytes, message.handoff_s), *results]
 
     def _drop(self, key: AttemptKey, failure: Failure, reason: str) -> Result:
         """Set no pages aside for a hand-off that has failed before it was granted any."""

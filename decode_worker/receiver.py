@@ -89,6 +89,11 @@ class Receiver:
         self._num_checked = 0
         self._capsule: Capsule | None = None
 
+    @property
+    def num_landed(self) -> int:
+        """Return how many pages of the grant the sender has written."""
+        return len(self._digests)
+
     def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901, PLR0912 - one match
         """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
         match self.state, event:

@@ -45,6 +45,10 @@ class KvRows:
         """Return a row's elements in the pool."""
         return self.head_dim if self.code is None else self.head_dim + SCALED[self.code]
 
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.pool_dtype.itemsize
+
     def packed(self, values: Tensor) -> Tensor:
         """Return rows as a pool holds them: [.., width]. values: [.., head_dim], in any type of floats."""
         if self.code is None:

@@ -15,6 +15,7 @@ from pdserve.base.clock import Clock
 from pdserve.base.errors import ProtocolError
 from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer.backends.backend import Backend, PostError, Transfer, TransferLostError
+from pdserve.kvtransfer.conversion import Conversion, Slot, Stage
 from pdserve.kvtransfer.copies import Copy, CopyQueue
 from pdserve.kvtransfer.region import Description
 from pdserve.kvtransfer.speed import PairSpeed, Probe, ProbeError, StallDetector
@@ -31,16 +32,34 @@ class _InFlight:
     transfer: Transfer
     copy: Copy | None  # None: a write of the probe
     num_bytes: int
+    slot: Slot | None = None  # of a stage, where pages were converted
+
+    def has_ended(self) -> bool:
+        """Look at a transfer that nobody waits for any more."""
+        try:
+            has_ended = self.transfer.has_landed()
+        except PostError:
+            has_ended = True
+        if has_ended:
+            self.free()
+        return has_ended
+
+    def free(self) -> None:
+        """Let what the transfer has read be written again: it has ended."""
+        if self.slot is not None:
+            self.slot.is_free = True
 
 
 class Channel:
     """One attached peer: the copies to it, and what of them is in flight."""
 
-    def __init__(self, backend: Backend, description: Description) -> None:
-        """Connect to the peer; PostError if that cannot be done."""
-        self._connection = backend.connect(description)
-        self._region = backend.region
-        self._slice_pages = max(MIN_SLICE_PAGES, SLICE_BYTES // description.page_bytes)
+    def __init__(self, backend: Backend, description: Description, stage: Stage | None) -> None:
+        """Connect to the peer; PostError if that cannot be done. stage: where pages are converted for it."""
+        self._source = backend.region if stage is None else stage.region
+        self._connection = backend.connect(description, self._source)
+        self._own = backend.region
+        self._slice_pages = slice_pages(description.page_bytes)
+        self.stage = stage
         self._in_flight: list[_InFlight] = []
         self.description = description
         self.copies = CopyQueue()
@@ -63,12 +82,23 @@ class Channel:
         """Return whether a write of the probe is in flight and moves."""
         return self.probe is not None and self.is_probing and not self.probe.is_stuck(now_s)
 
-    def close(self) -> list[Transfer]:
-        """Close the connection; return the transfers whose end is still to be waited for."""
+    @property
+    def conversion(self) -> Conversion | None:
+        return None if self.stage is None else self.stage.conversion
+
+    @property
+    def probe_pages(self) -> tuple[int, int]:
+        """Return how many pages of probe memory both ends have, and the bytes of one."""
+        return min(len(self._source.probe), self.description.num_probe_pages), self._source.page_bytes
+
+    def close(self) -> list[_InFlight]:
+        """Close the connection; return what is in flight, whose end is still to be waited for."""
         self._connection.close()
+        if self.stage is not None:
+            self.stage.is_taken = False
         if self.probe is not None:
             self.probe.fail("the peer was given up")
-        return [each.transfer for each in self._in_flight]
+        return self._in_flight
 
     def poll(self) -> bool:
         """Look at what is in flight; return whether any of it has ended."""
@@ -95,18 +125,24 @@ class Channel:
         if copy is None:
             return False
         part = slice(copy.num_posted, copy.num_posted + self._slice_pages)
-        src, dst = copy.src[part], copy.dst[part]
+        src, dst, slot = copy.src[part], copy.dst[part], None
+        if self.stage is not None:
+            slot, src = self.stage.fill(src, self._own.view)
         try:
             transfer = self._connection.post(np.array(src, np.int32), np.array(dst, np.int32))
         except PostError as error:
             self._break(copy, error)
+            if slot is not None:
+                slot.is_free = True
             return True
         self.copies.posted(copy, len(src), has_landed=transfer is None)
         if transfer is not None:
-            num_bytes = len(src) * self._region.page_bytes
-            self._in_flight.append(_InFlight(transfer, copy, num_bytes))
+            num_bytes = len(src) * self._source.page_bytes
+            self._in_flight.append(_InFlight(transfer, copy, num_bytes, slot))
             self.stalls.posted(num_bytes, now_s)
-        copy.digests += self._region.digests(src)
+        elif slot is not None:
+            slot.is_free = True
+        copy.digests += self._source.digests(src)
         return True
 
     def post_probe(self) -> bool:
@@ -116,7 +152,7 @@ class Channel:
             return False
         pages = np.arange(probe.begin(), dtype=np.int32)
         try:
-            transfer = self._connection.post(pages + self._region.num_pages, pages + self.description.num_pages)
+            transfer = self._connection.post(pages + self._source.num_pages, pages + self.description.num_pages)
         except PostError as error:
             probe.fail(str(error))  # the next copy finds out for itself
             return True
@@ -128,6 +164,7 @@ class Channel:
         return True
 
     def _ended(self, ended: _InFlight, error: PostError | None) -> None:
+        ended.free()
         if ended.copy is not None:
             self.stalls.ended(ended.num_bytes, landed=error is None)
             if error is not None:
@@ -158,7 +195,8 @@ class Channels:
         self._report = report
         self._clock = clock
         self._channels: dict[Peer, Channel] = {}
-        self._orphans: list[Transfer] = []  # to peers that were forgotten, or opened anew
+        self._orphans: list[_InFlight] = []  # to peers that were forgotten, or opened anew
+        self._stages: list[Stage] = []  # kept: a library may hold on to their memory
 
     @property
     def num_stalled(self) -> int:
@@ -172,20 +210,31 @@ class Channels:
     def is_probing(self) -> bool:
         return any(channel.is_probing for channel in self._channels.values())
 
-    def attach(self, peer: Peer, description: Description) -> None:
+    def attach(self, peer: Peer, description: Description, conversion: Conversion | None = None) -> None:
         """Open a channel; open it anew if it is broken or its description has changed. ProtocolError if it cannot."""
         channel = self._channels.get(peer)
         if channel is not None:
-            if not channel.broken and channel.description == description:
+            if not channel.broken and (channel.description, channel.conversion) == (description, conversion):
                 return
             if channel.copies:
                 raise ProtocolError(f"{peer.worker_id}: {len(channel.copies)} copies to it are still outstanding")
             self._orphans += channel.close()
             del self._channels[peer]
+        stage = None if conversion is None else self._stage_of(conversion)
         try:
-            self._channels[peer] = Channel(self._backend, description)
+            self._channels[peer] = Channel(self._backend, description, stage)
         except PostError as error:
             raise ProtocolError(f"mover_metadata: {error}") from error
+        if stage is not None:
+            stage.is_taken = True
+
+    def _stage_of(self, conversion: Conversion) -> Stage:
+        """Return a stage that nobody uses: there are as many as peers of another type were attached at once."""
+        for stage in self._stages:
+            if stage.is_idle and stage.conversion == conversion:
+                return stage
+        self._stages.append(Stage(conversion, MAX_SLICES_IN_FLIGHT, slice_pages(conversion.page_bytes)))
+        return self._stages[-1]
 
     def write(self, copy: Copy) -> None:
         """Take in a copy; it is posted by `move`, or reported as failed."""
@@ -213,9 +262,7 @@ class Channels:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(ProbeError(f"{peer.worker_id} is not attached, or being probed"))
             return
-        region = self._backend.region
-        pages = min(len(region.probe), channel.description.num_probe_pages), region.page_bytes
-        channel.probe = Probe(answer, pages, self._backend.carrier, self._clock.now_s)
+        channel.probe = Probe(answer, channel.probe_pages, self._backend.carrier, self._clock.now_s)
 
     def forget(self, peer: Peer) -> None:
         """Report every copy to a peer whose process has ended; watch its transfers to their end."""
@@ -242,7 +289,7 @@ class Channels:
             if channel.stalls.has_stalled(now_s):
                 num_bytes = channel.stalls.bytes_in_flight
                 logger.warning("%s: %d bytes in flight hardly move; nothing is given up", peer.worker_id, num_bytes)
-        self._orphans = [transfer for transfer in self._orphans if not _has_ended(transfer)]
+        self._orphans = [orphan for orphan in self._orphans if not orphan.has_ended()]
         return self._move_probes(now_s, has_thawed=has_thawed) or has_moved
 
     def close(self, reason: str) -> None:
@@ -273,13 +320,11 @@ class Channels:
         if channel is None or not channel.broken or channel.copies:
             return
         try:
-            self.attach(peer, channel.description)
+            self.attach(peer, channel.description, channel.conversion)
         except ProtocolError as error:
             logger.warning("%s cannot be opened anew: %s", peer.worker_id, error)
 
 
-def _has_ended(transfer: Transfer) -> bool:
-    try:
-        return transfer.has_landed()
-    except PostError:
-        return True
+def slice_pages(page_bytes: int) -> int:
+    """Return how many pages are posted at once."""
+    return max(MIN_SLICE_PAGES, SLICE_BYTES // page_bytes)

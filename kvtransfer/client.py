@@ -13,6 +13,7 @@ from pdserve.base.clock import process_age_s
 from pdserve.base.errors import PeerFault, ProtocolError
 from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer import dialling, wire
+from pdserve.kvtransfer.conversion import conversion_between
 from pdserve.kvtransfer.dialling import CONNECT_TIMEOUT_S, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverMessage, Sink
 from pdserve.kvtransfer.mover import Mover
@@ -145,7 +146,8 @@ class HandoffClient:
         """Greet a receiver, then hand on what it says: reading on waits until that is done."""
         ack = await self._greet(call, dial.peer)
         self._dialling.answer(dial.dial, ack)
-        await asyncio.to_thread(self._mover.attach, dial.peer, ack.mover_metadata)
+        conversion = conversion_between(self._me.layout, ack.me.layout)
+        await asyncio.to_thread(self._mover.attach, dial.peer, ack.mover_metadata, conversion)
         self._perform(self._dialling.attach(dial.dial))
         writer = self._tasks.create_task(write_all(outbound, call), name=f"handoff {dial.peer.worker_id} writer")
         try:

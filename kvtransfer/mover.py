@@ -17,6 +17,7 @@ from pdserve.base.errors import InvariantError, ProtocolError
 from pdserve.base.ids import AttemptKey, Peer
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.channels import Channels
+from pdserve.kvtransfer.conversion import Conversion
 from pdserve.kvtransfer.copies import Copy, OnStopped
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.speed import PairSpeed, until_read
@@ -75,17 +76,20 @@ class Mover:
         """Return what another process needs to write here; opaque to all but movers of the same name."""
         return self._backend.region.description(self._backend.metadata).encode()
 
-    def attach(self, peer: Peer, description: bytes) -> None:
+    def attach(self, peer: Peer, description: bytes, conversion: Conversion | None = None) -> None:
         """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used.
+
+        conversion: of every page, before it is written there.
 
         A peer to which a copy has failed is opened anew by the next copy, or by attaching it again, once no copy to it
         is outstanding.
         """
-        there, here = Description.decode(description), self._backend.region
-        if there.page_bytes != here.page_bytes:
-            raise ProtocolError(f"page_bytes: {there.page_bytes} there, {here.page_bytes} here")
+        there = Description.decode(description)
+        sent_bytes = self._backend.region.page_bytes if conversion is None else conversion.page_bytes
+        if there.page_bytes != sent_bytes:
+            raise ProtocolError(f"page_bytes: {there.page_bytes} there, {sent_bytes} here")
         attached: Future[None] = Future()
-        self._order(partial(self._channels.attach, peer, there), attached)
+        self._order(partial(self._channels.attach, peer, there, conversion), attached)
         attached.result()
 
     def write(self, peer: Peer, handoff: AttemptKey, src: Pages, dst: Pages) -> None:

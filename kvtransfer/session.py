@@ -89,8 +89,7 @@ class Commit:
 
     capability: bytes  # of the grant, and of no other
     capsule: Capsule
-    handoff_bytes: int = 0  # written; this and the next are for the request's ledger only
-    handoff_s: float = 0.0  # from the first moment it could be sent until it had landed
+    handoff_s: float = 0.0  # from the first moment it could be sent until it had landed; for the request's ledger
 
 
 @value

@@ -142,7 +142,6 @@ def from_sender(key: AttemptKey, message: session.FromSender) -> Request:
                     handoff=name,
                     capability=commit.capability,
                     capsule=_capsule_to_proto(commit.capsule),
-                    handoff_bytes=commit.handoff_bytes,
                     handoff_us=round(commit.handoff_s * 1e6),
                 )
             )
@@ -203,12 +202,8 @@ def _digests(message: handoff.Landed) -> tuple[int, ...]:
 
 
 def _commit(message: handoff.Commit) -> session.Commit:
-    return session.Commit(
-        _capability(message.capability),
-        _capsule(message.capsule),
-        min(message.handoff_bytes, MAX_REPORTED),
-        min(message.handoff_us, MAX_REPORTED) / 1e6,
-    )
+    handoff_s = min(message.handoff_us, MAX_REPORTED) / 1e6
+    return session.Commit(_capability(message.capability), _capsule(message.capsule), handoff_s)
 
 
 def _capsule(message: handoff.Capsule) -> session.Capsule:

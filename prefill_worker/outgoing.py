@@ -153,11 +153,10 @@ class _Handoff:
 
 
 class Outgoing:
-    def __init__(self, pool: PagePool, page_bytes: int, max_early: int, num_parts: int = 1) -> None:
+    def __init__(self, pool: PagePool, max_early: int, num_parts: int = 1) -> None:
         """`num_parts`: one for each rank that copies."""
         self._pool = pool
         self._num_parts = num_parts
-        self._page_bytes = page_bytes
         self._handoffs: dict[AttemptKey, _Handoff] = {}
         self._early = EarlyGrants(max_early)
         self._redialling = Redialling()
@@ -277,9 +276,7 @@ class Outgoing:
         peer, key = handoff.sender.peer, handoff.sender.key
         match command:
             case Commit():
-                handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
-                measured = replace(command, handoff_bytes=handoff_bytes, handoff_s=now_s - handoff.sendable_s)
-                yield ToReceiver(peer, key, measured)
+                yield ToReceiver(peer, key, replace(command, handoff_s=now_s - handoff.sendable_s))
             case PagesLanded() | Quiesced():
                 yield ToReceiver(peer, key, command)
             case sender.ReleasePages():

@@ -89,11 +89,6 @@ class Sender:
         self._capsule: Capsule | None = None
 
     @property
-    def num_pages_sent(self) -> int:
-        """Return how many pages were, or are being, copied."""
-        return 0 if self._grant is None else self._sent - self._grant.first_page
-
-    @property
     def num_granted(self) -> int:
         """Return how many leading pages of the prompt the receiver has room for; 0 before it has granted any."""
         return 0 if self._grant is None else self._grant.first_page + len(self._grant.pages)

@@ -16,7 +16,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.protocol.admin import demand_to_proto
 from pdserve.protocol.link import ROLES
-from pdserve.router.placement.routing import difference
+from pdserve.router.placement.routing import Workers
 from pdserve.router.placement.view import WorkerView
 from pdserve.router.requests.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
 from pdserve.router.requests.recent import Kind
@@ -120,7 +120,7 @@ class AdminEndpoint(AdminServiceServicer):
         source = await self._attached(request.worker_id, "worker_id", context)
         if request.target_worker_id:
             target = await self._attached(request.target_worker_id, "target_worker_id", context)
-            if why := _all_leave(source) or _unfit(source, target) or core.workers.refusal(target):
+            if why := _all_leave(source) or _unfit(core.workers, source, target) or core.workers.refusal(target):
                 await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"target_worker_id: {why}")
         num_movable = core.moving.num_movable(source)
         num_sequences = min(num_movable, request.max_sequences or num_movable)
@@ -184,12 +184,12 @@ def _all_leave(source: WorkerView) -> str:
     return ""
 
 
-def _unfit(source: WorkerView, target: WorkerView) -> str:
+def _unfit(workers: Workers, source: WorkerView, target: WorkerView) -> str:
     """Return why continuations of one worker cannot move to another; empty when they can."""
     if target is source:
         return f"{source.name} has them already"
     if not target.role.is_in(Role.DECODE):
         return f"{target.name} is a prefill worker"
     if target.kind != source.kind:
-        return f"{target.name} does not fit {source.name}: {difference(source, target)}"
+        return f"{target.name} does not fit {source.name}: {workers.difference(source, target)}"
     return ""

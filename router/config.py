@@ -50,6 +50,11 @@ class Limits(BaseModel):
     local_prefill: bool = Field(
         default=False, description="Let decode workers compute prompts themselves where that is better."
     )
+    converts_kv: bool = Field(
+        default=True,
+        description="Pair workers whose K and V differ in type (kv_cache_dtype): the sender converts pages. Without, "
+        "such workers are not paired.",
+    )
 
 
 class ModelSettings(BaseModel):

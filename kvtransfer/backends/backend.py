@@ -68,8 +68,12 @@ class Backend(Protocol):
         """Let what others write here advance; return in how many seconds again. None: it advances by itself."""
         ...
 
-    def connect(self, description: Description) -> Connection:
-        """Prepare writes to a peer's region; PostError if it cannot be reached."""
+    def connect(self, description: Description, source: Region) -> Connection:
+        """Prepare writes to a peer's region; PostError if it cannot be reached.
+
+        source: what is written, the backend's own region or another one with pages of the peer's size. That one stays
+        where it is until the backend is closed.
+        """
         ...
 
     def cut(self, peer: Peer) -> None:

@@ -65,9 +65,8 @@ class CollectiveBackend:
         self.region = region
         self._me = me
         self._secret = meeting.secret
-        pages, probe = torch.as_tensor(region.view), torch.as_tensor(region.probe)
-        self._rows = HostRows(pages, probe, staged=staged or region.gpu is not None)
-        self._receiver = Receiver(self._rows, meeting)
+        self._is_staged = staged
+        self._receiver = Receiver(self._rows_of(region), meeting)
         self.metadata = self._receiver.metadata
 
     def begin(self) -> None:
@@ -76,7 +75,7 @@ class CollectiveBackend:
     def progress(self) -> None:
         """Do nothing: each writer has a thread here."""
 
-    def connect(self, description: Description) -> Connection:
+    def connect(self, description: Description, source: Region) -> Connection:
         region, address = description.metadata[:REGION_BYTES], description.metadata[REGION_BYTES:]
         host, _, port = address.decode(errors="replace").rpartition(":")
         if not host or not port.isdigit():
@@ -87,10 +86,14 @@ class CollectiveBackend:
             raise PostError(f"{host}:{port}: {error}") from error
         try:
             greet(framed, self._secret, Greeting(region, self._me))
-            return _Connection(self._rows, framed, meet(framed, WRITER))
+            return _Connection(self._rows_of(source), framed, meet(framed, WRITER))
         except (OSError, RuntimeError) as error:
             framed.close()
             raise PostError(f"{host}:{port}: {error}") from error
+
+    def _rows_of(self, region: Region) -> HostRows:
+        pages, probe = torch.as_tensor(region.view), torch.as_tensor(region.probe)
+        return HostRows(pages, probe, staged=self._is_staged or region.gpu is not None)
 
     def cut(self, peer: Peer) -> None:
         self._receiver.cut(peer)

@@ -50,12 +50,8 @@ class NixlBackend:
         self.agent = start_agent(
             f"{me.worker_id}-{me.incarnation:016x}", network, gpu=region.gpu is not None, has_thread=self._has_thread
         )
-        here = region.description()
-        segment, runs = _memory_of(here)
-        whole = [(address, row_bytes * rows, gpu, "") for address, row_bytes, gpu, _, rows in runs]
-        self._memory = nixl.nixlRegDList(segment, whole)
-        self.agent.registerMem(self._memory, [])
-        self.pages = self._prepare(nixl.NIXL_INIT_AGENT, here)
+        self._sources: dict[Region, tuple[nixl.nixlRegDList, int]] = {}  # registered memory, and the list of its pages
+        self.prepared(region)
         self.metadata: bytes = self.agent.getLocalMD()
         if not self.metadata:
             raise InvariantError("NIXL describes itself with nothing")
@@ -72,13 +68,24 @@ class NixlBackend:
         self.agent.getNotifs({})
         return PROGRESS_S
 
-    def connect(self, description: Description) -> Connection:
+    def prepared(self, source: Region) -> int:
+        """Return the handle of the list of a region's pages, which is registered before its first use."""
+        if source not in self._sources:
+            here = source.description()
+            segment, runs = _memory_of(here)
+            whole = [(address, row_bytes * rows, gpu, "") for address, row_bytes, gpu, _, rows in runs]
+            memory = nixl.nixlRegDList(segment, whole)
+            self.agent.registerMem(memory, [])
+            self._sources[source] = memory, self._prepare(nixl.NIXL_INIT_AGENT, here)
+        return self._sources[source][1]
+
+    def connect(self, description: Description, source: Region) -> Connection:
         try:
             peer = self.agent.loadRemoteMD(description.metadata).decode()
         except _ERRORS as error:
             raise PostError(_reason(error)) from error
         try:
-            return _Connection(self, peer, self._prepare(peer, description))
+            return _Connection(self, peer, self._prepare(peer, description), self.prepared(source))
         except _ERRORS as error:
             self.disconnect(peer)
             raise PostError(_reason(error)) from error
@@ -104,8 +111,9 @@ class NixlBackend:
 
     def close(self, *, in_flight: bool) -> None:
         if not in_flight:
-            self.agent.releasedDlistH(self.pages)
-            self.agent.deregisterMem(self._memory, [])
+            for memory, pages in self._sources.values():
+                self.agent.releasedDlistH(pages)
+                self.agent.deregisterMem(memory, [])
             del self.agent
 
 
@@ -116,12 +124,13 @@ class _Connection:
     _backend: NixlBackend
     _peer: str
     _pages: int  # handle of the list
+    _source: int  # handle of the list of what is written
 
     def post(self, src: Indices, dst: Indices) -> "_Transfer | None":
         self._backend.inject_fault()
         agent = self._backend.agent
         try:
-            handle: int = agent.makeXferReq(nixl.NIXL_WRITE, self._backend.pages, src, self._pages, dst, "", [])
+            handle: int = agent.makeXferReq(nixl.NIXL_WRITE, self._source, src, self._pages, dst, "", [])
         except _ERRORS as error:
             raise PostError(_reason(error)) from error
         transfer = _Transfer(agent, handle)

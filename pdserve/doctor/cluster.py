@@ -30,7 +30,7 @@ REFUSALS = {  # by what was wrong, as `errors.PeerFault` names it
     "part": "give each process the certificate of what it is: router, worker or operator",
     "version": "run the same version of pdserve everywhere",
     "incarnation": "give each running worker a worker_id of its own, and keep the clocks of their machines together",
-    "layout": "give all workers the same model, dtype, kv_cache_dtype and page_size",
+    "layout": "give all workers the same model, dtype and page_size",
     "mover": "set the same mover on all workers",
 }
 
@@ -167,22 +167,25 @@ def _compatible(status: admin.ClusterStatus) -> Iterator[Finding]:
             shown = "; ".join(f"{value}: {', '.join(names)}" for value, names in sorted(of_each.items()))
             differing.append(f"{field} ({shown})")
     if differing:
-        equal = "one model, dtype, kv_cache_dtype and page_size"
+        equal = "one model, dtype and page_size"
         remedy = f"run one version with {equal} on all workers that shall exchange pages"
         yield failed("compatibility", ", ".join(differing), remedy)
     elif ready:
-        layout = ready[0].layout
-        seen = (
-            f"protocol {ready[0].protocol_version}, {layout.dtype}, pages of {layout.page_size} tokens on all workers"
-        )
+        dtypes = " and ".join(sorted({worker.layout.dtype for worker in ready}))
+        pages = f"pages of {ready[0].layout.page_size} tokens"
+        seen = f"protocol {ready[0].protocol_version}, {dtypes}, {pages} on all workers"
         yield ok("compatibility", seen)
 
 
 def _by_field(workers: list[link.Register]) -> dict[str, dict[str, list[str]]]:
-    """Return for each field that must be equal which values there are, and whose."""
+    """Return for each field that must be equal which values there are, and whose.
+
+    That is all of a layout but the type of K and V, since senders convert pages; weights_hash has the type of computing.
+    """
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for worker in workers:
         layout = MessageToDict(worker.layout, preserving_proto_field_name=True)
+        layout.pop("dtype", None)
         fields = {"protocol_version": worker.protocol_version, "model": worker.model, **layout}
         for field, value in fields.items():
             found[field][str(value)].append(worker.worker_id)

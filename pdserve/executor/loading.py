@@ -64,7 +64,7 @@ def _load(
     if config.speculative_config is not None and checkpoint.config.has_states:
         raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
-    weights_hash = form.weights_hash if code is None else f"{form.weights_hash} dtype {form.dtype}"
+    weights_hash = f"{form.weights_hash} dtype {form.dtype}"
     layout = describe_layout(checkpoint.config, weights_hash, config.page_size, code or form.dtype, config.device)
     device = engine_device(config)
     if config.device in KERNEL_DEVICES:

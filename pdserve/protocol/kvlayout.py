@@ -7,7 +7,7 @@ holds a run of float32 values for each layer, whatever the number of tokens.
 In a byte a value, each row `[head_dim]` has its scale behind it (`kernels/kv_rows.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Literal, get_args
 
@@ -22,6 +22,11 @@ PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
 KvCode = Literal["fp8_e4m3", "int8"]  # forms of K and V in a byte a value
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 SCALED: dict[str, int] = {"fp8_e4m3": 4, "int8": 4}  # bytes of a row's scale
+
+
+def coded_as(dtype: str) -> KvCode | None:
+    """Return the form of rows in a byte a value; None: this type has none."""
+    return next((code for code in get_args(KvCode) if code == dtype), None)
 
 
 class Tier(Enum):
@@ -60,13 +65,14 @@ def row_bytes(dtype: str, head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape and meaning of a page. Two equal layouts hold interchangeable bytes.
+    """Shape and meaning of a page. Two equal layouts hold interchangeable bytes; where `dtype` alone differs, senders
+    convert pages (`kvtransfer/conversion.py`).
 
     The first group of layers, whose pages are the largest and have no window, is described by the fields themselves;
     where all layers are alike there is no other.
     """
 
-    weights_hash: str  # fingerprint of the weights and config that fill the pages
+    weights_hash: str  # fingerprint of the weights and config that fill the pages, and the type of computing
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -145,12 +151,21 @@ class KvLayout:
         """Return how many tokens pages of each group hold, but of states."""
         return (self.page_size, *[group.page_size for group in self.others if not group.state_elements])
 
-    def difference(self, other: "KvLayout") -> str | None:
-        """Return the first field in which two layouts differ, or None: pages can be copied between them.
+    @property
+    def is_convertible(self) -> bool:
+        """Whether senders convert such pages for a receiver of another dtype: rows of K and V, in host memory."""
+        shapes = {(group.kv_parts, group.head_dim, group.state_elements) for group in self.others}
+        return self.kv_parts == 2 and shapes <= {(2, self.head_dim, 0)} and self.page_digest == "xxh3"
 
-        `dtype` comes before `weights_hash`, which differs too where one worker's rows are coded and another's are not.
+    def difference(self, other: "KvLayout", *, converts: bool = True) -> str | None:
+        """Return the first field in which two layouts differ, or None: pages can be handed over between them.
+
+        converts: a sender may convert pages for a receiver that differs in `dtype` alone.
         """
-        for name in ("dtype", *self.__slots__):
+        compared = [name for name in self.__slots__ if name != "dtype"]
+        if not (converts and self.is_convertible):
+            compared.insert(0, "dtype")  # before weights_hash, which names the type of computing
+        for name in compared:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name}: {mine} != {theirs}"

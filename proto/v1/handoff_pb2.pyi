@@ -342,14 +342,11 @@ class Commit(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     CAPSULE_FIELD_NUMBER: _builtins.int
-    HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
     HANDOFF_US_FIELD_NUMBER: _builtins.int
     capability: _builtins.bytes
     """The grant's own: it proves which pages were granted."""
-    handoff_bytes: _builtins.int
-    """Bytes written, for the request's ledger."""
     handoff_us: _builtins.int
-    """From the first moment it could be sent until it had landed, microseconds."""
+    """From the first moment it could be sent until it had landed, microseconds; for the request's ledger."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -364,12 +361,11 @@ class Commit(_message.Message):
         handoff: Global___HandoffId | None = ...,
         capability: _builtins.bytes = ...,
         capsule: Global___Capsule | None = ...,
-        handoff_bytes: _builtins.int = ...,
         handoff_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capsule", b"capsule", "handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "handoff", b"handoff", "handoff_us", b"handoff_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

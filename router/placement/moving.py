@@ -255,7 +255,7 @@ class Moving:
 
     def _copy_s(self, source: WorkerView, target: WorkerView, candidate: _Candidate) -> float:
         """Return how long a continuation's pages probably take, beside those that are on their way from there."""
-        layout, links = source.registration.layout, self._predictor.links
+        layout, links = target.registration.layout, self._predictor.links
         num_bytes = layout.sent_bytes(candidate.num_tokens)
         beside = self._shadows.num_leaving(source) + 1
         return links.latency_s + beside * num_bytes / links.bytes_per_s((source.name, target.name))

@@ -235,14 +235,17 @@ class Predictor:
         the prefill worker itself.
         """
         fresh = prompt.num_tokens - cached_tokens
-        budget, layout = prefill.step_tokens, prefill.registration.layout
+        budget, sent = prefill.step_tokens, {}
         meanwhile_s = self.costs.of(prefill).prefill.each_s * (fresh - min(fresh, budget))
-        last_bytes, all_bytes = layout.sent_bytes(fresh % budget or budget), layout.sent_bytes(prompt.num_tokens)
         links, cached, name, left_s = self.links, prompt.cached, prefill.name, []
         for worker in decodes:
             if worker is prefill:
                 left_s.append(inf)
                 continue
+            layout = worker.registration.layout  # pages are sent as the receiver holds them
+            if layout.dtype not in sent:
+                sent[layout.dtype] = layout.sent_bytes(fresh % budget or budget), layout.sent_bytes(prompt.num_tokens)
+            last_bytes, all_bytes = sent[layout.dtype]
             held = cached.get(worker.link, 0) if cached else 0
             num_bytes = layout.sent_bytes(prompt.num_tokens - held) if held else all_bytes
             rate = links.bytes_per_s((name, worker.name))

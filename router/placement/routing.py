@@ -104,8 +104,10 @@ Policy = Callable[[Seq[Group], Demand], Decision]  # of at least one group with 
 class Workers:
     """All attached workers, by link. A name is attached once: its next stream takes the place of the last."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, converts_kv: bool = True) -> None:
+        """converts_kv: workers whose layouts differ in `dtype` alone may hand KV over to each other."""
         self._model = model
+        self._converts_kv = converts_kv
         self._by_link: dict[LinkId, WorkerView] = {}
         self._kinds: dict[tuple[int, KvLayout], int] = {}
         # Until a worker registers or leaves: those that serve the model, and the adapters that are loaded.
@@ -152,10 +154,14 @@ class Workers:
 
     def _kind(self, registration: Registration) -> int:
         if len(self._kinds) > 2 * len(self._by_link) + 16:
-            present = {(w.registration.protocol_version, w.registration.layout): w.kind for w in self}
-            self._kinds = present
-        name = (registration.protocol_version, registration.layout)
-        return self._kinds.setdefault(name, max(self._kinds.values(), default=0) + 1)
+            self._kinds = {self._kind_name(worker.registration): worker.kind for worker in self}
+        return self._kinds.setdefault(self._kind_name(registration), max(self._kinds.values(), default=0) + 1)
+
+    def _kind_name(self, known: Registration) -> tuple[int, KvLayout]:
+        """Return what is equal for workers that can hand KV over to each other."""
+        layout = known.layout
+        is_any = self._converts_kv and layout.is_convertible
+        return known.protocol_version, replace(layout, dtype="any") if is_any else layout
 
     def remove(self, link: LinkId) -> WorkerView | None:
         self._forget()
@@ -221,6 +227,15 @@ class Workers:
             return f"protocol_version: {known.protocol_version} != {PROTOCOL_VERSION}"
         return "" if known.model == self._model else f"model: {known.model} != {self._model}"
 
+    def difference(self, prefill: WorkerView, decode: WorkerView) -> str | None:
+        """Return what keeps two workers from handing KV over, or None."""
+        mine, theirs = prefill.registration, decode.registration
+        if mine.protocol_version != theirs.protocol_version:
+            return f"protocol_version: {mine.protocol_version} != {theirs.protocol_version}"
+        found = mine.layout.difference(theirs.layout, converts=self._converts_kv)
+        could = found is not None and not self._converts_kv and mine.layout.difference(theirs.layout) is None
+        return f"{found}, and converts_kv is off" if could else found
+
     def max_model_len(self) -> int | None:
         lengths = [worker.max_num_tokens for worker in self if not self.unroutable(worker)]
         return min(lengths, default=None)
@@ -242,7 +257,7 @@ def choose(workers: Workers, demand: Demand, policy: Policy, *, local: bool = Fa
         return policy([Group(clean[0], ()) if prefills else Group((), clean[1], local)], demand)
     groups = _groups(*clean, local) or _groups(prefills, decodes, local)
     if not groups:
-        return _held(Cause.NO_PAIR, f"no compatible pair: {difference(prefills[0], decodes[0])}")
+        return _held(Cause.NO_PAIR, f"no compatible pair: {workers.difference(prefills[0], decodes[0])}")
     return policy(groups, demand)
 
 
@@ -263,14 +278,6 @@ def _groups(prefills: list[WorkerView], decodes: list[WorkerView], local: bool) 
     return paired or alone
 
 
-def difference(prefill: WorkerView, decode: WorkerView) -> str | None:
-    """Return what keeps two workers from handing KV over, or None."""
-    mine, theirs = prefill.registration, decode.registration
-    if mine.protocol_version != theirs.protocol_version:
-        return f"protocol_version: {mine.protocol_version} != {theirs.protocol_version}"
-    return mine.layout.difference(theirs.layout)
-
-
 def peerless(workers: Workers, worker: WorkerView) -> str:
     """Return why a routable worker has no routable peer; empty when it has one, or needs none."""
     if worker.role is Role.MIXED:
@@ -282,7 +289,7 @@ def peerless(workers: Workers, worker: WorkerView) -> str:
     if any(peer.kind == worker.kind for peer in peers):
         return ""
     pair = (worker, peers[0]) if worker.role is Role.PREFILL else (peers[0], worker)
-    return f"no compatible {other_role.value} worker: {difference(*pair)}"
+    return f"no compatible {other_role.value} worker: {workers.difference(*pair)}"
 
 
 def _preferred(workers: list[WorkerView], avoid: frozenset[LinkId]) -> list[WorkerView]:

@@ -29,7 +29,7 @@ from pdserve.router.requests.retry import Retry
 
 class RouterCore:
     def __init__(self, model: str, limits: Limits, policy: Policy, predictor: Predictor | None = None) -> None:
-        self.workers = Workers(model)
+        self.workers = Workers(model, converts_kv=limits.converts_kv)
         self.predictor = predictor or Predictor()
         self.placements = Placements(self.workers, self.predictor, policy, limits)
         self._delivery = Delivery(self.placements)

@@ -64,8 +64,8 @@ def loading(status: admin.ClusterStatus) -> None:
     status.workers[1].registration.ready, status.workers[1].unroutable = False, "it is loading"
 
 
-def other_dtype(status: admin.ClusterStatus) -> None:
-    status.workers[1].registration.layout.dtype = "float32"
+def other_pages(status: admin.ClusterStatus) -> None:
+    status.workers[1].registration.layout.page_size = 32
 
 
 def other_version(status: admin.ClusterStatus) -> None:
@@ -99,7 +99,7 @@ def strangers(status: admin.ClusterStatus) -> None:
         (no_decode, "decode pool", Level.FAILED, "no worker decodes"),
         (strange, "d0", Level.FAILED, "nothing is placed on it: its layout is not that of most"),
         (loading, "d0", Level.WARNING, "loading, 0%"),
-        (other_dtype, "compatibility", Level.FAILED, "dtype (bfloat16: p0; float32: d0)"),
+        (other_pages, "compatibility", Level.FAILED, "page_size (16: p0; 32: d0)"),
         (other_version, "compatibility", Level.FAILED, "protocol_version (1: p0; 2: d0)"),
         (slow, "p0 -> d0", Level.WARNING, "slow: 10000 MB/s, a page in 30 us, carrier: not tcp"),
         (leaking, "d0", Level.FAILED, "1 pages leaked: a defect of pdserve"),

@@ -70,11 +70,10 @@ def test_a_message_that_names_no_hand_off_is_refused(message: handoff.HandoffSer
 def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None:
     commit = Commit(GRANT.capability, capsule(9, (0, 1)))
     message = wire.from_sender(KEY, commit)
-    message.commit.handoff_us = message.commit.handoff_bytes = 2**64 - 1
+    message.commit.handoff_us = 2**64 - 1
     _, event = wire.to_receiver(message)
     assert isinstance(event, Commit)
-    told = event
-    landed = Progress(RouterRef(1), KEY, Stage.LANDED, 0.0, handoff_bytes=told.handoff_bytes, handoff_s=told.handoff_s)
+    landed = Progress(RouterRef(1), KEY, Stage.LANDED, 0.0, handoff_s=event.handoff_s)
     (progress,) = step_report((), (), (landed,), (), 0.0).step.progress
     assert progress.handoff_us == wire.MAX_REPORTED
 

@@ -64,8 +64,8 @@ class _TimedBackend(NixlBackend):
 
     clock_s = cpu_s = 0.0
 
-    def connect(self, description: Description) -> Connection:
-        return _TimedConnection(self, super().connect(description))
+    def connect(self, description: Description, source: Region) -> Connection:
+        return _TimedConnection(self, super().connect(description, source))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

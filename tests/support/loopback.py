@@ -26,10 +26,10 @@ class LoopbackBackend:
     def progress(self) -> None:
         pass
 
-    def connect(self, description: Description) -> "LoopbackConnection":
+    def connect(self, description: Description, source: Region) -> "LoopbackConnection":
         if description.metadata not in _regions:
             raise PostError("no such region in this process")
-        return LoopbackConnection(self.region, description.metadata)
+        return LoopbackConnection(source, description.metadata)
 
     def cut(self, peer: Peer) -> None:
         pass

@@ -78,7 +78,8 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
         grant = self._grant
         if self.state is sender.State.SENDING and grant and self._capsule and any(self._copying) and not commands:
             self.state = sender.State.LANDED
-            missing = PagesLanded((0,) * (self.num_pages_sent - num_landed.get(id(self), 0)))
+            num_sent = self._sent - grant.first_page
+            missing = PagesLanded((0,) * (num_sent - num_landed.get(id(self), 0)))
             return (missing, sender.Commit(grant.capability, self._capsule))
         return commands
 

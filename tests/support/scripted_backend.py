@@ -75,7 +75,7 @@ class ScriptedBackend:
     def progress(self) -> None:
         pass
 
-    def connect(self, description: Description) -> Connection:
+    def connect(self, description: Description, source: Region) -> Connection:
         if self.breaks:
             raise ZeroDivisionError
         self.num_opened += 1
