@@ -1,8 +1,8 @@
 """Pages for a receiver whose K and V have another type: the sender converts them into memory of its own, and copies
 them from there. Nothing is converted in place: the sender goes on with its own pages.
 
-Invariant: a row that is sent has the bytes that `KvRows` of the receiver's type makes of the sender's row. So it is what
-the receiver would have written of the same values, and digests are those of these bytes.
+Invariant: a row that is sent has the bytes that `KvRows` of the receiver's type makes of the sender's row: those that
+the receiver would have written of the same values. Digests are those of these bytes.
 """
 
 from dataclasses import dataclass
@@ -75,5 +75,5 @@ class Stage:
         slot = next(slot for slot in self._slots if slot.is_free)
         rows = slot.rows[: len(pages)]
         slot.is_free = False
-        self._view[rows.start : rows.stop] = self.conversion.of(torch.as_tensor(own)[list(pages)])
+        self._view[rows.start : rows.stop] = self.conversion.of(torch.as_tensor(own[list(pages)]))
         return slot, tuple(map(PageId, rows))

@@ -180,7 +180,7 @@ def _compatible(status: admin.ClusterStatus) -> Iterator[Finding]:
 def _by_field(workers: list[link.Register]) -> dict[str, dict[str, list[str]]]:
     """Return for each field that must be equal which values there are, and whose.
 
-    That is all of a layout but the type of K and V, since senders convert pages; weights_hash has the type of computing.
+    That is all of a layout but the type of K and V: senders convert pages. weights_hash has the type of computing.
     """
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for worker in workers:

@@ -7,7 +7,7 @@ holds a run of float32 values for each layer, whatever the number of tokens.
 In a byte a value, each row `[head_dim]` has its scale behind it (`kernels/kv_rows.py`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, get_args
 

@@ -180,8 +180,8 @@ class WorkerConfig(ServingConfig):
     )
     kv_cache_dtype: KvCacheDtype = Field(
         "auto",
-        description="Type of K and V in pages, the same for all workers. auto: that of dtype. fp8_e4m3, int8: a byte a "
-        "value, with a scale for each token and KV head; on a CPU only.",
+        description="Type of K and V in pages. auto: that of dtype. fp8_e4m3, int8: a byte a value, with a scale for "
+        "each token and KV head; on a CPU only.",
     )
     quantization: Quantization = Field(
         "auto",

@@ -150,7 +150,7 @@ def test_another_layout_cannot_be_fetched() -> None:
     cluster = Cluster(workers="p0 d0 p1 d1")
     for name in ("p1", "d1"):
         worker = cluster.core.workers.known(cluster.links[name])
-        cluster.post(replace(worker.registration, layout=replace(LAYOUT, dtype="float16")))
+        cluster.post(replace(worker.registration, layout=replace(LAYOUT, page_size=2 * LAYOUT.page_size)))
     for place in islice(turns(cluster, "d1"), 4):
         assert place.prefill is not None
         assert (place.fetch is not None) is (place.prefill.worker_id == "p1")

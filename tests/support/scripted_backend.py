@@ -57,7 +57,7 @@ class ScriptedBackend:
     region: Region
     posted: list[Slice] = field(default_factory=list)
     gone: list[Slice] = field(default_factory=list)  # seen to have ended
-    num_opened: int = 0
+    sources: list[Region] = field(default_factory=list)  # of each connection
     num_closed: int = 0
     num_looks: int = 0
     closed_in_flight: bool | None = None
@@ -69,6 +69,10 @@ class ScriptedBackend:
     carrier = "script"
     metadata = b""
 
+    @property
+    def num_opened(self) -> int:
+        return len(self.sources)
+
     def begin(self) -> None:
         pass
 
@@ -78,7 +82,7 @@ class ScriptedBackend:
     def connect(self, description: Description, source: Region) -> Connection:
         if self.breaks:
             raise ZeroDivisionError
-        self.num_opened += 1
+        self.sources.append(source)
         return Connection(self, self.num_opened)
 
     def post(self, posted: Slice) -> Slice:

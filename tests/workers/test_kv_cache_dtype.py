@@ -1,5 +1,6 @@
 """A worker keeps K and V in a byte a value where its configuration says so, and nobody is served who was not tried."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_pages_are_smaller_and_more_of_them_fit(tmp_path: Path, code: KvCode) ->
     assert coded.dtype == code
     assert coded.page_bytes * 32 * 4 == plain.page_bytes * (32 + 4)  # heads of 32 values, in 4 bytes each
     assert (few, many) == (MEMORY // plain.page_bytes, MEMORY // coded.page_bytes)
-    assert coded.weights_hash == f"{plain.weights_hash} dtype float32"
+    assert coded.weights_hash == plain.weights_hash
 
 
 @pytest.mark.parametrize("code", ["int8", "fp8_e4m3"])
@@ -111,18 +112,19 @@ def test_devices_that_do_not_serve_it_are_refused_by_models_check(tmp_path: Path
 @pytest.mark.parametrize(
     ("mine", "theirs", "problem"),
     [
-        (("float32", "int8"), ("float32", "fp8_e4m3"), "dtype: fp8_e4m3 != int8"),
-        (("float32", "auto"), ("float32", "int8"), "dtype: int8 != float32"),
-        (("float32", "fp8_e4m3"), ("bfloat16", "auto"), "dtype: bfloat16 != fp8_e4m3"),
+        (("float32", "int8"), ("float32", "fp8_e4m3"), None),
+        (("float32", "auto"), ("float32", "int8"), None),
+        (("bfloat16", "auto"), ("float32", "auto"), "weights_hash: .* dtype float32 != .* dtype bfloat16"),
+        (("float32", "fp8_e4m3"), ("bfloat16", "auto"), "weights_hash: .* dtype bfloat16 != .* dtype float32"),
         (("float32", "int8"), ("bfloat16", "int8"), "weights_hash: .* dtype bfloat16 != .* dtype float32"),
     ],
 )
-def test_pairs_of_unlike_rows_are_refused_with_their_types(
-    tmp_path: Path, mine: tuple[str, str], theirs: tuple[str, str], problem: str
+def test_pairs_of_unlike_rows_are_refused_only_where_they_compute_in_another_type(
+    tmp_path: Path, mine: tuple[str, str], theirs: tuple[str, str], problem: str | None
 ) -> None:
     write_model("qwen3", tmp_path)
     (here, _), (there, _) = (layout_of(worker(tmp_path, asked, dtype=dtype)) for dtype, asked in (mine, theirs))
     peer = Peer("w", Incarnation(3))
     hello = Hello(Introduction(Peer("v", Incarnation(2)), there), "nixl", peer.incarnation, 1.0)
-    with pytest.raises(ProtocolError, match=rf"layout\.{problem}"):
+    with pytest.raises(ProtocolError, match=rf"layout\.{problem}") if problem else nullcontext():
         check_hello(hello, Introduction(peer, here), "nixl")

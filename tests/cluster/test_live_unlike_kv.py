@@ -1,0 +1,104 @@
+"""A prefill and a decode worker with unlike types of K and V answer as two engines, with rows rounded between them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import moving
+import pytest
+from live_cluster import Answer, all_ready, greedy, is_idle
+from model_zoo import write_model
+from unlike_engines import UnlikeEngines
+from wired_cluster import Pools, WiredCluster, wired_cluster
+
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.protocol.kvlayout import KvCode
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS, BEFORE = 100, 10  # of an answer; of these when its decode worker is killed
+POOLS = Pools(("prefill-0",), ("decode-0",))
+FLAGS = {"dtype": "float32", "num_pages": 200, "max_model_len": 1000}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model"), **moving.MODEL_SHAPE)
+
+
+def own_flags(source: KvCode | None, target: KvCode | None) -> dict[str, dict[str, object]]:
+    return {"prefill-0": {"kv_cache_dtype": source or "auto"}, "decode-0": {"kv_cache_dtype": target or "auto"}}
+
+
+@dataclass
+class Killed:
+    """An answer whose decode worker is killed when the client has its first tokens."""
+
+    cluster: WiredCluster
+
+    def answer(self, asked: list[int]) -> Answer:
+        answer, call = Answer(), self.cluster.start(greedy(asked, NUM_TOKENS))
+        for reply in call:
+            answer.add(reply)
+            if len(answer.tokens.get(0, ())) >= BEFORE:
+                break
+        self.cluster.kill("decode-0")
+        self.cluster.wiring.start_again("decode-0")
+        return answer.read(call)
+
+
+def is_cut_somewhere(engines: UnlikeEngines, asked: list[int], found: list[int]) -> bool:
+    """Return whether an answer is what the engines give if the prompt is computed again with some of its tokens."""
+    whole = engines.answer(asked, NUM_TOKENS)
+    same = next((i for i, (one, other) in enumerate(zip(found, whole, strict=True)) if one != other), NUM_TOKENS)
+    if same == NUM_TOKENS:
+        return True
+    cuts = range(BEFORE, same + 1)
+    return any(engines.answer(asked + found[:cut], NUM_TOKENS - cut) == found[cut:] for cut in cuts)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (None, "int8"),
+        *[
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in ((None, "fp8_e4m3"), ("int8", None), ("fp8_e4m3", "int8"))
+        ],
+    ],
+)
+def test_unlike_workers_answer_as_two_engines_also_after_a_kill(
+    tmp_path: Path, model: Path, source: KvCode | None, target: KvCode | None
+) -> None:
+    engines = UnlikeEngines(model, (source, target))
+    asked, due = zip(*[engines.untied(length, NUM_TOKENS) for length in (150, 30)], strict=True)
+    with wired_cluster(tmp_path, model, POOLS, FLAGS, own_flags=own_flags(source, target)) as cluster:
+        cluster.introduce()
+        answers = [cluster.generate(greedy(each, NUM_TOKENS)) for each in asked]
+        assert [answer.tokens[0] for answer in answers] == [*due]
+        assert [answer.ledger.decode_worker for answer in answers] == ["decode-0"] * 2
+        status = cluster.status()
+        layouts = {each.registration.worker_id: each.registration.layout for each in status.workers}
+        row_bytes = 4 * layouts["decode-0"].head_dim if target is None else layouts["decode-0"].head_dim + 4
+        page_bytes = layouts["decode-0"].num_layers * 2 * layouts["decode-0"].num_kv_heads * 16 * row_bytes
+        sent_bytes = [-(-len(each) // 16) * page_bytes for each in asked]
+        assert [answer.ledger.handoff_bytes for answer in answers] == sent_bytes
+        killed = Killed(cluster).answer(asked[0])
+        assert len(killed.tokens[0]) == NUM_TOKENS
+        assert is_cut_somewhere(engines, asked[0], killed.tokens[0])
+        status = cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
+        assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0]
+        assert [worker.load.pages_leaked for worker in status.workers] == [0, 0]
+
+
+def test_a_router_that_may_not_pair_them_says_why(tmp_path: Path, model: Path) -> None:
+    strict = {"converts_kv": False}
+    with wired_cluster(tmp_path, model, POOLS, FLAGS, strict, own_flags(None, "int8")) as cluster:
+        status = cluster.status()
+    assert reasons(status) == {
+        "prefill-0": "no compatible decode worker: dtype: float32 != int8, and converts_kv is off",
+        "decode-0": "no compatible prefill worker: dtype: float32 != int8, and converts_kv is off",
+    }
+
+
+def reasons(status: admin.ClusterStatus) -> dict[str, str]:
+    return {worker.registration.worker_id: worker.unroutable for worker in status.workers}
