@@ -15,7 +15,8 @@ from pdserve.protocol.kvlayout import KvCode
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS, BEFORE = 100, 10  # of an answer; of these when its decode worker is killed
+NUM_TOKENS, LONG = 100, 250  # of an answer, and of one that moves
+BEFORE = 10  # tokens of an answer when its decode worker is killed
 POOLS = Pools(("prefill-0",), ("decode-0",))
 FLAGS = {"dtype": "float32", "num_pages": 200, "max_model_len": 1000}
 
@@ -88,6 +89,27 @@ def test_unlike_workers_answer_as_two_engines_also_after_a_kill(
         status = cluster.wait_for(lambda status: all_ready(2)(status) and is_idle(status), 60)
         assert [worker.load.num_digest_mismatches for worker in status.workers] == [0, 0]
         assert [worker.load.pages_leaked for worker in status.workers] == [0, 0]
+
+
+@pytest.mark.long
+def test_an_answer_that_moves_to_another_type_goes_on_from_converted_pages(tmp_path: Path, model: Path) -> None:
+    codes: dict[str, KvCode | None] = {"decode-0": "int8", "decode-1": None}
+    own = {name: {"kv_cache_dtype": code or "auto"} for name, code in codes.items()}
+    engines = UnlikeEngines(model, (None, "int8"))
+    asked, _ = engines.untied(150, LONG)
+    with wired_cluster(tmp_path, model, moving.POOLS, moving.WORKER_FLAGS, own_flags=own) as cluster:
+        cluster.introduce()
+        moving.introduce(cluster)
+        running = moving.Running.of(cluster, greedy(asked, LONG))
+        assert running.move() == 1
+        cluster.wait_for(lambda status: moving.num_moved(status) > moving.num_moved(running.before), 20)
+        moved = running.end()
+    assert moved.ledger.decode_worker == running.target
+    (move,) = moved.ledger.moves
+    engines = UnlikeEngines(model, (None, codes[running.source], codes[running.target]))
+    due = engines.answer(asked, LONG, move.num_tokens)
+    assert moved.tokens[0][: engines.num_sure] == due[: engines.num_sure]
+    assert engines.num_sure > move.num_tokens + 20, "the test needs another prompt"
 
 
 def test_a_router_that_may_not_pair_them_says_why(tmp_path: Path, model: Path) -> None:

@@ -1,6 +1,7 @@
-"""What a prefill and a decode worker answer whose K and V differ in type: two engines, and rows rounded in between."""
+"""What workers answer whose K and V differ in type: an engine for each, and rows rounded between them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,45 +20,53 @@ from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import SamplingParams
 
 PAGE_SIZE, MOST_TOKENS = 16, 1024
+PAGES = [PageId(page) for page in range(MOST_TOKENS // PAGE_SIZE)]
 BEST_TWO = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2)
 
 
 @dataclass
 class UnlikeEngines:
-    """Greedy answers in float32 of one that computes prompts, and of another that goes on from its pages."""
+    """Greedy answers in float32 of one that computes prompts, and of others that go on from each other's pages."""
 
     folder: Path
-    codes: tuple[KvCode | None, KvCode | None]
-    least_lead: float = 1.0  # of the tokens of the last answer, over the next likeliest
+    codes: tuple[KvCode | None, ...]
+    leads: list[float] = field(default_factory=list)  # of the tokens of the last answer, over the next likeliest
 
     def __post_init__(self) -> None:
         checkpoint = open_directory(self.folder)
-        self._model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
-        self._runners = [Runner(self._model, MOST_TOKENS // PAGE_SIZE, PAGE_SIZE, code=code) for code in self.codes]
-        layouts = [describe_layout(self._model.config, "", PAGE_SIZE, code or "float32", "cpu") for code in self.codes]
-        self._conversion = conversion_between(*layouts)
+        model = load_model(checkpoint.config, checkpoint.weights(), torch.float32)
+        self._runners = [Runner(model, len(PAGES), PAGE_SIZE, code=code) for code in self.codes]
+        layouts = [describe_layout(model.config, "", PAGE_SIZE, code or "float32", "cpu") for code in self.codes]
+        self._conversions = [conversion_between(*each) for each in pairwise(layouts)]
 
-    def answer(self, asked: list[int], num_tokens: int) -> list[int]:
-        self.least_lead, (prefill, decode) = 1.0, self._runners
-        found = [self._next(prefill, asked, 0)]
-        pages = prefill.kv.flatten(1).view(torch.uint8)
-        decode.kv.flatten(1).view(torch.uint8).copy_(pages if self._conversion is None else self._conversion.of(pages))
-        while len(found) < num_tokens:
-            found.append(self._next(decode, found[-1:], len(asked) + len(found) - 1))
+    def answer(self, asked: list[int], num_tokens: int, *moved_at: int) -> list[int]:
+        """Return an answer. moved_at: how many tokens it has when it moves from one decode worker to the next."""
+        self.leads = []
+        found = [self._next(self._runners[0], asked, 0)]
+        ends = (*moved_at, num_tokens)
+        for conversion, (source, target), end in zip(self._conversions, pairwise(self._runners), ends, strict=True):
+            pages = source.kv.flatten(1).view(torch.uint8)
+            target.kv.flatten(1).view(torch.uint8).copy_(pages if conversion is None else conversion.of(pages))
+            while len(found) < end:
+                found.append(self._next(target, found[-1:], len(asked) + len(found) - 1))
         return found
 
-    def _next(self, runner: Runner, tokens: list[int], start: int) -> int:
-        pages = [PageId(page) for page in range(MOST_TOKENS // PAGE_SIZE)]
-        drawn = runner.run(StepPlan((Chunk(tokens, start, pages, (spec((), BEST_TWO),)),))).tokens[0][0][0]
-        assert drawn.logprobs is not None
-        (_, best), (_, second) = drawn.logprobs.top[:2]
-        self.least_lead = min(self.least_lead, best - second)
-        return drawn.token_id
+    @property
+    def num_sure(self) -> int:
+        """Return how many tokens of the last answer no other order of sums changes."""
+        return next((number for number, lead in enumerate(self.leads) if lead < TIED_CODED), len(self.leads))
 
     def untied(self, first_length: int, num_tokens: int) -> tuple[list[int], list[int]]:
         """Return a prompt of about so many tokens, and its answer, which no other order of sums changes."""
         for length in range(first_length, first_length + 40):
             answer = self.answer(prompt(length), num_tokens)
-            if self.least_lead >= TIED_CODED:
+            if self.num_sure == num_tokens:
                 return prompt(length), answer
         raise AssertionError("every prompt has a tie")
+
+    def _next(self, runner: Runner, tokens: list[int], start: int) -> int:
+        drawn = runner.run(StepPlan((Chunk(tokens, start, PAGES, (spec((), BEST_TWO),)),))).tokens[0][0][0]
+        assert drawn.logprobs is not None
+        (_, best), (_, second) = drawn.logprobs.top[:2]
+        self.leads.append(best - second)
+        return drawn.token_id
