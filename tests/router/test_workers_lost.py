@@ -105,7 +105,7 @@ async def test_workers_whose_layouts_differ_in_any_field_are_not_paired(start_ro
         "others": (windowed,),
         "kv_parts": 1,
     }
-    router = await start_router()
+    router = await start_router(converts_kv=field != "dtype")
     await router.worker(link.ROLE_PREFILL, "p0")
     other = replace(LAYOUT, **{field: others[field] if field in others else getattr(LAYOUT, field) + 1})
     await router.worker(link.ROLE_DECODE, "d0", layout=layout_to_proto(other))
