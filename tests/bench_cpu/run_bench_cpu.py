@@ -185,16 +185,19 @@ async def compared(peer: Peer, cluster: LiveCluster, lines: list[Line], rounds: 
             shape, sampling = (num_requests, prompt_tokens, output_tokens), SAMPLINGS[line.sampling]
             seed += 1
             peer_pids, our_pids = peer.pids(), pids_of(cluster).values()
-            begun = cpu_seconds(peer_pids), cpu_seconds(our_pids)
+            begun_s = cpu_seconds(peer_pids)
             theirs = await peer.seconds(shape, sampling)
+            their_cpu_s = cpu_seconds(peer_pids) - begun_s
             with peer.suspended():
+                begun_s = cpu_seconds(our_pids)  # without what waiting took in the other's turn
                 ours = await our_seconds(cluster, shape, sampling, seed)
+                our_cpu_s = cpu_seconds(our_pids) - begun_s
             report(f"round {turn}: {line.workload} {line.sampling}: {theirs:.2f} / {ours:.2f} s")
             if turn:
                 line.peer_s.append(theirs)
                 line.pdserve_s.append(ours)
-                line.peer_cpu_s.append(cpu_seconds(peer_pids) - begun[0])
-                line.pdserve_cpu_s.append(cpu_seconds(our_pids) - begun[1])
+                line.peer_cpu_s.append(their_cpu_s)
+                line.pdserve_cpu_s.append(our_cpu_s)
 
 
 def table(lines: list[Line], name: str) -> str:

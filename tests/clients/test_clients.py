@@ -77,8 +77,9 @@ def run(hub: Path, tmp_path: Path) -> Run:
     return run
 
 
-def test_langchain(cluster: LiveCluster, run: Run) -> None:
-    run("python", HERE / "langchain_client.py", cluster.state.http, MODEL)
+@pytest.mark.parametrize("script", ["langchain_client.py", "llama_index_client.py"])
+def test_integrations_of_frameworks(cluster: LiveCluster, run: Run, script: str) -> None:
+    run("python", HERE / script, cluster.state.http, MODEL)
 
 
 @pytest.mark.parametrize(
