@@ -32,7 +32,7 @@ _PAGE_SIZE, _LONGEST, _GUESSES = 16, 512, 5
 _ASKED, _ANSWERED = 160, 80  # tokens
 _TEMPERATURES = (0.0, 0.5, 1.0)
 _COMPARED = 4  # texts after which guesses are counted
-_TRIED = (1, 2, 4, 8)  # rows of steps before the first request, as a worker's trial computes them
+_TRIED = (1, 2, 4, 8, 16, 32)  # rows of steps before the first request, as a worker's trial computes them
 _OTHER_SEED = 0x5DEECE66D
 
 
@@ -140,7 +140,7 @@ class DraftBench:
         scheduler = Scheduler(KvCache(self._num_pages, Paging.of(_PAGE_SIZE), None), limits)
         for rows, elapsed_s in self._trial:
             scheduler.speculation.observe(Step(sequences=rows, kv_tokens=rows * _PAGE_SIZE), elapsed_s)
-        for asked in (prompts[:1], prompts):  # with the first one, costs are learnt
+        for asked in (prompts[: self._num_streams], prompts):  # with the first ones, costs are learnt
             for number, prompt in enumerate(asked):
                 own = replace(params, seed=number)
                 job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), own, (0,))
