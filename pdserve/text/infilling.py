@@ -37,8 +37,14 @@ def infilling_of(tokenizer: Tokenizer) -> Infilling | None:
         known = [token_id for mark in marks if (token_id := tokenizer.token_id(mark)) is not None]
         if len(known) == len(marks):
             others = (tokenizer.token_id(end) for end in _ENDS)
-            start = b"".join(tokenizer.piece(token_id) for token_id in tokenizer.encode("", add_special=True)).decode()
+            start = b"".join(map(tokenizer.piece, _start_of(tokenizer))).decode()
             before, between, behind = marks
             source = f"{start}{before}{{{{ messages[0].content }}}}{between}{{{{ messages[1].content }}}}{behind}"
             return Infilling(ChatTemplate(source, {}), (*known, *(each for each in others if each is not None)))
     return None
+
+
+def _start_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that the tokenizer adds in front of a text."""
+    whole, bare = (tokenizer.encode("a", add_special=special) for special in (True, False))
+    return whole[: next(place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)]

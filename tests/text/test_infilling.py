@@ -13,15 +13,17 @@ QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")  # noqa: RUF001
 
 
-def tokenizer_with(*special: str, starts: str = "") -> Tokenizer:
+def tokenizer_with(*special: str, starts: str = "", ends: str = "") -> Tokenizer:
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *special]
     backend = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(special))
-    if starts:
-        start = (starts, backend.token_to_id(starts))
-        backend.post_processor = processors.TemplateProcessing(single=f"{starts} $A", special_tokens=[start])
+    added = [(word, backend.token_to_id(word)) for word in (starts, ends) if word]
+    if added:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{starts} $A {ends}".strip(), special_tokens=added
+        )
     return Tokenizer(backend)
 
 
@@ -33,9 +35,11 @@ def prompt_of(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
 
 
 @pytest.mark.parametrize("marks", [STAR, QWEN, DEEPSEEK])
-@pytest.mark.parametrize("starts", ["", "<s>"])
-def test_the_prefix_comes_first_and_the_suffix_before_the_middle(marks: tuple[str, str, str], starts: str) -> None:
-    tokenizer = tokenizer_with(*marks, "<s>", starts=starts)
+@pytest.mark.parametrize(("starts", "ends"), [("", ""), ("<s>", ""), ("<s>", "</s>"), ("", "</s>")])
+def test_the_prefix_comes_first_and_the_suffix_before_the_middle(
+    marks: tuple[str, str, str], starts: str, ends: str
+) -> None:
+    tokenizer = tokenizer_with(*marks, "<s>", "</s>", starts=starts, ends=ends)
     prefix, suffix = "def f(x):\n    return ", "\n\n\nprint(f(1))\n"
     before, between, behind = (tokenizer.token_id(mark) for mark in marks)
     head = [tokenizer.token_id(starts)] if starts else []

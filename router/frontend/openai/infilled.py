@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import invalid
+from pdserve.protocol.sampling import MAX_STOP_TOKEN_IDS
 from pdserve.router.frontend.openai.fields import CompletionRequest
 from pdserve.router.frontend.openai.filters import Plan
 from pdserve.router.frontend.served import ServedModel
@@ -21,7 +22,10 @@ def infilling(body: CompletionRequest, template: inference.GenerateRequest, plan
         raise invalid("suffix", "goes with prompts that are texts, not token ids")
     if body.echo or body.prompt_logprobs is not None or body.add_special_tokens is False:
         raise invalid("suffix", "goes neither with echo or prompt_logprobs, nor with add_special_tokens false")
-    template.sampling.stop_token_ids.extend(model.infilling.end_ids)
+    given, own = len(template.sampling.stop_token_ids), model.infilling.end_ids
+    if given + len(own) > MAX_STOP_TOKEN_IDS:
+        raise invalid("stop_token_ids", f"{given} and the {len(own)} of a suffix are over {MAX_STOP_TOKEN_IDS}")
+    template.sampling.stop_token_ids.extend(own)
     template.prepare_next = False  # the next turn does not begin with this one
     return replace(plan, template=model.infilling.template)
 

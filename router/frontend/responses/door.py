@@ -38,6 +38,7 @@ from pdserve.router.frontend.responses.keeping import Keeping, context_of, given
 from pdserve.router.frontend.responses.response import ItemsResponse, new_response_id
 from pdserve.router.frontend.responses.shelf import Limits
 from pdserve.router.frontend.responses.store import Store
+from pdserve.router.frontend.responses.tools import placed
 from pdserve.text.reasoning import ReasoningTokens
 
 Kept = Callable[[Plan], Keeping]  # what keeps a response
@@ -85,11 +86,13 @@ class Responses:
         def kept(plan: Plan) -> Keeping:
             return Keeping(self.store, tenant, asked, given, _begun(intake, asked, plan, name))
 
-        if asked.background:
-            await self._begin(intake, asked, chat, kept, scope, send)
-            return
-
-        await Generator(intake).converse(chat, asked, begun, scope, send)
+        try:
+            if asked.background:
+                await self._begin(intake, asked, chat, kept, scope, send)
+            else:
+                await Generator(intake).converse(chat, asked, begun, scope, send)
+        except RefusedError as error:
+            raise RefusedError(placed(error.refused, asked.tools)) from None
 
     async def _begin(
         self,

@@ -11,7 +11,7 @@ from pdserve.router.frontend.openai.agents import NvExt
 from pdserve.router.frontend.openai.body import Body, Object
 from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.responses.items import Item, messages_of
-from pdserve.router.frontend.responses.tools import HOSTED, functions_of
+from pdserve.router.frontend.responses.tools import chosen, functions_of
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
@@ -102,20 +102,13 @@ class CountInputRequest(Body):
                 "model": self.model,
                 "messages": [*system, *messages_of(context, given)],
                 "tools": functions_of(self.tools) or None,
-                "tool_choice": self._choice(),
+                "tool_choice": chosen(self.tool_choice),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": effort,
                 "chat_template_kwargs": None if effort is None else {"enable_thinking": effort != "none"},
                 "response_format": None if self.text is None else _format(self.text.format),
             }
         )
-
-    def _choice(self) -> str | Object | None:
-        choice = self.tool_choice
-        kind = choice.get("type") if isinstance(choice, dict) else None
-        if isinstance(kind, str) and kind in HOSTED:
-            raise invalid("tool_choice", f"tools of type {kind!r} are not served: {HOSTED[kind]}")
-        return choice
 
 
 class ResponseRequest(CountInputRequest):

@@ -1,13 +1,16 @@
 """Tools as this API has them, and the functions of a chat that they are.
 
 A namespace groups functions. In the chat, a function of a namespace has both names, joined: the model calls it by that
-name, and its call comes back in two parts.
+name, and its call comes back in two parts. Invariant: no two functions have one joined name.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from pdserve.base.errors import echo
-from pdserve.protocol.refusal import invalid
+from pdserve.protocol.refusal import Refused, invalid
 from pdserve.router.frontend.openai.body import Object
 
 MAX_OF_NAMESPACE = 1024  # functions
@@ -19,9 +22,11 @@ HOSTED = {
     "image_generation": "answers are text",
     "custom": "a call's arguments are JSON, never free text",
     **dict.fromkeys(("apply_patch", "tool_search"), "answers call functions alone"),
+    "namespace": "one has functions alone",
 }
 """Why a kind of tool is not served."""
 _FIELDS = ("name", "description", "parameters", "strict")
+_PLACE = re.compile(r"tools\[(\d+)\]")
 
 
 def joined(namespace: str | None, name: str) -> str:
@@ -33,7 +38,7 @@ def functions_of(tools: Sequence[Object] | None) -> list[Object]:
     """Return the tools of a chat; RefusedError names the first that is none."""
     return [
         {"type": "function", "function": {**_told(tool), "name": joined(namespace, name)} if name else _told(tool)}
-        for namespace, name, tool in _functions(tools)
+        for _, namespace, name, tool in _functions(tools)
     ]
 
 
@@ -41,18 +46,57 @@ def namespaces_of(tools: Sequence[Object] | None) -> Mapping[str, Object]:
     """Return the functions that a namespace has, by their names in a chat: what an item says of each."""
     return {
         joined(namespace, name): {"namespace": namespace, "name": name}
-        for namespace, name, _ in _functions(tools)
+        for _, namespace, name, _ in _functions(tools)
         if namespace
     }
 
 
-def _functions(tools: Sequence[Object] | None) -> Iterator[tuple[str, str, Object]]:
-    """Yield each function with its namespace, if it has one, and its name. Chats check the names."""
+def chosen(choice: str | Object | None) -> str | Object | None:
+    """Return which tool a chat is to call; RefusedError for tools that are not served."""
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if isinstance(kind, str) and kind in HOSTED:
+        raise invalid("tool_choice", f"tools of type {kind!r} are not served: {HOSTED[kind]}")
+    if isinstance(allowed := choice.get("tools"), list):
+        return {**choice, "tools": [_by_joined_name(each) for each in allowed]}
+    whole: Object = _by_joined_name(choice)
+    return whole
+
+
+def _by_joined_name(tool: object) -> Any:  # noqa: ANN401 - whatever was sent
+    if isinstance(tool, dict) and isinstance(namespace := tool.get("namespace"), str):
+        return {**tool, "name": joined(namespace, _name(tool))}
+    return tool
+
+
+def placed(refused: Refused, tools: Sequence[Object] | None) -> Refused:
+    """Return a refusal of a chat that names a tool by its place in the request."""
+    found = _PLACE.match(refused.message)
+    fields = [field for field, *_ in _functions(tools)] if found else []
+    if found is None or int(found[1]) >= len(fields):
+        return refused
+    return replace(refused, message=fields[int(found[1])] + refused.message[found.end() :])
+
+
+def _functions(tools: Sequence[Object] | None) -> Iterator[tuple[str, str, str, Object]]:
+    """Yield the place of each function, its namespace, if it has one, and its name. Chats check what names may be."""
+    taken, grouped = set[str](), set[str]()  # joined names, and those of namespaces
+    for field, namespace, name, tool in _placed(tools):
+        whole = joined(namespace, name)
+        if whole in grouped or (namespace and whole in taken):
+            raise invalid(f"{field}.name", f"{echo(repr(whole))}, with the namespace, is another function's name")
+        taken.add(whole)
+        grouped |= {whole} if namespace else set()
+        yield field, namespace, name, tool
+
+
+def _placed(tools: Sequence[Object] | None) -> Iterator[tuple[str, str, str, Object]]:
     for place, tool in enumerate(tools or ()):
         field = f"tools[{place}]"
         if tool.get("type") != "namespace":
             _check(tool, field)
-            yield "", _name(tool), tool
+            yield field, "", _name(tool), tool
             continue
         namespace, inner = _name(tool), tool.get("tools")
         if not namespace or not isinstance(inner, list) or len(inner) > MAX_OF_NAMESPACE:
@@ -62,7 +106,7 @@ def _functions(tools: Sequence[Object] | None) -> Iterator[tuple[str, str, Objec
             if not isinstance(each, dict):
                 raise invalid(within, f"{echo(repr(each))} is no tool")
             _check(each, within)
-            yield namespace, _name(each), each
+            yield within, namespace, _name(each), each
 
 
 def _name(tool: Object) -> str:

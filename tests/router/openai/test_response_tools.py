@@ -7,6 +7,7 @@ from http_door import StartHttp
 from router_fakes import MODEL
 
 from pdserve.protocol.refusal import RefusedError
+from pdserve.router.frontend.openai.tools import tool_use
 from pdserve.router.frontend.responses.events import Output
 from pdserve.router.frontend.responses.fields import ResponseRequest
 from pdserve.router.frontend.responses.items import stored
@@ -50,13 +51,54 @@ def test_a_call_that_is_sent_back_is_the_models_own() -> None:
         (CRM | {"tools": ["get"]}, "tools[0].tools[0]: 'get' is no tool"),
         (CRM | {"tools": [GET, {"type": "web_search"}]}, "tools[0].tools[1].type: 'web_search' is not served"),
         (CRM | {"tools": [{"type": "custom", "name": "a"}]}, "tools[0].tools[0].type: 'custom' is not served"),
-        (CRM | {"tools": [CRM]}, "tools[0].tools[0].type: 'namespace' is not served"),
+        (CRM | {"tools": [CRM]}, "tools[0].tools[0].type: 'namespace' is not served: one has functions alone"),
+        (CRM | {"tools": [GET, GET]}, "tools[0].tools[1].name: 'crm__get', with the namespace, is another function's"),
     ],
 )
 def test_bad_namespaces_are_refused_by_their_place(tool: dict[str, Any], text: str) -> None:
     with pytest.raises(RefusedError, match="tools") as refused:
         functions_of([tool])
     assert refused.value.refused.message.startswith(text)
+
+
+def test_no_other_function_has_a_joined_name() -> None:
+    plain = GET | {"name": "crm__get"}
+    other = {"type": "namespace", "name": "crm__get", "tools": [GET | {"name": "all"}]}
+    same = {"type": "namespace", "name": "crm", "tools": [GET | {"name": "get__all"}]}
+    for tools in ([plain, CRM], [CRM, plain], [other, same]):
+        with pytest.raises(RefusedError, match="is another function's name"):
+            namespaces_of(tools)
+    assert len(functions_of([GET, CRM, other])) == 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "function", "namespace": "crm", "name": "get"}, "crm__get"),
+        ({"type": "function", "name": "get"}, "get"),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "namespace": "crm", "name": "get"}],
+            },
+            "crm__get",
+        ),
+    ],
+)
+def test_a_choice_names_a_namespaces_function_in_two_parts(choice: dict[str, Any], name: str) -> None:
+    asked = ResponseRequest.model_validate({"input": "?", "tools": [GET, CRM], "tool_choice": choice})
+    use = tool_use(asked.chat([], stored("?")))
+    assert use is not None
+    assert [tool.name for tool in use.tools] == [name]
+
+
+async def test_errors_of_a_chat_name_the_tools_own_place(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    bad = [CRM | {"tools": [GET, GET | {"name": "d e"}]}, {"type": "function", "name": "f g"}]
+    for tools, param in ((bad, "tools[0].tools[1].name"), (bad[1:], "tools[0].name")):
+        refused = await door.post("/v1/responses", model=MODEL, input="hello", tools=tools)
+        assert refused.json()["error"]["param"] == param
 
 
 async def test_names_that_are_too_long_together_are_refused(start_http: StartHttp) -> None:
