@@ -15,7 +15,9 @@ from pdserve.engine.timed_steps import TimedSteps
 from pdserve.perfmodel.curve import ENOUGH_STEPS, Step
 
 _FED_AT_ONCE = 128  # tokens that the draft model takes in after one step, so that no other sequence waits for long
-_FED_FOR_ONE = 8  # tokens that it takes in at most for each token that a sequence may still gain
+_FED_SHARE = 0.5  # most time for a sequence's tokens, of what it still takes without guesses if it is as long as can be
+_TIMED_TOKENS = 32  # taken in at once, at least, for the time of each to be learnt
+_KEPT = 0.8  # weight of what was learnt of that time before
 _TRIED = 4  # guesses at once
 _SHARE_FOR_TRIALS = 0.01  # of the time
 _MOST_FOR_TRIALS_S = 1.0  # that is saved up
@@ -29,6 +31,7 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._passes = TimedSteps()
         self._num_timed = 0
+        self._fed_s = 0.0  # of each token
         self._for_trials_s = 0.0
         self._is_trying = False  # until guesses are made
         self.has_failed = False
@@ -53,8 +56,12 @@ class DraftModel:
         self._is_trying &= not any(result.drafts.values())
 
     def _learn_cost(self, drafted: list[Chunk], result: StepResult) -> None:
-        """Take in what passes took, where nothing else was computed but guesses."""
-        if not drafted or any(chunk.draft is None or chunk.draft.token_ids for chunk in drafted):
+        """Take in what passes took where nothing else was computed but guesses, or what tokens before them took."""
+        num_fed = sum([len(chunk.draft.token_ids) for chunk in drafted if chunk.draft is not None])
+        if num_fed >= _TIMED_TOKENS:
+            each_s = result.draft_s / num_fed
+            self._fed_s = _KEPT * self._fed_s + (1 - _KEPT) * each_s if self._fed_s else each_s
+        if not drafted or num_fed:
             return
         num_guesses = [len(guesses) for guesses in result.drafts.values()]
         if num_passes := max(num_guesses, default=0):
@@ -68,10 +75,13 @@ class DraftModel:
         num_rows = -(-num_guesses // num_passes)
         return num_passes * self._passes.costs.decode_s(num_rows, num_rows * kv_each)
 
-    def most(self, sequence: Sequence, num_verified: int) -> int:
-        """Return how many guesses of a sequence are of use once a step has verified so many; 0 or less: none are."""
+    def most(self, sequence: Sequence, num_verified: int, token_s: float) -> int:
+        """Return how many guesses of a sequence are of use once a step has verified so many; 0 or less: none are.
+
+        token_s: a token's share of a step without guesses.
+        """
         num_left = sequence.length_limit - len(sequence.tokens)
-        if _lacking(sequence) > _FED_FOR_ONE * num_left:
+        if _lacking(sequence) * self._fed_s > _FED_SHARE * num_left * token_s:
             return 0
         return min(self._max_model_len - len(sequence.tokens), num_left) - 2 - num_verified
 

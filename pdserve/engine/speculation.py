@@ -119,7 +119,8 @@ class Speculation:
         gains: list[_Gain] = []
         if room > 0 and decoding and self.has_draft_model:
             most = min(self._num_tokens, max(1, _MOST_DRAFTED // len(decoding)))
-            own = [(sequence, counts.get(sequence, 0)) for sequence in decoding]
+            token_s = self._steps.costs.decode_s(len(decoding), sum([s.computed for s in decoding])) / len(decoding)
+            own = [(sequence, counts.get(sequence, 0), token_s) for sequence in decoding]
             gains = self._gains(decoding, [min(most, self._draft_model.most(*each)) for each in own])
         wanted: Mapping[Sequence, int] = {}
         if gains:

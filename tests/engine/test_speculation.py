@@ -232,7 +232,12 @@ def test_trials_of_a_draft_model_that_is_always_wrong_take_a_hundredth_of_the_ti
 
 def test_a_long_prompt_is_not_computed_again_for_a_short_answer() -> None:
     made = Speculation(8, None, 1000)
-    for num_left, wanted in ((20, True), (2, False)):
+    for _ in range(20):
+        made.observe(Step(sequences=1, kv_tokens=100), 0.010)
+    fed = Chunk((0,), 100, (), (), Phase.DECODE, draft=Draft((0,) * 100, 0, 4))
+    result = StepResult((((SampledToken(0),),),), 0.110, drafts={0: ()}, draft_s=0.100)
+    made.learn([sequence_of(range(101))], StepPlan((fed,)), result)
+    for num_left, wanted in ((40, True), (10, False)):  # of 10 ms, where the prompt takes 100
         job = Job(RequestId(bytes(16)), Attempt(0), tuple(range(100)), 100, SamplingParams(max_tokens=num_left), (0,))
         sequence = Sequence(job, (0,), list(range(100)), 0, phase=Phase.DECODE, computed=99)
         made.ask_for_drafts([sequence], {}, 100)
