@@ -25,6 +25,7 @@ from torch import Tensor
 from pdserve.protocol.kvlayout import SCALED, KvCode
 
 LEAST = 2.0**-100  # of the greatest magnitude of a row; bfloat16 keeps smaller values, which change no answer
+WHOLE = 1.5 * 2.0**23  # a float32 of this size has no fraction; torch's round takes threads for few values already
 GREATEST: dict[KvCode, float] = {"fp8_e4m3": 448.0, "int8": 127.0}  # codes
 
 
@@ -58,7 +59,7 @@ class KvRows:
         scale = most / GREATEST[self.code]
         scale = torch.where(most < LEAST, 0.0, torch.where(most < math.inf, scale, math.nan))
         scaled = torch.where(scale > 0.0, wide / scale, 0.0)
-        codes = scaled.round().to(torch.int8) if self.code == "int8" else scaled.to(torch.float8_e4m3fn)
+        codes = (scaled + WHOLE - WHOLE).to(torch.int8) if self.code == "int8" else scaled.to(torch.float8_e4m3fn)
         return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), -1)
 
     def expanded(self, rows: Tensor) -> Tensor:

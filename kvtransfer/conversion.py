@@ -17,6 +17,9 @@ from pdserve.kvtransfer.region import Region, Rows
 from pdserve.protocol.kvlayout import KvLayout, coded_as
 from pdserve.protocol.page_tables import Pages
 
+# Values. Of no more, torch computes in one thread. Its threads would wait for each other on processors that others use.
+MOST_AT_ONCE = 16384
+
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
@@ -26,11 +29,15 @@ class Conversion:
     target: KvRows
     page_bytes: int  # of the receiver's pages
 
-    def of(self, pages: Tensor) -> Tensor:
-        """Return pages as the receiver holds them. pages: uint8 [num_pages, own page_bytes], contiguous."""
+    def of(self, pages: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return pages as the receiver holds them. pages and out: uint8 [num_pages, page_bytes], contiguous."""
+        out = torch.empty((len(pages), self.page_bytes), dtype=torch.uint8) if out is None else out
         rows = pages.view(-1, self.source.row_bytes).view(self.source.pool_dtype)
-        packed = self.target.packed(self.source.expanded(rows).to(self.target.dtype))
-        return packed.contiguous().view(torch.uint8).view(len(pages), self.page_bytes)
+        sent = out.view(-1, self.target.row_bytes).view(self.target.pool_dtype)
+        at_once = max(1, MOST_AT_ONCE // self.source.head_dim)
+        for part, to in zip(rows.split(at_once), sent.split(at_once), strict=True):
+            to.copy_(self.target.packed(self.source.expanded(part).to(self.target.dtype)))
+        return out
 
 
 def conversion_between(source: KvLayout, target: KvLayout) -> Conversion | None:
@@ -75,5 +82,5 @@ class Stage:
         slot = next(slot for slot in self._slots if slot.is_free)
         rows = slot.rows[: len(pages)]
         slot.is_free = False
-        self._view[rows.start : rows.stop] = self.conversion.of(torch.as_tensor(own[list(pages)]))
+        self.conversion.of(torch.as_tensor(own[list(pages)]), self._view[rows.start : rows.stop])
         return slot, tuple(map(PageId, rows))

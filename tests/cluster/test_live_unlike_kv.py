@@ -112,6 +112,18 @@ def test_an_answer_that_moves_to_another_type_goes_on_from_converted_pages(tmp_p
     assert engines.num_sure > move.num_tokens + 20, "the test needs another prompt"
 
 
+@pytest.mark.long
+def test_a_worker_of_two_ranks_hands_over_to_one_of_another_type(tmp_path: Path, model: Path) -> None:
+    own = own_flags(None, "int8")
+    own["prefill-0"] |= {"tensor_parallel_size": 2, "num_threads": 2}
+    engines = UnlikeEngines(model, (None, "int8"))
+    asked, due = engines.untied(100, NUM_TOKENS)
+    with wired_cluster(tmp_path, model, POOLS, FLAGS, own_flags=own) as cluster:
+        answer = cluster.generate(greedy(asked, NUM_TOKENS))
+    assert answer.tokens[0] == due
+    assert answer.ledger.decode_worker == "decode-0"
+
+
 def test_a_router_that_may_not_pair_them_says_why(tmp_path: Path, model: Path) -> None:
     strict = {"converts_kv": False}
     with wired_cluster(tmp_path, model, POOLS, FLAGS, strict, own_flags(None, "int8")) as cluster:
