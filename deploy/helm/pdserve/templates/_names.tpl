@@ -65,7 +65,7 @@ What a value implies is filled in: the image of workers, and settings that front
 {{- $above := list (index $values (get (dict "autoscaler" "operator" "frontend" "frontends") $component | default $component)) -}}
 {{- if has $component (list "prefill" "decode") }}{{ $above = prepend $above $values.workers }}{{ end -}}
 {{- if eq $component "frontend" -}}
-{{- $shared := omit (default dict $values.router.config) "placement" "kv_events" "profile" "local_prefill" "scale_to_zero" "worker_silence_s" "pool_grace_s" "max_num_requests" "max_num_held" "max_hold_s" "max_attempts" "max_interruptions" -}}
+{{- $shared := omit (default dict $values.router.config) "placement" "kv_events" "profile" "local_prefill" "converts_kv" "scale_to_zero" "worker_silence_s" "pool_grace_s" "max_num_requests" "max_num_held" "max_hold_s" "max_attempts" "max_interruptions" -}}
 {{- $above = prepend $above (dict "config" $shared) -}}
 {{- end -}}
 {{- range $above -}}
