@@ -11,7 +11,7 @@ from kubernetes_schemas import problems
 from kubernetes_validate.utils import all_versions
 
 from pdserve.autoscaler.schema import Policy
-from pdserve.router.config import FrontendConfig, RouterConfig
+from pdserve.router.config import FrontendConfig, ModelSettings, RouterConfig
 from pdserve.settings.config import WorkerConfig, load_config
 
 ALPHA: Manifest = {
@@ -97,6 +97,24 @@ def test_frontends_and_routers_take_the_settings_that_they_are_given(tmp_path: P
             loaded(WorkerConfig, f"{model}-{pool}", worker_id="w")
 
 
+def test_what_clients_are_shown_of_a_model_is_as_its_router_is_given_it() -> None:
+    given: dict[str, Any] = {
+        "served_model_aliases": ["al"],
+        "generation_config": "vllm",
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "none",
+        "allow_special_tokens_in_text": True,
+        "max_model_len": 99,
+        "lenient_schemas": True,
+    }
+    assert given.keys() == ModelSettings.model_fields.keys()
+    models = [{**ALPHA, "router": {"config": given}}, BETA]
+    for shared in ({}, {"frontends.config": {"tool_call_parser": "mistral", "max_model_len": 5}}):
+        first, second = settings(rendered({**BOTH, "models": models, **shared}), "frontend")["models"]
+        assert {key: first.get(key) for key in given} == given
+        assert second.get("max_model_len") == shared.get("frontends.config", {}).get("max_model_len")
+
+
 def test_each_model_follows_a_policy_of_its_own() -> None:
     manifests = rendered(BOTH)
     maps = of_kind(manifests, "ConfigMap")
@@ -155,7 +173,7 @@ HUB: Manifest = {"name": "h", "model": {"hub": {"repository": "org/m"}}}
         ({**SHARED, "models": [ALPHA, {**BETA, "name": "alpha"}]}, "models.1.name: alpha is there twice"),
         (
             {**SHARED, "models": [ALPHA, {**BETA, "model": ALPHA["model"]}]},
-            "models.1.model.servedName: org/alpha is the name of two",
+            "models.1: org/alpha is the name of two",
         ),
         (
             {**SHARED, "models": [{"name": "a", "model": {"path": "/models/a"}}]},
@@ -177,6 +195,14 @@ HUB: Manifest = {"name": "h", "model": {"hub": {"repository": "org/m"}}}
         ({**BOTH, "models": [{**ALPHA, "name": "A"}]}, "models.0.name: Does not match"),
         ({**BOTH, "models": [{**ALPHA, "router": {"service": {}}}]}, "service"),
         ({**BOTH, "models": [{"model": {}}]}, "name"),
+        (
+            {**SHARED, "models": [ALPHA, {**BETA, "router": {"config": {"served_model_aliases": ["org/alpha"]}}}]},
+            "models.1: org/alpha is the name of two",
+        ),
+        (
+            {**BOTH, "models": [{**ALPHA, "router": {"config": {"enable_log_requests": True}}}]},
+            "models.0.router.config: Additional property enable_log_requests is not allowed",
+        ),
     ],
 )
 def test_values_of_several_models_that_cannot_be_are_refused_by_key(values: Manifest, words: str) -> None:

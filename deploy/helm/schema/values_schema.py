@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, create_model
 from pdserve.autoscaler.schema import Policy, Untitled
 from pdserve.base.yaml_models import Section
 from pdserve.net.certificates import Part
-from pdserve.router.config import FrontendConfig, RouterConfig
+from pdserve.router.config import EndpointConfig, FrontendConfig, ModelSettings, RouterConfig
 from pdserve.settings.autoscaler import AutoscalerConfig
-from pdserve.settings.config import ProcessConfig, WorkerConfig
+from pdserve.settings.config import ProcessConfig, ServingConfig, WorkerConfig
 
 CHART = Path(__file__).parents[1] / "pdserve"
 FILE = CHART / "values.schema.json"
@@ -132,6 +132,9 @@ KEYS: dict[str, Schema] = {
 _OF_MODELS = {"config", "policy"}
 _OF_POOLS = {"prefill", "decode"}
 _OF_ADDRESS = {"service", "ingress", "route"}  # at which clients are served, of any model
+_OF_ENDPOINTS = (
+    EndpointConfig.model_fields.keys() - ServingConfig.model_fields.keys() - ModelSettings.model_fields.keys()
+)
 
 
 def _shape(default: object, name: str, parent: str = "") -> Schema:
@@ -194,11 +197,15 @@ class _Plain(Untitled):
 def _entry(values: Schema) -> Schema:
     """Return the schema of one of several models: what may differ from the values of the chart."""
     model, router = values["model"]["properties"], values["router"]["properties"]
+    config = [each for each in RouterConfig.model_fields if each not in OF_THE_CHART | _OF_ENDPOINTS]
     hub = {key: model["hub"]["properties"][key] for key in ("repository", "revision")}
     own = {
         "name": like("[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?"),
         "model": _object({"path": model["path"], "servedName": model["servedName"], "hub": _object(hub)}),
-        "router": _object({key: each for key, each in router.items() if key not in _OF_ADDRESS}),
+        "router": _object(
+            {key: each for key, each in router.items() if key not in _OF_ADDRESS}
+            | {"config": _object({key: {"$ref": f"#/$defs/RouterConfigValues/properties/{key}"} for key in config})}
+        ),
         **{key: {"$ref": f"#/properties/{key}"} for key in ("workers", "prefill", "decode", "operator", "autoscaling")},
     }
     return {**_object(own), "required": ["name"]}

@@ -17,7 +17,7 @@ and secrets and certificates are those of the release.
 {{- range list "router" "frontend" "worker" "operator" }}{{ $_ := set $secrets . (include "pdserve.identityName" (list $top .)) }}{{ end -}}
 {{- $_ := set $values.tls "identity" (dict "from" "secret" "existingSecrets" $secrets "issuerRef" dict) -}}
 {{- end -}}
-{{- $roots = append $roots (dict "Values" $values "Model" $entry.name "Top" $top "Chart" $top.Chart "Release" $top.Release "Files" $top.Files "Capabilities" $top.Capabilities "Template" $top.Template) -}}
+{{- $roots = append $roots (dict "Values" $values "Model" $entry.name "Entry" $entry "Top" $top "Chart" $top.Chart "Release" $top.Release "Files" $top.Files "Capabilities" $top.Capabilities "Template" $top.Template) -}}
 {{- end -}}
 {{- $_ := set (index . 0) "roots" ($roots | default (list $top)) -}}
 {{- end }}
@@ -37,8 +37,8 @@ and secrets and certificates are those of the release.
 {{- $all := dict }}{{ include "pdserve.setRoots" (list $all .) }}
 {{- $models := list -}}
 {{- range $root := $all.roots -}}
-{{- $config := (include "pdserve.values" (list $root "frontend") | fromJson).config -}}
-{{- $own := pick (default dict $config) "generation_config" "tool_call_parser" "reasoning_parser" "allow_special_tokens_in_text" "max_model_len" "lenient_schemas" -}}
+{{- $config := (include "pdserve.values" (list $root "frontend") | fromJson).config | default dict -}}
+{{- $own := pick (mergeOverwrite $config (dig "router" "config" dict $root.Entry)) "served_model_aliases" "generation_config" "tool_call_parser" "reasoning_parser" "allow_special_tokens_in_text" "max_model_len" "lenient_schemas" -}}
 {{- $_ := set $own "model" (include "pdserve.modelPath" $root) -}}
 {{- $_ := set $own "routers" (list (include "pdserve.routers" $root)) -}}
 {{- $_ := set $own "served_model_name" (include "pdserve.servedName" $root) -}}
@@ -55,10 +55,11 @@ and secrets and certificates are those of the release.
 {{- $key := printf "models.%d" $place -}}
 {{- if hasKey $names $root.Model }}{{ $problems = append $problems (printf "%s.name: %s is there twice" $key $root.Model) }}{{ end -}}
 {{- $_ := set $names $root.Model true -}}
-{{- $name := include "pdserve.servedName" $root -}}
-{{- if not $name }}{{ $problems = append $problems (printf "%s.model.servedName: is required" $key) }}
-{{- else if hasKey $served $name }}{{ $problems = append $problems (printf "%s.model.servedName: %s is the name of two" $key $name) }}{{ end -}}
+{{- if not (include "pdserve.servedName" $root) }}{{ $problems = append $problems (printf "%s.model.servedName: is required" $key) }}{{ end -}}
+{{- range $name := prepend (dig "router" "config" "served_model_aliases" list $root.Entry) (include "pdserve.servedName" $root) | compact -}}
+{{- if hasKey $served $name }}{{ $problems = append $problems (printf "%s: %s is the name of two" $key $name) }}{{ end -}}
 {{- $_ := set $served $name true -}}
+{{- end -}}
 {{- $full := include "pdserve.name" $root -}}
 {{- if gt (len $full) 50 }}{{ $problems = append $problems (printf "%s.name: %s has %d characters; 50 are the limit, and fullnameOverride may be shorter" $key $full (len $full)) }}{{ end -}}
 {{- if and (eq $root.Values.autoscaling.by "hpa") (eq $root.Values.autoscaling.follow "desired") -}}
