@@ -1,5 +1,6 @@
 """Several models of one release: each has processes of its own, and the frontends serve all."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,18 @@ def test_several_models_are_manifests_that_kubernetes_takes_and_that_name_each_o
     newest = [*dict.fromkeys(version.rpartition(".")[0] for version in all_versions())][-1]
     for manifest in manifests:
         assert problems(manifest, newest) == []
+
+
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_series_of_a_model_have_its_name_as_the_label_by_which_rules_keep_models_apart(kind: str) -> None:
+    values = {"monitoring.metrics": kind, "monitoring.rules.enabled": True}
+    manifests = rendered({**BOTH, **values})
+    (label,) = of_kind(manifests, kind)["chat-pdserve"]["spec"]["podTargetLabels"]
+    assert {name.partition("-")[0] for name in selected(manifests, {label: "alpha"})} == {"alpha"}
+    assert {name.partition("-")[0] for name in selected(manifests, {label: "beta"})} == {"beta"}
+    (rules,) = of_kind(manifests, "PrometheusRule").values()
+    assert re.sub(r"\W", "_", label) in str(rules)  # as Prometheus' operator calls it
+    assert "podTargetLabels" not in of_kind(rendered(values), kind)["chat-pdserve"]["spec"]
 
 
 def test_models_of_the_hub_are_downloaded_once_to_a_claim_that_all_share() -> None:

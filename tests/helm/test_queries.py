@@ -17,7 +17,8 @@ from pdserve.observe.metrics import Kind, Metric
 
 RULES = CHART / "files" / "rules.yaml"
 _SUFFIXES = {Kind.GAUGE: ("",), Kind.COUNTER: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
-_ADDED = {"namespace", "pod", "le"}  # by Prometheus: where a series comes from, and the bucket of a histogram
+# By Prometheus: where a series comes from, the label of its pod that monitors take over, and the bucket of a histogram.
+_ADDED = {"namespace", "pod", "pdserve_dev_model", "le"}
 
 
 def _queries() -> Iterator[tuple[str, str]]:
@@ -39,7 +40,7 @@ QUERIES = list(_queries())
 METRICS: dict[str, Metric] = {
     metric.name + suffix: metric for shown in SHOWN.values() for metric in shown for suffix in _SUFFIXES[metric.kind]
 }
-_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}|\b((?:pdserve|vllm)[\w:]*)")
+_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}|\b((?!pdserve_dev_model)(?:pdserve|vllm)[\w:]*)")
 
 
 @pytest.mark.parametrize(("where", "query"), QUERIES, ids=[where for where, _ in QUERIES])
@@ -60,6 +61,16 @@ def test_labels_that_queries_group_by_are_those_of_their_metrics() -> None:
         known = {label for name in names for label in METRICS[name].labels} | _ADDED
         for grouped in re.findall(r"\bby \(([^)]*)\)", query):
             assert {label.strip() for label in grouped.split(",") if label.strip()} <= known, where
+
+
+def test_rules_add_up_no_series_of_two_models() -> None:
+    """So that one model without workers is not hidden by another one's."""
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        aggregations = re.findall(r"\b(?:sum|min|max|avg|count)\b(?: by \(([^)]*)\))?", rule["expr"])
+        assert aggregations, rule
+        for labels in aggregations:
+            assert {"pod", "pdserve_dev_model"} & {*re.split(r",\s*", labels)}, rule
 
 
 def test_prometheus_takes_the_rules_and_every_query(tmp_path: Path) -> None:
