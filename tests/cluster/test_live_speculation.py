@@ -148,13 +148,16 @@ def test_a_draft_model_knows_prompts_that_other_workers_computed(
 
 @pytest.mark.long
 def test_answers_that_move_stay_the_same(cluster: LiveCluster, expected: list[dict[int, list[int]]]) -> None:
-    before = accepted(cluster)
-    streams = Streams(cluster)
-    source = busiest(cluster)
-    moving.move(cluster, source, *(set(DECODES) - {source}))
-    streams.check(expected)
-    assert accepted(cluster) > before
-    assert any(answer.ledger.moves for answer in streams.answers)
+    for _ in range(moving.MAX_ROUNDS):  # an answer may end, or outgrow what was granted for it, before it can move
+        before = accepted(cluster)
+        streams = Streams(cluster)
+        source = busiest(cluster)
+        moving.move(cluster, source, *(set(DECODES) - {source}))
+        streams.check(expected)
+        assert accepted(cluster) > before
+        if any(answer.ledger.moves for answer in streams.answers):
+            return
+    pytest.fail("no answer has moved")
 
 
 @pytest.mark.long
