@@ -56,6 +56,7 @@ class ClusterState(BaseModel, frozen=True, extra="forbid"):
     launcher: str = ""  # host:port at which workers are started and stopped; empty: nowhere
     http: str = ""  # URL of OpenAI's API; empty: it is not served
     others: tuple[str, ...] = ()  # clusters of other models, which start and end with this one
+    lead: str = ""  # the cluster with which this one starts and ends; empty: it is no other's
 
     def operator(self, identity_dir: Path | None = None) -> AdminClient:
         """Return a connection to the router's internal port, with another operator's identity if one is given."""

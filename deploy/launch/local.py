@@ -303,6 +303,7 @@ def _state(wiring: Wiring) -> ClusterState:
         endpoint=at.endpoint,
         http=at.http,
         others=spec.others,
+        lead=at.lead,
         admin=wiring.router,
         secret_file=wiring.secret_file,
         identity_dir=wiring.identity_dir(Part.OPERATOR),

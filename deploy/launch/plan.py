@@ -36,6 +36,7 @@ class ServedAt:
     endpoint: str  # host:port of gRPC
     http: str  # URL of OpenAI's API; empty: nowhere
     certificates: Path | None = None  # folder that `write_certificates` wrote
+    lead: str = ""  # the cluster whose frontends do so
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,11 @@ def joined(specs: Sequence[ClusterSpec], per_model: Collection[str]) -> tuple[Cl
     names = {first.served_model_name: first.name}
     for spec in rest:
         name = f"{first.name}-{re.sub('[^A-Za-z0-9._-]', '-', spec.served_model_name)}"
-        if spec.served_model_name in names or name in names.values():
+        if spec.served_model_name in names:
             raise ConfigError(f"models: {spec.served_model_name!r} is the name of two; set served_model_name")
+        if name in names.values():
+            text = f"{spec.served_model_name!r} would have the folder of another one, {name}; set served_model_name"
+            raise ConfigError(f"models: {text}")
         names[spec.served_model_name] = name
     for spec in specs:
         _check_alone(spec)
@@ -43,10 +46,16 @@ def joined(specs: Sequence[ClusterSpec], per_model: Collection[str]) -> tuple[Cl
     total, others = sum(spec.most_workers for spec in specs), tuple(names.values())[1:]
     shared = {key: value for key, value in first.frontend_flags.items() if key not in per_model}
     models = [json.dumps(_shown_to_frontends(spec, per_model)) for spec in given]
-    front = {**shared, **dict.fromkeys(OF_ONE_MODEL), "models": models}
+    drain_timeout_s = longest_drain_s(specs)
+    front = {**shared, **dict.fromkeys(OF_ONE_MODEL), "models": models, "drain_timeout_s": drain_timeout_s}
     given = [replace(spec, num_beside=total - spec.most_workers) for spec in given]
     lead = replace(given[0], num_frontends=max(1, first.num_frontends), frontend_flags=front, others=others)
     return (lead, *(replace(spec, name=names[spec.served_model_name], num_frontends=0) for spec in given[1:]))
+
+
+def longest_drain_s(specs: Sequence[ClusterSpec]) -> float:
+    """Return how long frontends of all these clusters let requests finish."""
+    return max(spec.drain_timeout_s for spec in specs)
 
 
 def _shown_to_frontends(spec: ClusterSpec, per_model: Collection[str]) -> Flags:
@@ -78,11 +87,11 @@ async def running_all(
         await asyncio.to_thread(check_model, Path(spec.model), with_weights=spec.reads_weights)
     async with running(first, listener(first.name)) as lead, AsyncExitStack() as stack:
         ca_file = lead.state.ca_file
-        at = ServedAt(lead.state.endpoint, lead.state.http, None if ca_file is None else ca_file.parent)
+        at = ServedAt(lead.state.endpoint, lead.state.http, None if ca_file is None else ca_file.parent, first.name)
         clusters = [lead]
         for spec in rest:
             behind = replace(spec, served_at=at, workers_secret_file=lead.state.secret_file)
             clusters.append(await stack.enter_async_context(running(behind, listener(spec.name))))
         yield tuple(clusters)
         if rest:
-            await lead.stop_frontends(first.drain_timeout_s)
+            await lead.stop_frontends(longest_drain_s(specs))

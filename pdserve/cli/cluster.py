@@ -90,6 +90,8 @@ ADDRESSES = (
     *("host", "port", "http_port", "internal_host", "internal_port", "metrics_port", "health_port"),
 )
 
+# Settings of the router that hold for frontends too; its ports are its own.
+_OF_FRONTENDS = EndpointConfig.model_fields.keys() - {"metrics_port", "health_port"}
 _MAX_PORT = 65535
 
 ClusterArgument = Annotated[
@@ -265,7 +267,7 @@ def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, a
         workers_secret_file=None if secret_file is None else secret_file.absolute(),
         worker_flags={key: value for key, value in flags.items() if key in WorkerConfig.model_fields},
         router_flags=router_flags,
-        frontend_flags={key: value for key, value in router_flags.items() if key in EndpointConfig.model_fields},
+        frontend_flags={key: value for key, value in router_flags.items() if key in _OF_FRONTENDS},
     )
 
 
@@ -302,6 +304,8 @@ def down(name: ClusterArgument = "default") -> None:
     from pdserve.launch.folder import drained_file, read_state, wait_for_end
 
     state = read_state(name)
+    if state.lead:
+        raise ConfigError(f"{name} ends with the models at its address: `pdserve down {state.lead}` ends all")
     with suppress(ProcessLookupError):
         os.kill(state.supervisor_pid, signal.SIGTERM)
     wait_for_end(name)

@@ -18,7 +18,7 @@ from pdserve.cli.stream import add_message, ask, ledger_line
 from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster
 from pdserve.launch.plan import ClusterSpec
 from pdserve.launch.service import WORKERS_END_S
-from pdserve.launch.several import running_all
+from pdserve.launch.several import longest_drain_s, running_all
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -87,7 +87,7 @@ class Terminal:
 
 
 class Stop:
-    """What signals do to clusters: once all are ready the first one drains them, any other kills them."""
+    """What signals do to clusters: once one of them is ready the first signal drains them, any other kills them."""
 
     def __init__(self, clusters: Sequence[LocalCluster], limit_s: float) -> None:
         """Listen to signals in the running loop. A drain that lasts for longer than the limit ends this process."""
@@ -95,14 +95,14 @@ class Stop:
         self._clusters = clusters
         self._limit_s = limit_s
         self._requests = StopRequests()
-        self._killed_by: signal.Signals | None = None
+        self.killed_by: signal.Signals | None = None
         for number in heeded_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: signal.Signals) -> None:
         request = self._requests.receive(asyncio.get_running_loop().time(), number)
-        if request is Request.SECOND or not all(cluster.ready.is_set() for cluster in self._clusters):
-            self._killed_by = number
+        if request is Request.SECOND or not any(cluster.ready.is_set() for cluster in self._clusters):
+            self.killed_by = number
             for cluster in self._clusters:
                 cluster.kill()
         elif request is Request.FIRST:
@@ -111,8 +111,8 @@ class Stop:
 
     def exit_if_killed(self) -> None:
         """Raise SystemExit where a signal ended the cluster without a drain."""
-        if self._killed_by is not None:
-            raise SystemExit(exit_status(self._killed_by))
+        if self.killed_by is not None:
+            raise SystemExit(exit_status(self.killed_by))
 
 
 @asynccontextmanager
@@ -127,7 +127,7 @@ async def until_signal(
     async with running_all(specs, partial(terminal.listener, is_alone=len(specs) == 1)) as clusters:
         limit_s = sum(spec.drain_timeout_s + STOP_LIMIT_S for spec in specs)  # they drain one after the other
         if len(specs) > 1:
-            limit_s += specs[0].drain_timeout_s + STOP_LIMIT_S  # their frontends do so first
+            limit_s += longest_drain_s(specs) + STOP_LIMIT_S  # their frontends do so first
         if specs[0].elsewhere:
             limit_s += specs[0].drain_timeout_s + END_ELSEWHERE_S
         stop = Stop(clusters, limit_s)
@@ -166,6 +166,7 @@ async def serve_until_signal(specs: Sequence[ClusterSpec], terminal: Terminal) -
             lines = [ready_line(cluster, terminal.statuses[cluster.state.name]) for cluster in clusters]
             terminal.notice(f"{chr(10).join(lines)} | Ctrl-C stops")
             await stop.asked.wait()
+        if stop.killed_by is None:
             terminal.notice("stopping: running requests may finish; Ctrl-C again ends them")
 
 

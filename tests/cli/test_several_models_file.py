@@ -1,6 +1,9 @@
 """Several models in a cluster file: a cluster each, frontends for all, and refusals before anything starts."""
 
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -8,12 +11,17 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from cluster_states import cluster_state
 
+from pdserve.base.clock import MonotonicClock
 from pdserve.base.errors import ConfigError
 from pdserve.cli import running
 from pdserve.cli.cluster_file import read_clusters
+from pdserve.launch.folder import state_file
+from pdserve.launch.local import Listener, LocalCluster
 from pdserve.launch.plan import ClusterSpec, ServedAt, Wiring
 from pdserve.launch.several import joined
+from pdserve.launch.supervisor import Supervisor
 from pdserve.router.config import ModelSettings
 
 Ended = CompletedProcess[str]
@@ -28,11 +36,12 @@ router:
 models:
   - model: /models/a
     served_model_name: a/one
-    router: {tool_call_parser: mistral, internal_port: 7001}
+    router: {tool_call_parser: mistral, internal_port: 7001, metrics_port: 7004, health_port: 7005}
     workers: {prefill: {replicas: 2}, decode: {metrics_port: 7003}}
   - model: /models/b
     served_model_name: two
     router: {placement: round_robin, internal_port: 7002}
+    workers: {decode: {drain_timeout_s: 500}}
 """
 
 
@@ -85,6 +94,11 @@ def test_each_model_has_a_cluster_and_the_first_ones_frontends_serve_all(
     }
     assert models == [a, {"model": "/models/b", "served_model_name": "two", "routers": ["127.0.0.1:7002"]}]
     assert not {"--model", "--routers", "--served-model-name", "--tool-call-parser"} & set(frontend)
+    ports = {"--metrics-port": "7004", "--health-port": "7005"}
+    assert ports.items() <= own["router"].items()
+    assert not ports.keys() & set(frontend), "two processes cannot listen on one port"
+    drain_s = [float(each["--drain-timeout-s"]) for each in (own["router"], own["frontend-0"])]
+    assert drain_s == [first.drain_timeout_s, 500], "a frontend drains for as long as any of its models may"
 
     behind = children(ClusterSpec(**{**_fields(second), "served_at": ServedAt("127.0.0.1:7000", "")}))
     assert set(behind) == {"router", "prefill-0", "decode-0"}
@@ -149,7 +163,41 @@ def test_flags_of_one_model_are_refused_beside_several(
 
 
 def test_two_models_of_one_name_or_one_folder_are_refused() -> None:
-    names = (("x", "x"), ("a/b", "c/d", "c-d"))
-    for given in names:
-        with pytest.raises(ConfigError, match="is the name of two; set served_model_name"):
+    refusals = {
+        ("x", "x"): "'x' is the name of two; set served_model_name",
+        ("a/b", "c/d", "c-d"): "'c-d' would have the folder of another one, default-c-d; set served_model_name",
+    }
+    for given, refusal in refusals.items():
+        with pytest.raises(ConfigError, match=refusal):
             joined([ClusterSpec("/m", name) for name in given], ModelSettings.model_fields)
+
+
+def test_down_of_one_of_several_models_ends_nothing_and_names_what_ends_all(
+    pdserve: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with subprocess.Popen(["/bin/sleep", "60"]) as launcher:
+        try:
+            file = state_file("both-two")
+            file.parent.mkdir(parents=True)
+            file.write_text(cluster_state(supervisor_pid=launcher.pid, lead="both").model_dump_json())
+            ended = pdserve("down", "both-two")
+            assert launcher.poll() is None
+        finally:
+            launcher.kill()
+    assert (ended.returncode, "`pdserve down both` ends all" in ended.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("num_ready", [0, 1, 2])
+async def test_a_signal_drains_all_models_once_one_of_them_may_be_serving(tmp_path: Path, num_ready: int) -> None:
+    supervisors = [Supervisor((), tmp_path, MonotonicClock()) for _ in range(2)]
+    listener = Listener(on_status=lambda _: None, on_notice=lambda _: None)
+    clusters = [LocalCluster(cluster_state(ready=False), each, listener) for each in supervisors]
+    for cluster in clusters[:num_ready]:
+        cluster.ready.set()
+    stop = running.Stop(clusters, limit_s=1e6)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await stop.asked.wait()
+    kills = num_ready == 0
+    assert stop.killed_by == (signal.SIGTERM if kills else None)
+    assert [each.is_stopping for each in supervisors] == [kills, kills]

@@ -81,6 +81,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
         beta = LiveCluster(alpha.process, folder, "both-beta")
         for cluster in (alpha, beta):
             cluster.wait_for(all_ready(2), 60)
+        assert (alpha.state.lead, beta.state.lead) == ("", "both")
         both = Both({"alpha": alpha, "beta": beta}, paths)
         with both.http:
             yield both
