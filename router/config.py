@@ -216,29 +216,28 @@ class FrontendConfig(EndpointConfig):
     shares_ports: bool = Field(
         False, description="Let frontends on this machine listen on the same ports, each for a share of the clients."
     )
-    models: tuple[Annotated[ServedModelConfig, BeforeValidator(parsed_json)], ...] | None = Field(
-        None,
-        min_length=1,
+    models: tuple[Annotated[ServedModelConfig, BeforeValidator(parsed_json)], ...] = Field(
+        (),
         description="Several models, each with its own routers; repeatable, as JSON such as "
         '{"model": "...", "routers": ["host:port"]}. Requests choose by name.',
     )
 
     def of_models(self) -> "tuple[FrontendConfig, ...]":
         """Return the settings as they hold for each model."""
-        if self.models is None:
+        if not self.models:
             return (self,)
         given = ({name: getattr(each, name) for name in each.model_fields_set} for each in self.models)
-        return tuple(self.model_copy(update={"models": None, **own}) for own in given)
+        return tuple(self.model_copy(update={"models": (), **own}) for own in given)
 
     @model_validator(mode="after")
     def _has_models(self) -> Self:
         for key in OF_ONE_MODEL:
-            if self.models is not None and key in self.model_fields_set:
+            if self.models and key in self.model_fields_set:
                 raise FieldError((key,), "goes with one model; with several, each of `models` has its own")
         for key, given in (("model", self.model), ("routers", self.routers)):
-            if self.models is None and not given:
+            if not (self.models or given):
                 raise FieldError((key,), "is required, unless `models` are set")
-        names = [each.served_model_name for each in self.models or () if each.served_model_name]
+        names = [each.served_model_name for each in self.models if each.served_model_name]
         for name in names:
             if names.count(name) > 1:
                 raise FieldError(("models",), f"served_model_name {name!r} is the name of two")

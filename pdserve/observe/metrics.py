@@ -149,9 +149,11 @@ REFUSED_KEY_FILES = _counter(
 )
 FRONTENDS = _gauge("pdserve_frontends", "Processes that serve clients now; a router that does so itself counts.")
 FRONTENDS_LOST = _counter("pdserve_frontends_lost_total", "Frontends whose connections have broken.")
-REQUESTS_WITHOUT_ROUTER = _gauge("pdserve_requests_without_router", "Requests of a frontend that wait for a router.")
+REQUESTS_WITHOUT_ROUTER = _gauge(
+    "pdserve_requests_without_router", "Requests of a frontend that wait for a router.", _MODEL
+)
 REQUESTS_RESUMED = _counter(
-    "pdserve_requests_resumed_total", "Requests of a frontend that went from a lost router to another one."
+    "pdserve_requests_resumed_total", "Requests of a frontend that went from a lost router to another one.", _MODEL
 )
 RESPONSES_IN_BACKGROUND = _gauge(
     "pdserve_responses_in_background", "Responses that this process computes while no client waits."

@@ -24,7 +24,7 @@ SERVICE, METHOD = "pdserve.v1.FrontendService", "Attach"
 ATTACH = f"/{SERVICE}/{METHOD}"
 STREAM_ENDED = "its stream has ended"
 SAID_GOODBYE = "it stops"
-PROTOCOL_VERSION = 2  # of the messages; both ends need the same
+PROTOCOL_VERSION = 3  # of the messages; both ends need the same
 MAX_UNREAD_BYTES = 48 * 1024 * 1024  # that may wait for a peer which does not read; a gRPC message may have 64 MiB
 DRAINED_BYTES = 1024 * 1024  # that may wait when much more is to be sent
 

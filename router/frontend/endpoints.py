@@ -121,7 +121,7 @@ def _health(models: Models) -> dict[str, Callable[[], bool]]:
 
 def _services(models: Models) -> tuple[str, ...]:
     """Return the services that generate. The dialect that knows no names of models is for one model alone."""
-    return (INFERENCE_SERVICE, *(DIALECTS[:1] if models.first.others else DIALECTS))
+    return (INFERENCE_SERVICE, *(DIALECTS[:1] if len(models) > 1 else DIALECTS))
 
 
 def _span_export(config: EndpointConfig, instance: str) -> "SpanExport | None":
@@ -143,7 +143,7 @@ def _server(config: EndpointConfig, models: Models, shown: HealthMethods) -> grp
     InferenceEndpoint(models).add_to(server)
     shown.add_to(server, may_watch=True)
     add_GRPCInferenceServiceServicer_to_server(OpenInference(models), server)
-    if HAS_VLLM and not models.first.others:
+    if HAS_VLLM and len(models) == 1:
         from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server  # noqa: PLC0415
 
         from pdserve.router.frontend.dialects.vllm_engine import VllmEngine  # noqa: PLC0415

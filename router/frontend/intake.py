@@ -1,7 +1,7 @@
 """The one way of a request from any endpoint to the core: its client, its terms, its tokens, and whether they fit."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -57,7 +57,6 @@ class Intake:
         self._config = config
         self._records = records
         self.next_turns: NextTurns | None = None  # while they are prepared
-        self.others: tuple[str, ...] = ()  # models at the same address
         self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), backend.fail)
 
     async def accept(
@@ -166,17 +165,12 @@ class Intake:
             then(answer)
 
     def adapter(self, name: str) -> AdapterDigest:
-        """Return which adapter a name asks for; RefusedError unless it is the model's, or a loaded adapter's.
-
-        It may be empty where no other model is served.
-        """
-        if name in self.model.names or not (name or self.others):
+        """Return which adapter a name asks for; RefusedError unless it is the model's, a loaded adapter's, or empty."""
+        if not name or name in self.model.names:
             return NO_ADAPTER
         adapter = self.backend.readiness().adapters.get(name)
         if adapter is None:
-            served = " and ".join(echo(each, repr) for each in (self.model.name, *self.others))
-            text = f"model: {echo(name, repr)} is not served here; {served} {'are' if self.others else 'is'}"
-            raise RefusedError(Refused(Cause.MODEL, text))
+            raise not_served(name, (self.model.name,))
         return adapter
 
     @property
@@ -195,6 +189,13 @@ class Intake:
         of_workers = self.backend.readiness().max_model_len
         known = (self.model.max_model_len, self._config.max_model_len, of_workers)
         return min(length for length in known if length is not None)
+
+
+def not_served(name: str, served: Sequence[str]) -> RefusedError:
+    """Return the error for a name that none of the models has that are served."""
+    listed = " and ".join(echo(each, repr) for each in served)
+    text = f"model: {echo(name, repr)} is not served here; {listed} {'are' if len(served) > 1 else 'is'}"
+    return RefusedError(Refused(Cause.MODEL, text))
 
 
 def _prepares(request: inference.GenerateRequest) -> bool:

@@ -1,8 +1,7 @@
 """The models that a process serves at one address, each with all that its requests need.
 
 Invariant: a request is accepted, tokenized, computed and counted by the model that it names, and by nothing of another
-one. A name that no model serves is refused by the first one, which lists them all; so is a request without a name
-where there are several.
+one. A name that no model serves is refused before any of that; so is a request without a name where there are several.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from pdserve.protocol.refusal import Cause, Refused, RefusedError
 from pdserve.router.config import EndpointConfig
 from pdserve.router.frontend.backend import Backend
 from pdserve.router.frontend.clients import Clients
-from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.intake import Intake, not_served
 from pdserve.router.frontend.served import ServedModel
 
 
@@ -44,26 +43,36 @@ class Models:
         self.first = intakes[0]
         self._intakes = tuple(intakes)
         self._by_name = {name: intake for intake in intakes for name in intake.model.names}
-        for intake in intakes:
-            intake.others = tuple(each.model.name for each in intakes if each is not intake)
 
     def __iter__(self) -> Iterator[Intake]:
         return iter(self._intakes)
 
+    def __len__(self) -> int:
+        return len(self._intakes)
+
+    def find(self, name: str) -> Intake | None:
+        """Return the intake of the model, or of the adapter, that has this name; None if none has."""
+        return self._by_name.get(name) or next((each for each in self if name in each.names), None)
+
     def of(self, name: str | None) -> Intake:
-        """Return the intake that a request's model name leads to, which refuses a name that is not served."""
-        known = self._by_name.get(name or "")
-        return known or next((each for each in self._intakes if name in each.names), self.first)
+        """Return the intake of the name in a request. RefusedError, which lists the models, if none has it.
+
+        A request may name none where one model is served.
+        """
+        found = self.find(name or "") if name or len(self) > 1 else self.first
+        if found is None:
+            raise not_served(name or "", [each.model.name for each in self])
+        return found
 
     def shown(self, name: str) -> Intake:
         """Return the intake of a model to be shown, by default the first. RefusedError for a name that none has.
 
-        Other names are not told: some of those who ask show no key.
+        It lists no models: some of those who ask show no key.
         """
-        intake = self.of(name)
-        if name and name not in intake.names:
+        found = self.find(name) if name else self.first
+        if found is None:
             raise RefusedError(Refused(Cause.MODEL, f"model: {echo(name, repr)} is not served here"))
-        return intake
+        return found
 
     @property
     def is_live(self) -> bool:

@@ -54,7 +54,7 @@ async def run(config: FrontendConfig, models: Sequence[ServedModel], stop: async
     """
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.FRONTEND)
     own = config.of_models()
-    every = [Routers(each) for each in own]
+    every = [Routers(each, model=model.name) for each, model in zip(own, models, strict=True)]
     attaching = [Attaching(each.routers, credentials, to) for each, to in zip(own, every, strict=True)]
     clients = Clients(config.api_keys_file, every[0].tenants)
     routes = [
@@ -67,8 +67,8 @@ async def run(config: FrontendConfig, models: Sequence[ServedModel], stop: async
         )
         answers = await stack.enter_async_context(answering(config))
         endpoints = await stack.enter_async_context(open_endpoints(config, routes, instance=config.frontend_id))
-        for routers, model in zip(every, models, strict=True):
-            routers.metrics_address, routers.changed, routers.model = metrics_address, endpoints.changed, model.name
+        for routers in every:
+            routers.metrics_address, routers.changed = metrics_address, endpoints.changed
         answers.start(lambda: any(routers.readiness().is_ready for routers in every))
         async with asyncio.TaskGroup() as tasks:
             serving = [tasks.create_task(each.run(), name="routers") for each in attaching]
@@ -107,8 +107,8 @@ async def _raise_when_broken(routers: Routers) -> None:
 
 
 def _samples(every: Sequence[Routers]) -> Iterator[Sample]:
-    yield Sample(REQUESTS_WITHOUT_ROUTER, sum(routers.num_waiting for routers in every))
-    yield Sample(REQUESTS_RESUMED, sum(routers.num_resumed for routers in every))
+    yield from (Sample(REQUESTS_WITHOUT_ROUTER, each.num_waiting, (each.model,)) for each in every)
+    yield from (Sample(REQUESTS_RESUMED, each.num_resumed, (each.model,)) for each in every)
     yield from every[0].kept.samples()
 
 

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from looking import until
 from router_fakes import TEMPLATE, FakeWorker, RouterUnderTest, StartRouter, model_folder, text_of
-from scraping import Scraped, snapshot
+from scraping import Scraped, scrape, snapshot
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
@@ -52,6 +52,7 @@ class Address:
     url: str
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
+    metrics: str  # host:port
     sides: dict[str, Side]
 
     @property
@@ -104,7 +105,7 @@ class serving:  # noqa: N801 - used as a context manager
                     {"model": str(model), "served_model_name": name, "routers": [side.router.addresses.internal]}
                     for name, side in sides.items()
                 ],
-                "router_grace_s": 0.2, **self._settings,
+                "router_grace_s": 0.2, "metrics_port": free_port("127.0.0.1"), **self._settings,
             }
         )  # fmt: skip
         models = [load_model(each) for each in config.of_models()]
@@ -114,7 +115,7 @@ class serving:  # noqa: N801 - used as a context manager
         url, target = f"http://127.0.0.1:{config.http_port}", f"127.0.0.1:{config.port}"
         http = await self._stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10))
         channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(target))
-        return Address(url, http, channel, sides)
+        return Address(url, http, channel, f"127.0.0.1:{config.metrics_port}", sides)
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
@@ -161,13 +162,17 @@ async def test_a_name_that_no_model_has_and_no_name_are_404_in_the_shape_of_each
     doors = {
         "/v1/chat/completions": {"messages": MESSAGES},
         "/v1/completions": {"prompt": "hello"},
+        "/v1/completions?with=suffix": {"prompt": "hello", "suffix": "b"},
         "/v1/embeddings": {"input": "hello"},
-        "/v1/rerank": {"query": "a", "documents": ["b"]},
+        "/pooling": {"input": "hello"},
+        "/v1/rerank": {"query": "a", "documents": []},
+        "/v1/score": {"text_1": "a", "text_2": []},
         "/v1/responses": {"input": "hello"},
         "/v1/responses/input_tokens": {"input": "hello"},
         "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
         "/v1/messages/count_tokens": {"messages": MESSAGES},
         "/tokenize": {"prompt": "hello"},
+        "/detokenize": {"tokens": [0]},
     }
     for path, body in doors.items():
         refused = await address.http.post(path, json={"model": "gamma", **body}, headers=VERSION)
@@ -204,7 +209,9 @@ async def test_all_models_are_listed_and_each_has_health_metrics_and_a_page_of_i
     assert (await address.chat("beta")).status_code == 200
     stats = (await triton.ModelStatistics(protocol.ModelStatisticsRequest())).model_stats
     assert [(each.name, each.inference_count) for each in stats] == [("alpha", 0), ("beta", 1)]
+    own = await asyncio.to_thread(scrape, address.metrics)
     for name, count in zip(NAMES, (0, 1), strict=True):
+        assert own.value("pdserve_requests_without_router", model_name=name) == 0
         text = (await address.http.get("/metrics", params={"model": name})).text
         assert Scraped(text).total("vllm:request_success_total") == count
         page = await asyncio.to_thread(snapshot, address.url, f"?model={name}")
@@ -223,6 +230,12 @@ async def test_a_model_whose_router_is_lost_is_refused_while_the_other_goes_on(a
     await asyncio.to_thread(until, lambda: httpx.get(f"{address.url}/ready?model=alpha").status_code == 503)
     refused = await address.chat("alpha")
     assert (refused.status_code, refused.json()["error"]["refused_because"]) == (503, "no_router")
+    triton = GRPCInferenceServiceStub(address.channel)
+    stats = (await triton.ModelStatistics(protocol.ModelStatisticsRequest())).model_stats
+    assert [each.name for each in stats] == ["beta"]
+    with pytest.raises(grpc.aio.AioRpcError) as without_router:
+        await triton.ModelStatistics(protocol.ModelStatisticsRequest(name="alpha"))
+    assert without_router.value.code() is grpc.StatusCode.UNAVAILABLE
     assert (await address.chat("beta")).status_code == 200
     assert [await serves(name) for name in (*NAMES, "")] == [False, True, True]
     ready = [await address.http.get("/ready", params={"model": name}) for name in (*NAMES, "")]
@@ -261,14 +274,14 @@ async def test_what_continues_a_response_without_a_name_goes_to_its_model(addres
     assert address.counts == {"alpha": 1, "beta": 3}
 
 
-async def test_the_limits_of_a_tenant_hold_for_each_model_on_its_own(
+async def test_the_limits_of_a_tenant_hold_for_each_model_and_no_unknown_name_counts_or_waits_for_a_router(
     start_router: StartRouter, secret_file: Path, tmp_path: Path
 ) -> None:
     key, digest = new_key()
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"tenants: {{acme: {{keys: [{{id: web, sha256: {digest}}}], max_concurrent: 1}}}}")
     keys.chmod(0o600)
-    async with serving(start_router, secret_file, tmp_path, api_keys_file=keys) as address:
+    async with serving(start_router, secret_file, tmp_path, api_keys_file=keys, router_grace_s=300) as address:
         assert (await address.chat("alpha")).status_code == 401
         address.http.headers["authorization"] = f"Bearer {key}"
         busy = address.sides["alpha"].prefill
@@ -276,15 +289,20 @@ async def test_the_limits_of_a_tenant_hold_for_each_model_on_its_own(
         running = asyncio.create_task(address.chat("alpha"))
         await busy.until(lambda: len(busy.prefills) == 1)
         assert (await address.chat("alpha")).status_code == 429
-        assert (await address.chat("beta")).status_code == 200
+        assert [(await address.chat(name)).status_code for name in ("beta", "gamma")] == [200, 404]
         running.cancel()
         await busy.until(lambda: len(busy.cancels) == 1)
+        address.sides["alpha"].router.stop.set()
+        lost = partial(httpx.get, f"{address.url}/metrics?model=alpha", headers=address.http.headers)
+        await asyncio.to_thread(until, lambda: lost().status_code == 503)
+        assert (await address.chat("gamma")).status_code == 404
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("models: []", "models: .*at least 1 item"),
+        ("models: []", "model: is required"),
+        ("models: ['{']", "line 2: models.0: is no JSON: [^;]*$"),
         ("model: m\nmodels: [{model: m, routers: [a:1]}]", "model: goes with one model"),
         ("routers: [a:1]\nmodels: [{model: m, routers: [a:1]}]", "routers: goes with one model"),
         ("models: [{model: m, routers: []}]", "models.0.routers: .*at least 1 item"),
@@ -319,4 +337,4 @@ def test_a_model_takes_from_the_frontend_what_it_does_not_say_itself() -> None:
     config = FrontendConfig.model_validate({**given, "models": [json.dumps(one), {"model": "n", "routers": ["b:1"]}]})
     first, second = config.of_models()
     assert (first.model, first.routers, first.max_model_len, first.router_grace_s) == ("m", ("a:1",), 50, 3.0)
-    assert (second.model, second.routers, second.max_model_len, second.models) == ("n", ("b:1",), 100, None)
+    assert (second.model, second.routers, second.max_model_len, second.models) == ("n", ("b:1",), 100, ())

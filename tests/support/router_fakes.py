@@ -435,7 +435,7 @@ async def running_router(
     )
     chat = None if template is None else ChatTemplate(template, {})
     model = ServedModel(
-        MODEL,
+        config.served_model_name or MODEL,
         4096,
         TOKENIZER.vocab_size,
         defaults,

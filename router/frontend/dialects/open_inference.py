@@ -5,7 +5,8 @@ reads too slowly does.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 
 import pdserve
 from pdserve.net.rpc import PUBLIC_MESSAGE_BYTES, AnyContext
@@ -80,9 +81,8 @@ class OpenInference(GRPCInferenceServiceServicer):
         return protocol.ServerReadyResponse(ready=self._models.is_ready)
 
     async def ModelReady(self, request: protocol.ModelReadyRequest, context: AnyContext) -> protocol.ModelReadyResponse:
-        intake = self._models.of(request.name)
-        is_served = request.name in intake.names and request.version in ("", VERSION)
-        return protocol.ModelReadyResponse(ready=is_served and intake.backend.readiness().is_ready)
+        intake = self._models.find(request.name) if request.version in ("", VERSION) else None
+        return protocol.ModelReadyResponse(ready=intake is not None and intake.backend.readiness().is_ready)
 
     async def ServerMetadata(
         self, request: protocol.ServerMetadataRequest, context: AnyContext
@@ -104,10 +104,14 @@ class OpenInference(GRPCInferenceServiceServicer):
     async def ModelStatistics(
         self, request: protocol.ModelStatisticsRequest, context: AnyContext
     ) -> protocol.ModelStatisticsResponse:
-        intakes: Iterable[Intake] = self._models  # an empty name is every model's
+        found = []
         if request.name:
-            intakes = (await self._check(request.name, request.version, context),)
-        found = [_statistics(request.name or each.model.name, await each.backend.engine()) for each in intakes]
+            intake = await self._check(request.name, request.version, context)
+            async with denying(context):
+                found.append(_statistics(request.name, await intake.backend.engine()))
+        for each in () if request.name else self._models:
+            with suppress(RefusedError):  # no router of it is here
+                found.append(_statistics(each.model.name, await each.backend.engine()))
         return protocol.ModelStatisticsResponse(model_stats=found)
 
     async def ModelMetadata(
@@ -147,7 +151,6 @@ class OpenInference(GRPCInferenceServiceServicer):
         """Return the intake of a model; end the call for a name or version that is not served."""
         async with denying(context):
             intake = self._models.of(name)
-            intake.adapter(name)
             check_version(name, version)
         return intake
 

@@ -103,7 +103,10 @@ class App:
             **dict.fromkeys((SCORE, "/score"), score),
         }
         self._models = models
-        self._pages = {intake: Page(intake.backend, intake.clients, intake.others) for intake in models}
+        self._pages = {
+            intake: Page(intake.backend, intake.clients, [other.model.name for other in models if other is not intake])
+            for intake in models
+        }
         self.routes = routes(models, responses)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,7 +287,6 @@ def _add_tokens(app: FastAPI, models: Models) -> None:
         intake = models.of(body.model)
         async with visiting(intake, call.scope) as visit:
             limit, request = intake.max_model_len(), _prompt(body)
-            intake.adapter(body.model or "")
             tokens = [] if body.prompt == "" else await intake.prompts.tokenize(request, limit, inf)
             visit.spend(len(tokens))
             shown = {"count": len(tokens), "max_model_len": limit, "tokens": list(tokens), "token_strs": None}
@@ -296,7 +298,6 @@ def _add_tokens(app: FastAPI, models: Models) -> None:
         """The text of tokens."""
         intake = models.of(body.model)
         async with visiting(intake, call.scope) as visit:
-            intake.adapter(body.model or "")
             limit, num_tokens = intake.max_model_len(), len(body.tokens)
             if num_tokens > limit:
                 raise invalid("tokens", too_long(f"{num_tokens} are too many", limit))

@@ -34,7 +34,6 @@ class Embedder:
     async def embed(self, asked: EmbeddingsRequest, scope: Scope, send: Send) -> None:
         """Serve POST /v1/embeddings and /pooling. Raises what `errors.refused_by` knows."""
         headers, model = headers_of(scope), self._intake.model
-        self._intake.adapter(asked.model or "")
         if model.embedding.refusal:
             raise invalid("model", f"it makes no vectors of texts: {model.embedding.refusal}")
         template = pooled_template(asked, headers, model.embedding.pooling)

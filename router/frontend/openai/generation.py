@@ -92,7 +92,6 @@ class Generator:
         intake = self._intake
         check_version(headers_of(scope).get("anthropic-version"))
         async with visiting(intake, scope) as visit:
-            intake.adapter(asked.model)
             request = inference.GenerateRequest(chat=chat_of(asked.chat()))
             token_ids = await intake.prompts.tokenize(request, intake.max_model_len(), inf)
             visit.spend(len(token_ids))

@@ -70,7 +70,6 @@ class Scorer:
         self, asked: RerankRequest | ScoreRequest, scope: Scope, pairs: list[Pair], name_of: Callable[[int], str]
     ) -> PooledCall:
         scoring, intake = self._intake.model.scoring, self._intake
-        intake.adapter(asked.model or "")
         if scoring is None:
             raise invalid("model", f"it scores no documents: its vocabulary has not all of {', '.join(WORDS)}")
         template = pooled_template(asked, headers_of(scope), Pooling("logits", scoring.token_ids))

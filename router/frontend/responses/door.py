@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from math import inf
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Scope, Send
@@ -41,7 +42,7 @@ from pdserve.router.frontend.responses.store import Store
 from pdserve.router.frontend.responses.tools import placed
 from pdserve.text.reasoning import ReasoningTokens
 
-Kept = Callable[[Plan], Keeping]  # what keeps a response
+_Asked = TypeVar("_Asked", bound=CountInputRequest)
 
 
 @asynccontextmanager
@@ -69,22 +70,21 @@ class Responses:
         asked = ResponseRequest.model_validate_json(body)
         asked.check()
         tenant = tenant_of(self._models.first.clients, scope)
-        asked = await with_model(self.store, tenant, asked)
-        intake = self._models.of(asked.model)
+        asked, intake = await self._directed(tenant, asked)
         context = await context_of(self.store, tenant, asked)
         given = await given_in(self.store, tenant, asked.input)
         name = new_response_id()
         session = asked.prompt_cache_key or await session_of(self.store, tenant, asked, name)
         chat = asked.chat(context, given).model_copy(update={"prompt_cache_key": session})
 
-        def begun(plan: Plan) -> ItemsResponse:
-            response = _begun(intake, asked, plan, name)
-            if asked.is_stored:
-                response.settle = Keeping(self.store, tenant, asked, given, response).settle
-            return response
-
         def kept(plan: Plan) -> Keeping:
             return Keeping(self.store, tenant, asked, given, _begun(intake, asked, plan, name))
+
+        def begun(plan: Plan) -> ItemsResponse:
+            keeping = kept(plan)
+            if asked.is_stored:
+                keeping.response.settle = keeping.settle
+            return keeping.response
 
         try:
             if asked.background:
@@ -94,12 +94,18 @@ class Responses:
         except RefusedError as error:
             raise RefusedError(placed(error.refused, asked.tools)) from None
 
+    async def _directed(self, tenant: str, asked: _Asked) -> tuple[_Asked, Intake]:
+        """Return a request that names its model where there are several, and that model's intake."""
+        if len(self._models) > 1:
+            asked = await with_model(self.store, tenant, asked)
+        return asked, self._models.of(asked.model)
+
     async def _begin(
         self,
         intake: Intake,
         asked: ResponseRequest,
         chat: ChatRequest,
-        kept: Kept,
+        kept: Callable[[Plan], Keeping],
         scope: Scope,
         send: Send,
     ) -> None:
@@ -125,10 +131,8 @@ class Responses:
         """Serve POST /v1/responses/input_tokens. It counts against a tenant's limits, as generation does."""
         asked = CountInputRequest.model_validate_json(body)
         asked.check()
-        asked = await with_model(self.store, tenant_of(self._models.first.clients, scope), asked)
-        intake = self._models.of(asked.model)
+        asked, intake = await self._directed(tenant_of(self._models.first.clients, scope), asked)
         async with visiting(intake, scope) as visit:
-            intake.adapter(asked.model or "")
             tenant = "" if visit.client is None else visit.client.tenant
             context = await context_of(self.store, tenant, asked)
             chat = asked.chat(context, await given_in(self.store, tenant, asked.input))

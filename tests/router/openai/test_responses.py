@@ -341,6 +341,12 @@ async def test_a_restart_with_a_file_keeps_conversations(start_http: StartHttp, 
     assert continued.output_text == said(history, 4)
     answered = await after.client.responses.create(**asked, conversation=held.id)
     assert answered.output_text == said("user: hello\nuser: so?\nassistant:", 4)
+    await stop(after)
+    renamed = await start_http(responses_file=file, served_model_name="renamed", pair=False)
+    for role in (link.ROLE_PREFILL, link.ROLE_DECODE):
+        await renamed.router.worker(role, link.Role.Name(role), model="renamed")
+    continued = await renamed.client.responses.create(input="so?", max_output_tokens=4, previous_response_id=made.id)
+    assert (continued.model, continued.output_text) == ("renamed", said(history, 4))
 
 
 async def stop(door: HttpRouter) -> None:
