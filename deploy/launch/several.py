@@ -1,7 +1,7 @@
 """Several models on one machine: a cluster for each, and frontends that serve the clients of all.
 
 The frontends are the first cluster's. The other clusters have everything but an address for clients: a router, workers,
-an autoscaler, a folder and a name of their own, so what ends in one ends in none of the others.
+an autoscaler, a folder and a name of their own. Once all are ready, what ends in one of them leaves the others running.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import WORKER_ROLES, ClusterSpec, Flags, ServedAt
 from pdserve.net.rpc import join_address
 
-OF_ONE_MODEL = ("model", "served_model_name", "routers")
+_REPLACED_BY_MODELS = ("model", "served_model_name", "routers")  # flags of a frontend
 
 
 def joined(specs: Sequence[ClusterSpec], per_model: Collection[str]) -> tuple[ClusterSpec, ...]:
@@ -47,7 +47,7 @@ def joined(specs: Sequence[ClusterSpec], per_model: Collection[str]) -> tuple[Cl
     shared = {key: value for key, value in first.frontend_flags.items() if key not in per_model}
     models = [json.dumps(_shown_to_frontends(spec, per_model)) for spec in given]
     drain_timeout_s = longest_drain_s(specs)
-    front = {**shared, **dict.fromkeys(OF_ONE_MODEL), "models": models, "drain_timeout_s": drain_timeout_s}
+    front = {**shared, **dict.fromkeys(_REPLACED_BY_MODELS), "models": models, "drain_timeout_s": drain_timeout_s}
     given = [replace(spec, num_beside=total - spec.most_workers) for spec in given]
     lead = replace(given[0], num_frontends=max(1, first.num_frontends), frontend_flags=front, others=others)
     return (lead, *(replace(spec, name=names[spec.served_model_name], num_frontends=0) for spec in given[1:]))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HAS_VLLM = find_spec("smg_grpc_proto") is not None  # the extra `dialects` installs it
-DIALECTS = ("inference.GRPCInferenceService", *(("vllm.grpc.engine.VllmEngine",) if HAS_VLLM else ()))  # services
+OPEN_INFERENCE, VLLM_ENGINE = "inference.GRPCInferenceService", "vllm.grpc.engine.VllmEngine"  # services
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,13 @@ def _health(models: Models) -> dict[str, Callable[[], bool]]:
 
 
 def _services(models: Models) -> tuple[str, ...]:
-    """Return the services that generate. The dialect that knows no names of models is for one model alone."""
-    return (INFERENCE_SERVICE, *(DIALECTS[:1] if len(models) > 1 else DIALECTS))
+    """Return the services that generate."""
+    return (INFERENCE_SERVICE, OPEN_INFERENCE, *((VLLM_ENGINE,) if _serves_vllm_engine(models) else ()))
+
+
+def _serves_vllm_engine(models: Models) -> bool:
+    """Whether vLLM's service is served. It has no names of models."""
+    return HAS_VLLM and len(models) == 1
 
 
 def _span_export(config: EndpointConfig, instance: str) -> "SpanExport | None":
@@ -143,7 +148,7 @@ def _server(config: EndpointConfig, models: Models, shown: HealthMethods) -> grp
     InferenceEndpoint(models).add_to(server)
     shown.add_to(server, may_watch=True)
     add_GRPCInferenceServiceServicer_to_server(OpenInference(models), server)
-    if HAS_VLLM and len(models) == 1:
+    if _serves_vllm_engine(models):
         from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server  # noqa: PLC0415
 
         from pdserve.router.frontend.dialects.vllm_engine import VllmEngine  # noqa: PLC0415

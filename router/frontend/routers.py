@@ -69,7 +69,6 @@ class Routers:
     """Sends what endpoints ask to the router in use, its home, and delivers what routers answer."""
 
     def __init__(self, config: FrontendConfig, clock: Clock | None = None, model: str = "") -> None:
-        """`model`: the one whose routers alone are taken, by its name; empty: any model's."""
         self.clock = clock or MonotonicClock()
         self.tenants = HomeTenants(self)
         self.outcomes = HomeOutcomes(self)
@@ -80,7 +79,7 @@ class Routers:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by an error of ours
         self.changed: Callable[[], None] = lambda: None  # called when `readiness` may have changed
         self.metrics_address = ""  # host:port; empty: nowhere
-        self.model = model
+        self.model = model  # whose routers alone are taken, by its name; empty: any model's
         self.is_draining = False
         self.num_resumed = 0  # requests that went from a lost router to another one
         self.home: RouterLink | None = None  # the router that gets requests

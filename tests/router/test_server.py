@@ -28,7 +28,7 @@ from pdserve.observe import tracing
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
-from pdserve.router.frontend.endpoints import DIALECTS
+from pdserve.router.frontend.endpoints import HAS_VLLM, OPEN_INFERENCE, VLLM_ENGINE
 from pdserve.router.local_backend import LocalBackend
 from pdserve.router.requests.events import LinkLost
 from pdserve.router.shell import Shell
@@ -196,7 +196,8 @@ async def test_reflection_names_the_public_services(start_router: StartRouter) -
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     reply = await call.read()
     names = {service.name for service in reply.list_services_response.service}
-    assert names == {SERVICE, *DIALECTS, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    dialects = (OPEN_INFERENCE, *((VLLM_ENGINE,) if HAS_VLLM else ()))
+    assert names == {SERVICE, *dialects, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     call.cancel()
 
 

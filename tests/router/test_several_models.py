@@ -247,11 +247,16 @@ async def test_a_router_of_another_model_is_not_taken(
     start_router: StartRouter, secret_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     router, model = await start_router(serve_clients=False, served_model_name="alpha"), model_folder(tmp_path)
-    given = {"model": str(model), "served_model_name": "beta", "routers": (router.addresses.internal,), "port": 0}
+    ports = {"port": 0, "http_port": free_port("127.0.0.1"), "router_grace_s": 0}
+    given = {"model": str(model), "served_model_name": "beta", "routers": (router.addresses.internal,), **ports}
     config, stop = FrontendConfig.model_validate({"secret_file": secret_file, **given}), asyncio.Event()
     running = asyncio.create_task(process.run(config, [load_model(config)], stop))
     said = "it serves 'alpha', and 'beta' is asked for"
     await asyncio.to_thread(until, lambda: said in caplog.text)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.http_port}", timeout=10) as http:
+        refused = await http.post("/v1/completions", json={"prompt": "hello"})
+        assert (refused.status_code, refused.json()["error"]["refused_because"]) == (503, "no_router")
+        assert (await http.get("/ready")).status_code == 503
     stop.set()
     assert await running
 

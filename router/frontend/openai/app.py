@@ -81,6 +81,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
 _Asked = TypeVar("_Asked", bound="Served | CountTokensRequest")
+_Server = TypeVar("_Server")
 
 
 class App:
@@ -88,17 +89,17 @@ class App:
 
     def __init__(self, models: Models, config: EndpointConfig, responses: Responses) -> None:
         self._sites = Sites(config)
-        rerank = _read(RerankRequest, models, lambda intake: Scorer(intake).rerank)
-        score = _read(ScoreRequest, models, lambda intake: Scorer(intake).score)
+        rerank = _read(RerankRequest, models, Scorer, Scorer.rerank)
+        score = _read(ScoreRequest, models, Scorer, Scorer.score)
         self._generation: dict[str, Serve] = {
-            "/v1/chat/completions": _read(ChatRequest, models, lambda intake: Generator(intake).chat),
-            "/v1/completions": _read(CompletionRequest, models, lambda intake: Generator(intake).complete),
-            MESSAGES: _read(MessagesRequest, models, lambda intake: Generator(intake).message),
-            COUNT_TOKENS: _read(CountTokensRequest, models, lambda intake: Generator(intake).count_tokens),
+            "/v1/chat/completions": _read(ChatRequest, models, Generator, Generator.chat),
+            "/v1/completions": _read(CompletionRequest, models, Generator, Generator.complete),
+            MESSAGES: _read(MessagesRequest, models, Generator, Generator.message),
+            COUNT_TOKENS: _read(CountTokensRequest, models, Generator, Generator.count_tokens),
             RESPONSES: responses.create,
             COUNT_INPUT: responses.count,
-            EMBEDDINGS: _read(EmbeddingsRequest, models, lambda intake: Embedder(intake).embed),
-            POOLING: _read(PoolingRequest, models, lambda intake: Embedder(intake).embed),
+            EMBEDDINGS: _read(EmbeddingsRequest, models, Embedder, Embedder.embed),
+            POOLING: _read(PoolingRequest, models, Embedder, Embedder.embed),
             **dict.fromkeys((RERANK, "/rerank", "/v2/rerank"), rerank),
             **dict.fromkeys((SCORE, "/score"), score),
         }
@@ -157,13 +158,17 @@ class App:
 
 
 def _read(
-    kind: type[_Asked], models: Models, serving: Callable[[Intake], Callable[[_Asked, Scope, Send], Awaitable[None]]]
+    kind: type[_Asked],
+    models: Models,
+    server: Callable[[Intake], _Server],
+    answer: Callable[[_Server, _Asked, Scope, Send], Awaitable[None]],
 ) -> Serve:
-    """Return what reads a body of a kind, and has the model that it names serve it."""
+    """Return what reads a body of a kind, and lets the server of the model that it names answer it."""
+    servers = {intake: server(intake) for intake in models}
 
     async def serve(scope: Scope, body: bytes, send: Send) -> None:
         asked = kind.model_validate_json(body)
-        await serving(models.of(asked.model))(asked, scope, send)  # type: ignore[arg-type]  # mypy widens Self
+        await answer(servers[models.of(asked.model)], asked, scope, send)  # type: ignore[arg-type]  # mypy widens Self
 
     return serve
 

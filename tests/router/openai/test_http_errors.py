@@ -257,7 +257,7 @@ async def test_what_nobody_foresaw_has_openais_shape(start_http: StartHttp, monk
         raise ValueError("unforeseen")
 
     monkeypatch.setattr(filters, "plan", fail)
-    monkeypatch.setattr(Intake, "adapter", fail)
+    monkeypatch.setattr(Intake, "max_model_len", fail)
     for path, body in ((COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
         response = await door.post(path, **body)
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
