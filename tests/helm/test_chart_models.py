@@ -117,11 +117,13 @@ def test_what_clients_are_shown_of_a_model_is_as_its_router_is_given_it() -> Non
 
 
 def test_each_model_follows_a_policy_of_its_own() -> None:
-    manifests = rendered(BOTH)
+    """None of the chart's lies below it."""
+    manifests = rendered({**BOTH, "autoscaling.policy.pools.decode.minReplicas": 2})
     maps = of_kind(manifests, "ConfigMap")
     assert "chat-pdserve-alpha-policy" not in maps
     policy = Policy.model_validate(yaml.safe_load(maps["chat-pdserve-beta-policy"]["data"]["policy.yaml"]))
     assert policy.objectives.ttft_ms == 9
+    assert policy.pools.decode.min_replicas == 1
     role = of_kind(manifests, "Role")["chat-pdserve-beta-autoscaler"]
     named = {name for rule in role["rules"] for name in rule.get("resourceNames", ())}
     assert named == {"chat-pdserve-beta-prefill", "chat-pdserve-beta-decode", "chat-pdserve-beta-autoscaler"}
@@ -191,6 +193,25 @@ HUB: Manifest = {"name": "h", "model": {"hub": {"repository": "org/m"}}}
         (
             {**SHARED, "models": [{"name": "a", "model": {"path": "/models/a"}}]},
             "models.0.model.servedName: is required",
+        ),
+        ({**SHARED, "models": [ALPHA, {**BETA, "name": "alpha-prefill"}]}, "models.1.name: alpha-prefill has the name"),
+        (
+            {**SHARED, "models": [{**ALPHA, "name": "a-autoscaler-2"}, BETA]},
+            "models.0.name: a-autoscaler-2 has the name",
+        ),
+        (
+            {
+                **SHARED,
+                "models": [
+                    {**ALPHA, "prefill": {"serviceAccount": {"name": "one"}}},
+                    {**BETA, "operator": {"serviceAccount": {"name": "one"}}},
+                ],
+            },
+            "models.1.operator.serviceAccount.name: must differ from that of alpha-prefill",
+        ),
+        (
+            {**BOTH, "frontends.serviceAccount.name": "chat-pdserve-beta-autoscaler"},
+            "models.1.operator.serviceAccount.name: must differ from that of frontend",
         ),
         ({**SHARED, "models": [{**ALPHA, "model": {"servedName": "a"}}]}, "models.0.model.path: must be below /models"),
         ({**BOTH, "model.path": "/models/a"}, "model.path: goes into each of models"),

@@ -8,8 +8,27 @@
 {{- range $place, $root := $all.roots -}}
 {{- range include "pdserve.problemsOf" $root | fromJsonArray }}{{ if not (has . $shared) }}{{ $problems = append $problems (printf "models.%d.%s" $place .) }}{{ end }}{{ end -}}
 {{- end -}}
-{{- concat $problems (include "pdserve.modelsProblems" . | fromJsonArray) | toJson -}}
-{{- else }}{{ include "pdserve.problemsOf" . }}{{ end -}}
+{{- concat $problems (include "pdserve.modelsProblems" . | fromJsonArray) (include "pdserve.accountProblems" . | fromJsonArray) | toJson -}}
+{{- else }}{{ concat (include "pdserve.problemsOf" . | fromJsonArray) (include "pdserve.accountProblems" . | fromJsonArray) | toJson }}{{ end -}}
+{{- end }}
+
+{{/* Operators that have the account of other pods, of whichever model, as a JSON list. */}}
+{{- define "pdserve.accountProblems" -}}
+{{- $all := dict }}{{ include "pdserve.setRoots" (list $all .) }}
+{{- $users := dict }}{{ $problems := list -}}
+{{- range $root := concat (list .) $all.roots | uniq -}}
+{{- range $component := without (include "pdserve.components" $root | fromJsonArray) "autoscaler" -}}
+{{- $account := include "pdserve.account" (list $root $component) -}}
+{{- $_ := set $users $account (append (get $users $account | default list) (list $root.Model $component | compact | join "-")) -}}
+{{- end -}}
+{{- end -}}
+{{- range $place, $root := $all.roots -}}
+{{- range $user := get $users (include "pdserve.account" (list $root "autoscaler")) | default list -}}
+{{- $key := empty $root.Model | ternary "" (printf "models.%d." $place) -}}
+{{- $problems = append $problems (printf "%soperator.serviceAccount.name: must differ from that of %s: the operator may change the sizes of pools" $key $user) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $problems -}}
 {{- end }}
 
 {{/* The same of one root. */}}
@@ -30,11 +49,6 @@
 {{- if and $applies (not (regexMatch (printf "^(%s)$" $rule.is) (include "pdserve.at" (list $values $key)))) -}}
 {{- $problems = append $problems (printf "%s: %s" $key $rule.say) -}}
 {{- end -}}
-{{- end -}}
-{{- end -}}
-{{- range $component := without (include "pdserve.components" . | fromJsonArray) "autoscaler" -}}
-{{- if eq (include "pdserve.account" (list $ $component)) (include "pdserve.account" (list $ "autoscaler")) -}}
-{{- $problems = append $problems (printf "operator.serviceAccount.name: must differ from that of %s: the operator may change the sizes of pools" $component) -}}
 {{- end -}}
 {{- end -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "pdserve.name" .)) -}}

@@ -2,13 +2,14 @@
 
 {{/*
 The roots with which the templates of a model are rendered: takes (list holder root), and sets `roots` of the holder. One
-model has the root itself. Of `models` each entry has one: its values lie over the chart's, its name behind the release's,
-and secrets and certificates are those of the release.
+model has the root itself. Of `models` each entry has one: its values lie over the chart's, and its policy is in place of
+the chart's. Its name lies behind the release's. Secrets and certificates are those of the release.
 */}}
 {{- define "pdserve.setRoots" -}}
 {{- $top := index . 1 -}}{{- $roots := list -}}
 {{- range $entry := $top.Values.models -}}
 {{- $values := mergeOverwrite (dict) (deepCopy $top.Values) (omit $entry "name" | deepCopy) -}}
+{{- with (default dict $entry.autoscaling).policy }}{{ $_ := set $values.autoscaling "policy" . }}{{ end -}}
 {{- $_ := set $values.secret "existingSecret" (include "pdserve.secretName" $top) -}}
 {{- $_ := set $values.keys "existingSecret" (include "pdserve.keysName" $top) -}}
 {{- $_ := set $values.tls "public" (dict "from" "secret" "existingSecret" (include "pdserve.tlsName" $top) "dnsNames" list "issuerRef" dict) -}}
@@ -55,6 +56,7 @@ and secrets and certificates are those of the release.
 {{- $key := printf "models.%d" $place -}}
 {{- if hasKey $names $root.Model }}{{ $problems = append $problems (printf "%s.name: %s is there twice" $key $root.Model) }}{{ end -}}
 {{- $_ := set $names $root.Model true -}}
+{{- if regexMatch "-(prefill|decode|autoscaler)(-|$)" $root.Model }}{{ $problems = append $problems (printf "%s.name: %s has the name of a component in it, and KEDA's queries find pods by how their names begin" $key $root.Model) }}{{ end -}}
 {{- if not (include "pdserve.servedName" $root) }}{{ $problems = append $problems (printf "%s.model.servedName: is required" $key) }}{{ end -}}
 {{- range $name := prepend (dig "router" "config" "served_model_aliases" list $root.Entry) (include "pdserve.servedName" $root) | compact -}}
 {{- if hasKey $served $name }}{{ $problems = append $problems (printf "%s: %s is the name of two" $key $name) }}{{ end -}}
