@@ -46,10 +46,14 @@ def joined(specs: Sequence[ClusterSpec], per_model: Collection[str]) -> tuple[Cl
     total, others = sum(spec.most_workers for spec in specs), tuple(names.values())[1:]
     shared = {key: value for key, value in first.frontend_flags.items() if key not in per_model}
     models = [json.dumps(_shown_to_frontends(spec, per_model)) for spec in given]
-    drain_timeout_s = longest_drain_s(specs)
-    front = {**shared, **dict.fromkeys(_REPLACED_BY_MODELS), "models": models, "drain_timeout_s": drain_timeout_s}
+    of_frontends = {
+        **shared,
+        **dict.fromkeys(_REPLACED_BY_MODELS),
+        "models": models,
+        "drain_timeout_s": longest_drain_s(specs),
+    }
     given = [replace(spec, num_beside=total - spec.most_workers) for spec in given]
-    lead = replace(given[0], num_frontends=max(1, first.num_frontends), frontend_flags=front, others=others)
+    lead = replace(given[0], num_frontends=max(1, first.num_frontends), frontend_flags=of_frontends, others=others)
     return (lead, *(replace(spec, name=names[spec.served_model_name], num_frontends=0) for spec in given[1:]))
 
 
@@ -86,11 +90,11 @@ async def running_all(
     for spec in rest:
         await asyncio.to_thread(check_model, Path(spec.model), with_weights=spec.reads_weights)
     async with running(first, listener(first.name)) as lead, AsyncExitStack() as stack:
-        ca_file = lead.state.ca_file
-        at = ServedAt(lead.state.endpoint, lead.state.http, None if ca_file is None else ca_file.parent, first.name)
+        certificates = None if lead.state.ca_file is None else lead.state.ca_file.parent
+        served_at = ServedAt(lead.state.endpoint, lead.state.http, certificates, first.name)
         clusters = [lead]
         for spec in rest:
-            behind = replace(spec, served_at=at, workers_secret_file=lead.state.secret_file)
+            behind = replace(spec, served_at=served_at, workers_secret_file=lead.state.secret_file)
             clusters.append(await stack.enter_async_context(running(behind, listener(spec.name))))
         yield tuple(clusters)
         if rest:

@@ -36,7 +36,7 @@ class Readiness:
     def check_model(self, wanted: str) -> None:
         """Raise ProtocolError for a router of another model; any will do if the wanted one's name is empty."""
         if wanted and self.model != wanted:
-            raise ProtocolError(f"it serves {self.model!r}, and {wanted!r} is asked for")
+            raise ProtocolError(f"it serves the model {self.model!r}, and not {wanted!r}")
 
 
 @value

@@ -53,31 +53,33 @@ async def run(config: FrontendConfig, models: Sequence[ServedModel], stop: async
     `models`: in the order of `config.of_models()`. Each has routers, and counts of its tenants, of its own.
     """
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.FRONTEND)
-    own = config.of_models()
-    every = [Routers(each, model=model.name) for each, model in zip(own, models, strict=True)]
-    attaching = [Attaching(each.routers, credentials, to) for each, to in zip(own, every, strict=True)]
-    clients = Clients(config.api_keys_file, every[0].tenants)
+    configs = config.of_models()
+    all_routers = [Routers(each, model=model.name) for each, model in zip(configs, models, strict=True)]
+    attaching = [
+        Attaching(each.routers, credentials, routers) for each, routers in zip(configs, all_routers, strict=True)
+    ]
+    clients = Clients(config.api_keys_file, all_routers[0].tenants)
     routes = [
-        ModelRoute(each, model, to, clients.counted_by(to.tenants))
-        for each, model, to in zip(own, models, every, strict=True)
+        ModelRoute(each, model, routers, clients.counted_by(routers.tenants))
+        for each, model, routers in zip(configs, models, all_routers, strict=True)
     ]
     async with AsyncExitStack() as stack:
         metrics_address = await stack.enter_async_context(
-            showing(config, lambda: _samples(every), credentials.identity)
+            showing(config, lambda: _samples(all_routers), credentials.identity)
         )
         answers = await stack.enter_async_context(answering(config))
         endpoints = await stack.enter_async_context(open_endpoints(config, routes, instance=config.frontend_id))
-        for routers in every:
+        for routers in all_routers:
             routers.metrics_address, routers.changed = metrics_address, endpoints.changed
-        answers.start(lambda: any(routers.readiness().is_ready for routers in every))
+        answers.start(lambda: any(routers.readiness().is_ready for routers in all_routers))
         async with asyncio.TaskGroup() as tasks:
             serving = [tasks.create_task(each.run(), name="routers") for each in attaching]
-            serving += [tasks.create_task(_raise_when_broken(routers), name="guard") for routers in every]
+            serving += [tasks.create_task(_raise_when_broken(routers), name="guard") for routers in all_routers]
             await stop.wait()
-            for routers in every:
+            for routers in all_routers:
                 routers.is_draining = True
             endpoints.changed()
-            has_drained = await _drain(every, config.drain_timeout_s)
+            has_drained = await _drain(all_routers, config.drain_timeout_s)
             async with asyncio.TaskGroup() as leaving:
                 for each in attaching:
                     leaving.create_task(each.leave(), name="goodbye")
@@ -86,17 +88,17 @@ async def run(config: FrontendConfig, models: Sequence[ServedModel], stop: async
     return has_drained
 
 
-async def _drain(every: Sequence[Routers], timeout_s: float) -> bool:
+async def _drain(all_routers: Sequence[Routers], timeout_s: float) -> bool:
     """Let requests finish; end those that are left in the end. Returns whether none was left."""
-    logger.info("draining %d requests", sum(routers.num_underway for routers in every))
+    logger.info("draining %d requests", sum(routers.num_underway for routers in all_routers))
     try:
         async with asyncio.timeout(timeout_s):
-            for routers in every:
+            for routers in all_routers:
                 await routers.idle()
     except TimeoutError:
-        num_left = sum(routers.num_underway for routers in every)
+        num_left = sum(routers.num_underway for routers in all_routers)
         logger.warning("%d requests did not finish within %g s", num_left, timeout_s)
-        for routers in every:
+        for routers in all_routers:
             routers.end_all()
         return False
     return True
@@ -106,10 +108,10 @@ async def _raise_when_broken(routers: Routers) -> None:
     await routers.failed
 
 
-def _samples(every: Sequence[Routers]) -> Iterator[Sample]:
-    yield from (Sample(REQUESTS_WITHOUT_ROUTER, each.num_waiting, (each.model,)) for each in every)
-    yield from (Sample(REQUESTS_RESUMED, each.num_resumed, (each.model,)) for each in every)
-    yield from every[0].kept.samples()
+def _samples(all_routers: Sequence[Routers]) -> Iterator[Sample]:
+    yield from (Sample(REQUESTS_WITHOUT_ROUTER, each.num_waiting, (each.model,)) for each in all_routers)
+    yield from (Sample(REQUESTS_RESUMED, each.num_resumed, (each.model,)) for each in all_routers)
+    yield from all_routers[0].kept.samples()
 
 
 class Attaching:

@@ -79,7 +79,7 @@ class Routers:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by an error of ours
         self.changed: Callable[[], None] = lambda: None  # called when `readiness` may have changed
         self.metrics_address = ""  # host:port; empty: nowhere
-        self.model = model  # whose routers alone are taken, by its name; empty: any model's
+        self.model = model  # a router of another model is refused; empty: none is
         self.is_draining = False
         self.num_resumed = 0  # requests that went from a lost router to another one
         self.home: RouterLink | None = None  # the router that gets requests

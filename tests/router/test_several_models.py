@@ -251,7 +251,7 @@ async def test_a_router_of_another_model_is_not_taken(
     given = {"model": str(model), "served_model_name": "beta", "routers": (router.addresses.internal,), **ports}
     config, stop = FrontendConfig.model_validate({"secret_file": secret_file, **given}), asyncio.Event()
     running = asyncio.create_task(process.run(config, [load_model(config)], stop))
-    said = "it serves 'alpha', and 'beta' is asked for"
+    said = "it serves the model 'alpha', and not 'beta'"
     await asyncio.to_thread(until, lambda: said in caplog.text)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.http_port}", timeout=10) as http:
         refused = await http.post("/v1/completions", json={"prompt": "hello"})
