@@ -22,8 +22,8 @@ from pdserve.kvtransfer.speed import PairSpeed, Probe, ProbeError, StallDetector
 
 logger = logging.getLogger(__name__)
 
-SLICE_BYTES = 4 << 20  # posted at once: bounds how long the thread is away from other peers
-MIN_SLICE_PAGES = 16  # however large: a post costs tens of microseconds beside its bytes
+SLICE_BYTES = 4 << 20  # posted at once: bounds how long the thread is away from other peers, and the memory of stages
+MIN_SLICE_PAGES = 16  # however large, unless they are converted: a post costs tens of microseconds beside its bytes
 MAX_SLICES_IN_FLIGHT = 4
 
 
@@ -58,7 +58,7 @@ class Channel:
         self._source = backend.region if stage is None else stage.region
         self._connection = backend.connect(description, self._source)
         self._own = backend.region
-        self._slice_pages = slice_pages(description.page_bytes)
+        self._slice_pages = slice_pages(description.page_bytes, converts=stage is not None)
         self.stage = stage
         self._in_flight: list[_InFlight] = []
         self.description = description
@@ -233,7 +233,7 @@ class Channels:
         for stage in self._stages:
             if stage.is_idle and stage.conversion == conversion:
                 return stage
-        self._stages.append(Stage(conversion, MAX_SLICES_IN_FLIGHT, slice_pages(conversion.page_bytes)))
+        self._stages.append(Stage(conversion, MAX_SLICES_IN_FLIGHT, slice_pages(conversion.page_bytes, converts=True)))
         return self._stages[-1]
 
     def write(self, copy: Copy) -> None:
@@ -325,6 +325,6 @@ class Channels:
             logger.warning("%s cannot be opened anew: %s", peer.worker_id, error)
 
 
-def slice_pages(page_bytes: int) -> int:
+def slice_pages(page_bytes: int, *, converts: bool) -> int:
     """Return how many pages are posted at once."""
-    return max(MIN_SLICE_PAGES, SLICE_BYTES // page_bytes)
+    return max(1 if converts else MIN_SLICE_PAGES, SLICE_BYTES // page_bytes)

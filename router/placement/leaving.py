@@ -56,7 +56,7 @@ class Leaving:
             return 0.0
         num_tokens = max(0, cached.get(home.link, 0) - cached.get(worker.link, 0))
         rate = self._predictor.links.bytes_per_s((source.name, worker.name))
-        return min(MOST_S, _WEIGHT * source.registration.layout.sent_bytes(num_tokens) / rate)
+        return min(MOST_S, _WEIGHT * worker.registration.layout.sent_bytes(num_tokens) / rate)
 
     def _busy(self, worker: WorkerView, token: FirstToken | None) -> float:
         """Return how long a prompt keeps a worker, or its link, from others."""

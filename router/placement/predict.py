@@ -183,6 +183,8 @@ class Predictor:
         for holder, num_held in prompt.holders:
             if num_held <= cached or holder.kind != worker.kind:
                 continue
+            if holder.registration.layout.dtype != layout.dtype:
+                continue  # rows that were rounded once would be cached as if they had been computed
             pair = holder.name, worker.name
             share, delay_s = self.fetches.expected(pair, now_s)
             transfer_s = self.links.transfer_s(pair, layout.sent_bytes(num_held - cached)) + delay_s

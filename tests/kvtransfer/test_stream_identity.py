@@ -65,7 +65,7 @@ async def test_another_worker_at_the_address_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda m: setattr(m.hello, "protocol_version", 9), f"protocol_version: 9 there, {PROTOCOL_VERSION} here"),
+        (lambda m: setattr(m.hello, "protocol_version", 99), f"protocol_version: 99 there, {PROTOCOL_VERSION} here"),
         (lambda m: setattr(m.hello, "worker_id", ""), "worker_id"),
         (lambda m: setattr(m.hello, "worker_id", "w" * 254), "worker_id"),
         (lambda m: setattr(m.hello, "incarnation", 0), "incarnation"),

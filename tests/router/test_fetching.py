@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 from goodput_cluster import LAYOUT, Cluster, placed, refused
@@ -146,11 +147,12 @@ def test_nothing_is_fetched_from_a_worker_that_drains() -> None:
     assert ask(cluster).fetch is None
 
 
-def test_another_layout_cannot_be_fetched() -> None:
+@pytest.mark.parametrize("changes", [{"page_size": 2 * LAYOUT.page_size}, {"dtype": "int8"}], ids=str)
+def test_another_layout_cannot_be_fetched(changes: dict[str, Any]) -> None:
     cluster = Cluster(workers="p0 d0 p1 d1")
     for name in ("p1", "d1"):
         worker = cluster.core.workers.known(cluster.links[name])
-        cluster.post(replace(worker.registration, layout=replace(LAYOUT, page_size=2 * LAYOUT.page_size)))
+        cluster.post(replace(worker.registration, layout=replace(LAYOUT, **changes)))
     for place in islice(turns(cluster, "d1"), 4):
         assert place.prefill is not None
         assert (place.fetch is not None) is (place.prefill.worker_id == "p1")

@@ -54,7 +54,7 @@ class HangingBackend:
     def progress(self) -> None:
         pass
 
-    def connect(self, description: Description) -> "HangingBackend":
+    def connect(self, description: Description, source: Region) -> "HangingBackend":
         return self
 
     def post(self, src: Indices, dst: Indices) -> "HangingBackend":
