@@ -1,9 +1,11 @@
 """What a runner's draft model has computed of sequences, what it costs, and what it is asked for next. Pure.
 
-Invariant: the first `num_drafted` tokens of a decoding sequence are those whose KV the draft model has written last to
-their places in the sequence's pages. Where others have written there since, guesses are wrong, and no token is.
+Invariant: the draft model has computed KV of the first `num_drafted` tokens of a decoding sequence. If others overwrite
+that KV, guesses get worse; tokens do not change.
 
-Where guesses pay nothing, some are tried to learn whether they do: as many as take a hundredth of all steps' time.
+All of its time is paid from one account, which gets a hundredth of the time of all steps, and the time that right
+guesses save. While the account is empty, the draft model computes nothing. So a worker whose guesses do not pay, or
+whose prompts cost more to compute again than guesses save, loses about a hundredth of its time.
 """
 
 from collections.abc import Mapping
@@ -12,15 +14,19 @@ from collections.abc import Sequence as Seq
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult
 from pdserve.engine.timed_steps import TimedSteps
-from pdserve.perfmodel.curve import ENOUGH_STEPS, Step
+from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.model import LATEST
 
-_FED_AT_ONCE = 128  # tokens that the draft model takes in after one step, so that no other sequence waits for long
-_FED_SHARE = 0.5  # most time for a sequence's tokens, of what it still takes without guesses if it is as long as can be
-_TIMED_TOKENS = 32  # taken in at once, at least, for the time of each to be learnt
-_KEPT = 0.8  # weight of what was learnt of that time before
+_FEW = 4  # tokens that a sequence may lack to be guessed for: the pass of its first guess computes them as well
+_FED_AT_ONCE = 128  # tokens of a prompt that the draft model computes after one step
+_EXPLORED, _EXPLORED_EVERY = 16, 128  # tokens, times: then what these take is learnt, whatever it is taken to be
+_FED_FOR_ONE = 8  # tokens that it computes at most for each of the answer's: those so far, and those that may come
+_MOST_SLOWER = 0.25  # of a step's time: that others wait for a prompt after it
+_OUTLIER = 3.0  # a token counts as at most this multiple of what it is taken to take
 _TRIED = 4  # guesses at once
-_SHARE_FOR_TRIALS = 0.01  # of the time
-_MOST_FOR_TRIALS_S = 1.0  # that is saved up
+_MOST_TRIED = 32  # times in a row
+_SHARE = 0.01  # of the time of all steps
+_MOST_SAVED = 50.0  # steps' time in the account; as much debt is remembered
 
 
 class DraftModel:
@@ -30,14 +36,22 @@ class DraftModel:
         """max_model_len: tokens of the longest sequence for which it is used."""
         self._max_model_len = max_model_len
         self._passes = TimedSteps()
-        self._num_timed = 0
-        self._fed_s = 0.0  # of each token
-        self._for_trials_s = 0.0
-        self._is_trying = False  # until guesses are made
+        self._fed_s = 0.0  # that a token of a prompt takes, with its part of a pass; 0: none was computed yet
+        self._num_fed = 0  # times that prompts waited to be computed
+        self._account = _MOST_SAVED
+        self._is_resting = False
+        self._num_tried = 0  # times since guesses paid
         self.has_failed = False
 
-    def learn(self, sequences: Seq[Sequence], plan: StepPlan, result: StepResult) -> None:
-        """Take in what has been drafted after a step. sequences: parallel to the plan's chunks."""
+    @property
+    def can_compute(self) -> bool:
+        return not self._is_resting and not self.has_failed
+
+    def learn(self, sequences: Seq[Sequence], plan: StepPlan, result: StepResult, saved_s: float) -> None:
+        """Take in what has been drafted after a step. sequences: parallel to the plan's chunks.
+
+        saved_s: how much longer the tokens of the step would have taken without its guesses.
+        """
         drafted: list[Chunk] = []
         for place, (sequence, chunk) in enumerate(zip(sequences, plan.chunks, strict=True)):
             if chunk.draft is None or place in result.failed or place in result.stuck:
@@ -50,24 +64,29 @@ class DraftModel:
                 is_whole = reached >= chunk.start
                 num_kept = len(result.tokens[place][0])
                 sequence.guessing.num_drafted = chunk.start + num_kept + 1 if is_whole else reached
-        self._learn_cost(drafted, result)
-        saved_s = self._for_trials_s + _SHARE_FOR_TRIALS * result.elapsed_s
-        self._for_trials_s = min(_MOST_FOR_TRIALS_S, saved_s) - (result.draft_s if self._is_trying else 0.0)
-        self._is_trying &= not any(result.drafts.values())
+        if drafted:
+            self._learn_cost(drafted, result)
+        if (plain_s := result.elapsed_s - result.draft_s) > 0:
+            account = self._account + _SHARE + (saved_s - result.draft_s) / plain_s
+            self._account = max(-_MOST_SAVED, min(_MOST_SAVED, account))
+        if self._account <= 0 or self._num_tried >= _MOST_TRIED:
+            self._is_resting, self._num_tried = True, 0
+            self._account = min(0.0, self._account)
+        elif self._account == _MOST_SAVED:
+            self._is_resting = False
 
-    def _learn_cost(self, drafted: list[Chunk], result: StepResult) -> None:
-        """Take in what passes took where nothing else was computed but guesses, or what tokens before them took."""
+    def _learn_cost(self, drafted: Seq[Chunk], result: StepResult) -> None:
+        """Take in what passes took. The first of them computes parts of prompts as well."""
         num_fed = sum([len(chunk.draft.token_ids) for chunk in drafted if chunk.draft is not None])
-        if num_fed >= _TIMED_TOKENS:
-            each_s = result.draft_s / num_fed
-            self._fed_s = _KEPT * self._fed_s + (1 - _KEPT) * each_s if self._fed_s else each_s
-        if not drafted or num_fed:
-            return
         num_guesses = [len(guesses) for guesses in result.drafts.values()]
-        if num_passes := max(num_guesses, default=0):
-            num_rows = -(-sum(num_guesses) // num_passes)
-            kv_tokens = sum([chunk.start for chunk in drafted]) * num_rows // len(drafted)
-            self._num_timed += 1
+        num_passes = max(num_guesses)
+        num_rows = -(-sum(num_guesses) // max(1, num_passes))
+        kv_tokens = sum([chunk.start for chunk in drafted]) * num_rows // len(drafted)
+        if num_fed > _FEW:
+            rest_s = max(0, num_passes - 1) * self._passes.costs.decode_s(num_rows, kv_tokens)
+            fed_s = max(0.0, result.draft_s - rest_s) / num_fed
+            self._fed_s += LATEST * (min(fed_s, _OUTLIER * self._fed_s) - self._fed_s) if self._fed_s else fed_s
+        elif num_passes:
             self._passes.learn(Step(sequences=num_rows, kv_tokens=kv_tokens), result.draft_s / num_passes)
 
     def seconds(self, num_guesses: int, num_passes: int, kv_each: float) -> float:
@@ -75,40 +94,52 @@ class DraftModel:
         num_rows = -(-num_guesses // num_passes)
         return num_passes * self._passes.costs.decode_s(num_rows, num_rows * kv_each)
 
-    def most(self, sequence: Sequence, num_verified: int, token_s: float) -> int:
-        """Return how many guesses of a sequence are of use once a step has verified so many; 0 or less: none are.
+    def most(self, sequence: Sequence, num_verified: int) -> int:
+        """Return how many guesses of a sequence can be made once a step has verified so many; 0 or less: none."""
+        return self._num_left(sequence) - num_verified if _lacking(sequence) <= _FEW else 0
 
-        token_s: a token's share of a step without guesses.
+    def next_to_feed(self, decoding: Seq[Sequence], plain_s: float) -> tuple[Sequence, int] | None:
+        """Return how many tokens of which sequence to compute after the next step: of the one that lacks least.
+
+        An answer is taken to go on for as long as it has so far, at most. plain_s: what the step takes alone.
         """
-        num_left = sequence.length_limit - len(sequence.tokens)
-        if _lacking(sequence) * self._fed_s > _FED_SHARE * num_left * token_s:
-            return 0
-        return min(self._max_model_len - len(sequence.tokens), num_left) - 2 - num_verified
+        due = [s for s in decoding if _FEW < _lacking(s) <= _FED_FOR_ONE * min(s.num_output_tokens, self._num_left(s))]
+        if not due:
+            return None
+        most_s = plain_s * (self._account if len(decoding) == 1 else _MOST_SLOWER)
+        count = min(_FED_AT_ONCE, int(most_s / self._fed_s)) if self._fed_s else 0
+        if not self._num_fed % _EXPLORED_EVERY:
+            count = max(count, _EXPLORED)
+        self._num_fed += 1
+        return (min(due, key=_lacking), count) if count > _FEW else None
 
-    def trial(self, most: Mapping[Sequence, int], row_s: float) -> Mapping[Sequence, int]:
-        """Return how many guesses to try of sequences, of none of which they seem worth it.
+    def choose(
+        self, most: Mapping[Sequence, int], best: Mapping[Sequence, int], is_trying: bool
+    ) -> dict[Sequence, int]:
+        """Return how many guesses to make of sequences: at least one of each that lacks few tokens.
 
-        most: of each; row_s: what a step takes longer with a guess.
+        One pass computes these together, and no sequence falls behind. most: that can be made; best: as many as pay;
+        is_trying: a few are tried, since none pay.
         """
-        if self._num_timed >= ENOUGH_STEPS and self._for_trials_s <= 0 and not self._is_trying:
-            return {}
-        self._is_trying = True
-        sequence = min(most, key=_lacking)
-        count = min(_TRIED, most[sequence])
-        if _lacking(sequence) <= _FED_AT_ONCE:
-            self._for_trials_s -= count * row_s
-        return {sequence: count}
+        chosen = {sequence: max(1, best.get(sequence, 0)) for sequence in most}
+        self._num_tried = self._num_tried + is_trying if not best else 0
+        if is_trying:
+            sequence = min(most, key=_lacking)
+            chosen[sequence] = min(_TRIED, most[sequence])
+        return chosen
 
-    def ask(self, decoding: Seq[Sequence], wanted: Mapping[Sequence, int]) -> None:
-        """Say how many guesses are wanted of sequences after their next step, and what is computed before them."""
-        num_left = _FED_AT_ONCE
+    def ask(self, decoding: Seq[Sequence], wanted: Mapping[Sequence, int], fed: tuple[Sequence, int] | None) -> None:
+        """Say how many guesses are wanted of sequences after their next step, and how much of which prompt is fed."""
         for sequence in decoding:
-            known, count = sequence.guessing, wanted.get(sequence, 0)
-            lacking = _lacking(sequence)
-            known.num_to_feed = min(lacking, num_left)
-            known.num_to_draft = count if known.num_to_feed or not lacking else 0
-            if count:
-                num_left -= known.num_to_feed
+            known = sequence.guessing
+            known.num_to_feed, known.num_to_draft = _lacking(sequence), wanted.get(sequence, 0)
+        if fed is not None:
+            (sequence, count) = fed
+            sequence.guessing.num_to_feed, sequence.guessing.num_to_draft = count, 1
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence can be guessed after its next step."""
+        return min(self._max_model_len, sequence.length_limit) - len(sequence.tokens) - 2
 
 
 def _lacking(sequence: Sequence) -> int:

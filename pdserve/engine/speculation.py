@@ -9,7 +9,7 @@ cost, from the steps themselves. Where guesses pay nothing, none are verified, b
 they do.
 
 A draft model also takes time, so its guesses are chosen before they are made, by the same rule with that time added;
-once they are made, it is over. A loaded worker drafts nothing.
+once they are made, their cost is spent. A loaded worker drafts nothing.
 """
 
 from collections import Counter
@@ -73,10 +73,19 @@ class Speculation:
                 untried |= {id(own): own, id(by_match): by_match}
         for trials in untried.values():
             trials.fade(_KEPT_UNTRIED)
+        work = work_of(plan, result)
         if not result.failed:
-            self._steps.learn(work_of(plan, result), result.elapsed_s - result.draft_s)
+            self._steps.learn(work, result.elapsed_s - result.draft_s)
         if self._draft_model is not None:
-            self._draft_model.learn(sequences, plan, result)
+            self._draft_model.learn(sequences, plan, result, self._saved_s(work))
+
+    def _saved_s(self, work: Step) -> float:
+        """Return how much longer the tokens of a step would have taken without its guesses."""
+        if not work.guesses:
+            return 0.0
+        costs, num_plain = self._steps.costs, work.sequences - work.guesses
+        plain_s = costs.decode_s(num_plain, work.kv_tokens * num_plain / work.sequences)
+        return plain_s * (1 + work.kept_guesses / num_plain) - costs.decode_s(work.sequences, work.kv_tokens)
 
     def guess(self, sequence: Sequence, given: tuple[int, ...], most: int) -> None:
         """Give a sequence at most so many guesses: those of the runner, or by lookup once its tokens are indexed."""
@@ -99,8 +108,7 @@ class Speculation:
         gains = self._gains(decoding, [len(sequence.drafts) for sequence in decoding])
         if not gains:
             return {}
-        is_trying, self._is_trying = self._is_trying, False
-        best = len(gains) if is_trying else self._best(decoding, gains)
+        best = len(gains) if self._is_trying else self._best(decoding, gains)
         self._num_chosen += 1
         turn, rest = divmod(self._num_chosen, _EXPLORED_EVERY)
         if not rest:
@@ -108,29 +116,26 @@ class Speculation:
         return _counted(decoding, gains[:best])
 
     @property
-    def has_draft_model(self) -> bool:
-        """Whether the runner has one that guesses."""
-        return self._draft_model is not None and not self._draft_model.has_failed
+    def can_draft(self) -> bool:
+        """Whether the runner has a draft model that may compute now."""
+        return self._draft_model is not None and self._draft_model.can_compute
 
     def ask_for_drafts(self, decoding: Seq[Sequence], counts: Mapping[Sequence, int], room: int) -> None:
         """Say what a draft model computes after the next step. counts: what that verifies; room: for guesses of all."""
         if self._draft_model is None:
             return
-        gains: list[_Gain] = []
-        if room > 0 and decoding and self.has_draft_model:
+        draft_model, self._is_trying = self._draft_model, False
+        wanted, fed = dict[Sequence, int](), None
+        if room > 0 and decoding and self.can_draft:
+            plain_s = self._steps.costs.decode_s(len(decoding), sum([each.computed for each in decoding]))
+            fed = draft_model.next_to_feed(decoding, plain_s)
             most = min(self._num_tokens, max(1, _MOST_DRAFTED // len(decoding)))
-            token_s = self._steps.costs.decode_s(len(decoding), sum([s.computed for s in decoding])) / len(decoding)
-            own = [(sequence, counts.get(sequence, 0), token_s) for sequence in decoding]
-            gains = self._gains(decoding, [min(most, self._draft_model.most(*each)) for each in own])
-        wanted: Mapping[Sequence, int] = {}
-        if gains:
-            best = self._best(decoding, gains, self._draft_model)
-            wanted = _counted(decoding, gains[: min(best, room)])
-            if not wanted:
-                row_s = self._steps.costs.decode.marginal_s(1, decoding[0].computed)
-                wanted = self._draft_model.trial(_counted(decoding, gains), row_s)
-                self._is_trying |= bool(wanted)
-        self._draft_model.ask(decoding, wanted)
+            own = [(sequence, counts.get(sequence, 0)) for sequence in decoding]
+            if gains := self._gains(decoding, [min(most, draft_model.most(*each)) for each in own]):
+                best = gains[: min(room, self._best(decoding, gains, draft_model))]
+                self._is_trying = not best and fed is None
+                wanted = draft_model.choose(_counted(decoding, gains), _counted(decoding, best), self._is_trying)
+        draft_model.ask(decoding, wanted, fed)
 
     def _gains(self, decoding: Seq[Sequence], most: Iterable[int]) -> list[_Gain]:
         """Return what each guess brings, of at most so many of each sequence: those that bring most first."""
@@ -167,5 +172,5 @@ class Speculation:
         return sequence.guessing.trials, self._by_match.setdefault(sequence.guessing.num_matched, Trials())
 
 
-def _counted(decoding: Seq[Sequence], gains: Seq[_Gain]) -> Mapping[Sequence, int]:
+def _counted(decoding: Seq[Sequence], gains: Seq[_Gain]) -> dict[Sequence, int]:
     return Counter([decoding[place] for _, place, _ in gains])

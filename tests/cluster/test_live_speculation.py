@@ -40,7 +40,7 @@ FLAGS = (
     "--max-model-len",
     "1000",
     "--test-step-s",
-    "0.01",
+    "0.04",
 )
 
 

@@ -51,18 +51,18 @@ def test_answers_are_those_without_a_draft_model_in_tokens_ends_and_scores(
 def test_a_draft_model_that_is_the_model_itself_is_right_with_penalties_noise_and_grammars(model: Model) -> None:
     bench = add_requests(Bench(model, draft=model)).run()
     num_ends = 3  # of answers with a grammar, which lets nothing follow: that is no right guess
-    assert bench.counts["guesses"] - num_ends <= bench.counts["right"] > 200
+    assert bench.counts["guesses"] - num_ends <= bench.counts["right"] > 100
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("length", [16, 40, 300])
+@pytest.mark.parametrize("length", [16, 40, 120])
 def test_one_answer_takes_as_many_steps_as_right_guesses_leave(
     model: Model, params: SamplingParams, length: int
 ) -> None:
     bench = Bench(model, draft=model)
     bench.add(0, [10 + place % 70 for place in range(length)], params)
     bench.run()
-    num_fed = -(-length // 64) + length // 128 + 1  # steps of the prompt, and until the draft model has taken it in
+    num_fed = length // 64 + length // 7 + length // 128 + 3  # steps until the draft model has computed the prompt
     assert bench.counts["steps"] <= num_fed + 12 + 60 / (MOST + 1)  # twelve more: what guesses cost and bring is learnt
     assert bench.counts["right"] == bench.counts["guesses"]
 
@@ -77,14 +77,16 @@ def test_a_draft_model_that_is_wrong_is_used_less_and_less(model: Model, other: 
     assert bench.counts["guesses"] < 150
 
 
-def test_pages_of_a_prefix_that_another_sequence_left_serve_the_draft_model_too(model: Model) -> None:
+def test_a_prefix_that_another_sequence_left_is_computed_again_for_the_draft_model(model: Model) -> None:
     plain, bench = Bench(model), Bench(model, draft=model)
     for each in (plain, bench):
         for number in range(3):
             each.add(number, [*range(10, 74), 20 + number], replace(SAMPLED, seed=number))
             each.run()
+            if each is bench:
+                bench.draft_runner.kv.normal_()
     assert ids(bench.answers) == ids(plain.answers)
-    assert bench.counts["right"] == bench.counts["guesses"] > 100
+    assert bench.counts["right"] == bench.counts["guesses"] > 50
 
 
 def test_no_guesses_are_made_beyond_the_draft_models_longest_sequence(model: Model) -> None:
@@ -128,30 +130,46 @@ def test_a_draft_model_that_fails_is_given_up_and_ends_no_request(model: Model) 
     assert bench.counts["ahead"] > 0, "steps are planned ahead again"
 
 
-def test_kv_that_others_left_in_the_draft_models_pages_spoils_guesses_alone(model: Model) -> None:
-    """As after a hand-off to pages that were used before: what the draft model had written there is of other tokens."""
-    plain, bench = Bench(model), Bench(model, draft=model)
-    bench.draft_runner.kv.normal_()
-    for each in (plain, bench):
-        each.add(0, REPEATED, SAMPLED)
-        each.run()
+def test_kv_that_others_write_to_the_draft_models_pages_spoils_guesses_alone(model: Model) -> None:
+    num_runs = 0
+
+    def disturbed(run: Run) -> Run:
+        def run_and_overwrite(plan: StepPlan) -> StepResult:
+            nonlocal num_runs
+            num_runs += 1
+            if num_runs % 3 == 0:
+                bench.draft_runner.kv.normal_()
+            return run(plan)
+
+        return run_and_overwrite
+
+    plain = add_requests(Bench(model)).run()
+    bench = Bench(model, draft=model, draft_run=disturbed)
+    add_requests(bench).run()
     assert ids(bench.answers) == ids(plain.answers)
-    assert bench.counts["right"] == bench.counts["guesses"] > 0, "the prompt was computed anew"
+    assert bench.counts["right"] < 0.9 * bench.counts["guesses"], "some are spoiled"
 
 
-def test_a_loaded_worker_drafts_nothing_and_plans_ahead(model: Model) -> None:
-    bench = Bench(model, draft=model, row_s=0.1)
+def test_a_loaded_worker_tries_a_few_guesses_and_plans_ahead(model: Model) -> None:
+    bench = Bench(model, draft=model, row_s=1.0)
     for _ in range(20):
         for rows in range(1, 8):
-            bench.scheduler.speculation.observe(Step(sequences=rows, kv_tokens=30 * rows), 0.01 + 0.1 * rows)
+            bench.scheduler.speculation.observe(Step(sequences=rows, kv_tokens=30 * rows), 0.01 + rows)
     bench.add(0, REPEATED, replace(GREEDY, max_tokens=300))
     bench.run()
-    assert bench.counts["ahead"] > 200
-    assert 0 < bench.counts["guesses"] < 50, "a few are tried"
+    assert bench.counts["ahead"] > 100
+    assert 0 < bench.counts["guesses"] < 150
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.long)])
-def test_models_with_windows_are_drafted_for(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma2",
+        "deepseek-v2",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt-oss", "llama4", "mixtral")),
+    ],
+)
+def test_models_with_windows_latent_rows_and_experts_are_drafted_for(tmp_path: Path, family: str) -> None:
     target, draft = (_loaded(each, tmp_path / each) for each in (family, "llama3"))
     asked = [[*zoo_prompt(length), *zoo_prompt(9)] for length in (150, 30)]
     plain, bench = Bench(target, 200), Bench(target, 200, draft=draft)

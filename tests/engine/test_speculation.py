@@ -214,36 +214,6 @@ def test_a_draft_model_guesses_as_much_as_pays_with_its_own_time(pass_s: float, 
     assert sequence.guessing.num_to_draft == 0, "prompts take all of the next step"
 
 
-def test_trials_of_a_draft_model_that_is_always_wrong_take_a_hundredth_of_the_time() -> None:
-    made, sequence = Speculation(8, None, 1000), sequence_of(range(30))
-    for _ in range(40):
-        drafted(made, sequence, 0.001, 0)
-    plain = Chunk((0,), sequence.computed, (), (), Phase.DECODE)
-    num_tried, num_steps = 0, 4000
-    for _ in range(num_steps):
-        made.ask_for_drafts([sequence], {}, 100)
-        if sequence.guessing.num_to_draft:
-            num_tried += 1
-            drafted(made, sequence, 0.001, 0)
-        else:
-            made.learn([sequence], StepPlan((plain,)), StepResult((((SampledToken(0),),),), 0.010))
-    assert 0.004 < num_tried * 0.004 / (num_steps * 0.010) < 0.02
-
-
-def test_a_long_prompt_is_not_computed_again_for_a_short_answer() -> None:
-    made = Speculation(8, None, 1000)
-    for _ in range(20):
-        made.observe(Step(sequences=1, kv_tokens=100), 0.010)
-    fed = Chunk((0,), 100, (), (), Phase.DECODE, draft=Draft((0,) * 100, 0, 4))
-    result = StepResult((((SampledToken(0),),),), 0.110, drafts={0: ()}, draft_s=0.100)
-    made.learn([sequence_of(range(101))], StepPlan((fed,)), result)
-    for num_left, wanted in ((40, True), (10, False)):  # of 10 ms, where the prompt takes 100
-        job = Job(RequestId(bytes(16)), Attempt(0), tuple(range(100)), 100, SamplingParams(max_tokens=num_left), (0,))
-        sequence = Sequence(job, (0,), list(range(100)), 0, phase=Phase.DECODE, computed=99)
-        made.ask_for_drafts([sequence], {}, 100)
-        assert bool(sequence.guessing.num_to_draft) == wanted
-
-
 def test_a_prompt_is_taken_in_by_parts_before_guesses_are_made() -> None:
     made, sequence = Speculation(8, None, 1000), sequence_of(range(300))
     fed = []

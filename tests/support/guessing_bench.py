@@ -130,7 +130,9 @@ class Bench:
                     spec = chunk.samples[0]
                     answer = self.known.get(spec.sequence, ())
                     drafts[place] = drafter(answer, spec.index + len(tokens[0]), self._drawn)
-        draft_s = 0.0005 * max(map(len, result.drafts.values()), default=0) if result.draft_s else 0.0
+        num_fed = sum(len(chunk.draft.token_ids) for chunk in plan.chunks if chunk.draft is not None)
+        num_passes = max([bool(num_fed), *map(len, result.drafts.values())])
+        draft_s = 0.0005 * num_passes + 0.0001 * num_fed if result.draft_s else 0.0
         elapsed_s = 0.01 + self.row_s * plan.num_tokens + draft_s
         return replace(result, drafts=drafts, elapsed_s=elapsed_s, draft_s=draft_s)
 
