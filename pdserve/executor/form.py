@@ -74,15 +74,21 @@ def choose_kv_code(asked: KvCacheDtype, model: ModelConfig) -> KvCode | None:
     """Return the form of K and V in pages, or None: the model's type. ConfigError where the model is not served so."""
     if asked == "auto":
         return None
-    untried = {  # nobody has compared these
+    if kind := untried_kind(model):
+        raise ConfigError(f"kv_cache_dtype: {asked} is not served for a model with {kind}; auto is")
+    return asked
+
+
+def untried_kind(model: ModelConfig, **others: bool) -> str | None:
+    """Return what a model has that was tried in plain settings only. others: what else was not tried, by name."""
+    kinds = {
         "states": model.has_states,
         "latent rows": model.is_latent,
         "attention that torch computes": model.attends_in_torch,
         "queries that grow with their position": model.longest_without_growth is not None,
+        **others,
     }
-    if kind := next((kind for kind, has in untried.items() if has), None):
-        raise ConfigError(f"kv_cache_dtype: {asked} is not served for a model with {kind}; auto is")
-    return asked
+    return next((kind for kind, has in kinds.items() if has), None)
 
 
 def weight_bytes(checkpoint: Checkpoint, weights: Weights, quantization: ChosenQuantization, dtype: str) -> int:

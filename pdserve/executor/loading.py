@@ -82,7 +82,9 @@ def _load(
         num_pages = _pages_beside(model, config, layout)
     limits = _limits(config, checkpoint, layout, num_pages)
     if draft is not None:
-        limits = replace(limits, draft_model_len=min(draft.config.max_position_embeddings, limits.max_model_len))
+        limits = replace(
+            limits, draft_model_len=min(draft.checkpoint.config.max_position_embeddings, limits.max_model_len)
+        )
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
     runner = _runner(model, num_pages, config, limits, code)

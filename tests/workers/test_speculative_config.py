@@ -82,13 +82,30 @@ def test_a_draft_model_guesses_up_to_its_own_length_and_that_of_the_worker(tmp_p
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("lfm2", "layers with a state"), ("deepseek-v2", "latent rows"), ("gemma2", "windows"), ("mistral", "windows")],
+    [
+        ("lfm2", "states"),
+        ("deepseek-v2", "latent rows"),
+        ("llama4", "attention that torch computes"),
+        ("ministral3", "queries that grow"),
+        ("gemma2", "windows"),
+        ("mistral", "windows"),
+        ("mixtral", "experts"),
+    ],
 )
 def test_models_that_nobody_has_seen_draft_are_refused(tmp_path: Path, family: str, kind: str) -> None:
     target, draft = (write_model(each, tmp_path / each) for each in ("llama3", family))
     config = drafting(target, draft)
     with pytest.raises(ConfigError, match=rf"speculative_config\.model: {draft} has {kind}"):
         build_engine(config, open_model(config), b"secret", lambda share: None)
+
+
+def test_a_draft_model_that_cannot_be_read_is_named_by_its_own_key(tmp_path: Path) -> None:
+    target, draft = write_model("llama3", tmp_path / "target"), write_model("qwen2", tmp_path / "draft")
+    (draft / "config.json").write_text(json.dumps({**read(draft), "num_attention_heads": "four"}))
+    for model in (draft, tmp_path / "nowhere"):
+        config = drafting(target, model)
+        with pytest.raises(ConfigError, match=rf"^speculative_config\.model: .*{model.name}"):
+            build_engine(config, open_model(config), b"secret", lambda share: None)
 
 
 def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
