@@ -67,7 +67,7 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     steps.note(Step(0, 0, 4, 40), 0.01, 4)
     steps.note(Step(sequences=5, kv_tokens=50, guesses=4, kept_guesses=3), 0.01, 4)
     verified = Chunk((0,) * 5, 9, (), (), Phase.DECODE, num_drafts=4)
-    result = StepResult(((tuple([SampledToken(0)] * 4),),), 0.01, expert_ratios=(1.0, 2.5, 2.75))
+    result = StepResult(((tuple([SampledToken(0)] * 4),),), 0.01, expert_ratios=(1.0, 2.5, 2.75), draft_s=0.004)
     steps.note_result(StepPlan((verified,)), result)
     samples = [
         *steps.samples("m"),
@@ -80,7 +80,7 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
     numbers = {sample.metric: sample.amount for sample in samples if sample.metric.kind is not Kind.HISTOGRAM}
     assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.SAMPLED_TOKENS]) == (100, 12)
-    assert numbers[metrics.DRAFT_TOKENS] == 4
+    assert (numbers[metrics.DRAFT_TOKENS], numbers[metrics.DRAFT_SECONDS]) == (4, 0.004)
     accepted = {sample.labels: sample.amount for sample in samples if sample.metric is metrics.ACCEPTED_TOKENS}
     assert accepted == {("m", "0"): 1, ("m", "1"): 1, ("m", "2"): 1}
     (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]

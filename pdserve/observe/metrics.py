@@ -220,6 +220,7 @@ ACCEPTED_TOKENS = _counter(
     _MODEL,
     "position",
 )
+DRAFT_SECONDS = _counter("pdserve_draft_model_seconds_total", "Time that the draft model computed after steps.", _MODEL)
 EXPERT_RATIO = _histogram(
     "pdserve_expert_load_ratio",
     "Tokens of a layer's busiest expert divided by the mean of its experts, over each 1024 tokens or more that a "

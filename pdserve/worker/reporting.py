@@ -56,6 +56,7 @@ class Steps:
         self._expert_ratios = Distribution(metrics.EXPERT_RATIO)
         self._num_computed = self._num_sampled = self._num_guesses = 0
         self._num_accepted = Counter[int]()  # by place
+        self._draft_s = 0.0
 
     def note(self, computed: Step, elapsed_s: float, num_tokens: int) -> None:
         """Count a step that brought so many tokens of answers."""
@@ -67,10 +68,11 @@ class Steps:
         self._num_sampled += num_tokens
 
     def note_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Count what only runners know of a step: which guesses were right, and which experts were busy."""
+        """Count what only runners know of a step: right guesses, a draft model's time, and which experts were busy."""
         for chunk, tokens in zip(plan.chunks, result.tokens, strict=True):
             if chunk.num_drafts and tokens:
                 self._num_accepted.update(range(len(tokens[0]) - 1))
+        self._draft_s += result.draft_s
         for ratio in result.expert_ratios:
             self._expert_ratios.observe(ratio)
 
@@ -82,6 +84,7 @@ class Steps:
         yield Sample(metrics.SAMPLED_TOKENS, self._num_sampled, label)
         yield Sample(metrics.DRAFT_TOKENS, self._num_guesses, label)
         yield from (Sample(metrics.ACCEPTED_TOKENS, n, (model, str(place))) for place, n in self._num_accepted.items())
+        yield Sample(metrics.DRAFT_SECONDS, self._draft_s, label)
         yield Sample(metrics.EXPERT_RATIO, self._expert_ratios, label)
 
 
