@@ -19,7 +19,7 @@ from pdserve.perfmodel.model import LATEST
 
 _FEW = 4  # tokens that a sequence may lack to be guessed for: the pass of its first guess computes them as well
 _FED_AT_ONCE = 128  # tokens of a prompt that the draft model computes after one step
-_EXPLORED, _EXPLORED_EVERY = 16, 128  # tokens, times: then what these take is learnt, whatever it is taken to be
+_FED_AT_LEAST = 16  # the same at least: a pass with fewer takes nearly as long
 _FED_FOR_ONE = 8  # tokens that it computes at most for each of the answer's: those so far, and those that may come
 _MOST_SLOWER = 0.25  # of a step's time: that others wait for a prompt after it
 _OUTLIER = 3.0  # a token counts as at most this multiple of what it is taken to take
@@ -37,7 +37,7 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._passes = TimedSteps()
         self._fed_s = 0.0  # that a token of a prompt takes, with its part of a pass; 0: none was computed yet
-        self._num_fed = 0  # times that prompts waited to be computed
+        self._waited_s = 0.0  # for which others would have waited while no prompt was computed
         self._account = _MOST_SAVED
         self._is_resting = False
         self._num_tried = 0  # times since guesses paid
@@ -101,17 +101,19 @@ class DraftModel:
     def next_to_feed(self, decoding: Seq[Sequence], plain_s: float) -> tuple[Sequence, int] | None:
         """Return how many tokens of which sequence to compute after the next step: of the one that lacks least.
 
-        An answer is taken to go on for as long as it has so far, at most. plain_s: what the step takes alone.
+        An answer is taken to go on for as long as it has so far, at most. Others wait for a quarter of the time on
+        average: 0 tokens while that is too little for a few. plain_s: what the step takes alone.
         """
         due = [s for s in decoding if _FEW < _lacking(s) <= _FED_FOR_ONE * min(s.num_output_tokens, self._num_left(s))]
         if not due:
             return None
-        most_s = plain_s * (self._account if len(decoding) == 1 else _MOST_SLOWER)
-        count = min(_FED_AT_ONCE, int(most_s / self._fed_s)) if self._fed_s else 0
-        if not self._num_fed % _EXPLORED_EVERY:
-            count = max(count, _EXPLORED)
-        self._num_fed += 1
-        return (min(due, key=_lacking), count) if count > _FEW else None
+        self._waited_s += _MOST_SLOWER * plain_s
+        most_s = self._account * plain_s if len(decoding) == 1 else self._waited_s
+        count = min(_FED_AT_ONCE, int(most_s / self._fed_s)) if self._fed_s else _FED_AT_LEAST
+        if count < _FED_AT_LEAST:
+            return due[0], 0
+        self._waited_s = 0.0
+        return min(due, key=_lacking), count
 
     def choose(
         self, most: Mapping[Sequence, int], best: Mapping[Sequence, int], is_trying: bool
@@ -133,9 +135,8 @@ class DraftModel:
         for sequence in decoding:
             known = sequence.guessing
             known.num_to_feed, known.num_to_draft = _lacking(sequence), wanted.get(sequence, 0)
-        if fed is not None:
-            (sequence, count) = fed
-            sequence.guessing.num_to_feed, sequence.guessing.num_to_draft = count, 1
+        if fed is not None and fed[1]:
+            fed[0].guessing.num_to_feed, fed[0].guessing.num_to_draft = fed[1], 1
 
     def _num_left(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence can be guessed after its next step."""

@@ -134,7 +134,8 @@ class Speculation:
             if gains := self._gains(decoding, [min(most, draft_model.most(*each)) for each in own]):
                 best = gains[: min(room, self._best(decoding, gains, draft_model))]
                 self._is_trying = not best and fed is None
-                wanted = draft_model.choose(_counted(decoding, gains), _counted(decoding, best), self._is_trying)
+                if best or fed is None or fed[1]:
+                    wanted = draft_model.choose(_counted(decoding, gains), _counted(decoding, best), self._is_trying)
         draft_model.ask(decoding, wanted, fed)
 
     def _gains(self, decoding: Seq[Sequence], most: Iterable[int]) -> list[_Gain]:
