@@ -22,6 +22,7 @@ _FED_AT_ONCE = 128  # tokens of a prompt that the draft model computes after one
 _FED_AT_LEAST = 16  # the same at least: a pass with fewer takes nearly as long
 _FED_FOR_ONE = 8  # tokens that it computes at most for each of the answer's: those so far, and those that may come
 _MOST_SLOWER = 0.25  # of a step's time: that others wait for a prompt after it
+_UNTIMED = 2  # times that this takes longer: programs are recorded, and memory is taken
 _OUTLIER = 3.0  # a token counts as at most this multiple of what it is taken to take
 _TRIED = 4  # guesses at once
 _MOST_TRIED = 32  # times in a row
@@ -37,6 +38,7 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._passes = TimedSteps()
         self._fed_s = 0.0  # that a token of a prompt takes, with its part of a pass; 0: none was computed yet
+        self._num_fed = 0  # times
         self._waited_s = 0.0  # for which others would have waited while no prompt was computed
         self._account = _MOST_SAVED
         self._is_resting = False
@@ -47,10 +49,10 @@ class DraftModel:
     def can_compute(self) -> bool:
         return not self._is_resting and not self.has_failed
 
-    def learn(self, sequences: Seq[Sequence], plan: StepPlan, result: StepResult, saved_s: float) -> None:
+    def learn(self, sequences: Seq[Sequence], plan: StepPlan, result: StepResult, num_saved: float) -> None:
         """Take in what has been drafted after a step. sequences: parallel to the plan's chunks.
 
-        saved_s: how much longer the tokens of the step would have taken without its guesses.
+        num_saved: steps that guesses have saved, less what they and the draft model took, in steps' time.
         """
         drafted: list[Chunk] = []
         for place, (sequence, chunk) in enumerate(zip(sequences, plan.chunks, strict=True)):
@@ -66,9 +68,7 @@ class DraftModel:
                 sequence.guessing.num_drafted = chunk.start + num_kept + 1 if is_whole else reached
         if drafted:
             self._learn_cost(drafted, result)
-        if (plain_s := result.elapsed_s - result.draft_s) > 0:
-            account = self._account + _SHARE + (saved_s - result.draft_s) / plain_s
-            self._account = max(-_MOST_SAVED, min(_MOST_SAVED, account))
+        self._account = max(-_MOST_SAVED, min(_MOST_SAVED, self._account + _SHARE + num_saved))
         if self._account <= 0 or self._num_tried >= _MOST_TRIED:
             self._is_resting, self._num_tried = True, 0
             self._account = min(0.0, self._account)
@@ -85,7 +85,11 @@ class DraftModel:
         if num_fed > _FEW:
             rest_s = max(0, num_passes - 1) * self._passes.costs.decode_s(num_rows, kv_tokens)
             fed_s = max(0.0, result.draft_s - rest_s) / num_fed
-            self._fed_s += LATEST * (min(fed_s, _OUTLIER * self._fed_s) - self._fed_s) if self._fed_s else fed_s
+            self._num_fed += 1
+            if self._fed_s:
+                self._fed_s += LATEST * (min(fed_s, _OUTLIER * self._fed_s) - self._fed_s)
+            elif self._num_fed > _UNTIMED:
+                self._fed_s = fed_s
         elif num_passes:
             self._passes.learn(Step(sequences=num_rows, kv_tokens=kv_tokens), result.draft_s / num_passes)
 

@@ -77,15 +77,16 @@ class Speculation:
         if not result.failed:
             self._steps.learn(work, result.elapsed_s - result.draft_s)
         if self._draft_model is not None:
-            self._draft_model.learn(sequences, plan, result, self._saved_s(work))
+            self._draft_model.learn(sequences, plan, result, self._num_saved(work, result.draft_s))
 
-    def _saved_s(self, work: Step) -> float:
-        """Return how much longer the tokens of a step would have taken without its guesses."""
-        if not work.guesses:
+    def _num_saved(self, work: Step, draft_s: float) -> float:
+        """Return how many steps guesses have saved, less what they and the draft model took, in steps' time."""
+        num_plain = work.sequences - work.guesses
+        if not num_plain:
             return 0.0
-        costs, num_plain = self._steps.costs, work.sequences - work.guesses
-        plain_s = costs.decode_s(num_plain, work.kv_tokens * num_plain / work.sequences)
-        return plain_s * (1 + work.kept_guesses / num_plain) - costs.decode_s(work.sequences, work.kv_tokens)
+        plain_s = self._steps.costs.decode_s(num_plain, work.kv_tokens * num_plain / work.sequences)
+        longer_s = self._steps.costs.decode_s(work.sequences, work.kv_tokens) - plain_s
+        return work.kept_guesses / num_plain - (longer_s + draft_s) / plain_s
 
     def guess(self, sequence: Sequence, given: tuple[int, ...], most: int) -> None:
         """Give a sequence at most so many guesses: those of the runner, or by lookup once its tokens are indexed."""

@@ -226,7 +226,7 @@ def test_a_prompt_is_taken_in_by_parts_before_guesses_are_made() -> None:
             (((SampledToken(0),),),), 0.010, drafts={0: () if fed[-1][1] < 299 else (5,)}, draft_s=0.001
         )
         made.learn([sequence], StepPlan((chunk,)), result)
-    assert fed == [(0, 16), (16, 144), (144, 272), (272, 299)], "a few, until their time is known"
+    assert fed == [(0, 16), (16, 32), (32, 48), (48, 176), (176, 299)], "a few, until their time is known"
     assert sequence.guessing.num_drafted == 301, "and the sampled token"
 
 
