@@ -47,4 +47,5 @@ def infilling_of(tokenizer: Tokenizer) -> Infilling | None:
 def _start_of(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens that the tokenizer adds in front of a text."""
     whole, bare = (tokenizer.encode("a", add_special=special) for special in (True, False))
-    return whole[: next(place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)]
+    places = (place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
+    return whole[: next(places, 0)]

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from live_cluster import LiveCluster, is_idle, live_cluster
-from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from model_zoo import write_model
 
 from pdserve.checkpoint.checkpoint import tokenizer_archive
 from pdserve.checkpoint.fetch import resolve_model
@@ -56,22 +54,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
 def write_random(folder: Path) -> None:
     """Write a small model with the tokenizer and the chat template of SmolLM2."""
     source = open_checkpoint(resolve_model("smollm2-135m-instruct"))
-    zipfile.ZipFile(io.BytesIO(tokenizer_archive(source))).extractall(folder)
     size = source.config.vocab_size
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=40_000,
-        architectures=["LlamaForCausalLM"],
-    )
-    model = LlamaForCausalLM(config)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
-    config.save_pretrained(folder)
+    write_model("llama3", folder, vocab_size=size, max_position_embeddings=40_000)
+    archive = zipfile.ZipFile(io.BytesIO(tokenizer_archive(source)))
+    archive.extractall(folder, [name for name in archive.namelist() if name != "config.json"])
     ends = {"eos_token_id": [*range(0, size, ENDS_EVERY)]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
 

@@ -119,7 +119,7 @@ def test_converted_pages_arrive_with_the_digests_of_what_arrived(setting: Settin
 
 
 @pytest.mark.slow
-def test_the_way_of_converted_pages_is_measured_with_the_receivers_pages(setting: Setting) -> None:
+def test_the_way_of_converted_pages_can_be_measured(setting: Setting) -> None:
     writer, target, _ = converting(setting, "int8")
     assert writer.mover.probe(target.peer).result(20).bytes_per_s > 0
     assert writer.write(target, pages(4), pages(9)).digests is not None
