@@ -10,6 +10,7 @@ import typer
 from pdserve.base.errors import CommandError, ConfigError
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
+    APIS,
     DEFAULT_MODEL,
     DOORS,
     THIS_MACHINES_ROUTER,
@@ -159,7 +160,7 @@ def agents(
 class FrontendFlags:
     """Loads of a router's processes: all combinations of what is given."""
 
-    door: Annotated[list[str] | None, typer.Option(**DOORS, help="Repeatable; by default both.")] = None
+    door: Annotated[list[str] | None, typer.Option(**APIS, help="Repeatable; by default all.")] = None
     step_ms: Annotated[list[float] | None, typer.Option(help="Milliseconds of a decode step; repeatable.")] = None
     streams: Annotated[list[int] | None, typer.Option(help="Streams at once; repeatable.")] = None
     output_len: Annotated[list[int] | None, typer.Option(help="Tokens of an answer; repeatable.")] = None
@@ -169,10 +170,10 @@ class FrontendFlags:
     ] = None
 
     def loads(self) -> "list[FrontendLoad]":
-        from pdserve.measure.client import Door
         from pdserve.measure.frontend import Load
+        from pdserve.measure.streams import Api
 
-        doors, counts = map(Door, self.door or ("grpc", "http")), self.num_frontends or (0,)
+        doors, counts = map(Api, self.door or Api), self.num_frontends or (0,)
         kinds = product(
             self.step_ms or (20.0, 2.0), doors, self.streams or (64, 256), self.output_len or (64, 8), counts
         )

@@ -55,6 +55,7 @@ def one_of(*names: str) -> _Choice:
 
 
 DOORS = one_of("grpc", "http")
+APIS = one_of("grpc", "completions", "chat", "responses", "messages")
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with settings by name; flags override it.")
 ]

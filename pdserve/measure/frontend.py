@@ -5,34 +5,28 @@ when the last has ended, and has a connection of its own.
 """
 
 import asyncio
-import json
 import multiprocessing
 import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
-import grpc
 import psutil
 
 from pdserve.base.clock import MonotonicClock
-from pdserve.base.errors import CommandError
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.launch.folder import free_port
-from pdserve.measure.client import Door
 from pdserve.measure.live import Report, serving_process
 from pdserve.measure.outcomes import Percentiles, percentiles
 from pdserve.measure.replayed import replay
-from pdserve.net.rpc import split_address
-from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.measure.streams import Answered, Api, Stream, open_stream
 
 _HOST = "127.0.0.1"
 _MODEL = "replayed"
@@ -43,13 +37,6 @@ _ANSWER = (
 _WORDS = _ANSWER.replace(",", "").replace(";", "").replace(".", "").lower().split()
 _READY_TIMEOUT_S = 60.0
 PROMPT_WORDS = 200
-_POST = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n%b"
-)
-_GENERATE = "/pdserve.v1.InferenceService/Generate"
-
-
 _CPUCLOCK_SCHED = 2
 Limit = Callable[[Sequence[int], int], AbstractContextManager[None]]  # of a router's processes, with so many frontends
 
@@ -58,7 +45,7 @@ Limit = Callable[[Sequence[int], int], AbstractContextManager[None]]  # of a rou
 class Load:
     """What is sent: `num_streams` closed loops of `rounds` requests each, after one that does not count."""
 
-    door: Door
+    door: Api
     step_s: float
     num_streams: int
     output_tokens: int
@@ -68,14 +55,6 @@ class Load:
     def __str__(self) -> str:
         streams = f"{self.num_streams} x {self.output_tokens} tokens"
         return f"{self.door}, {1e3 * self.step_s:g} ms, {streams}, frontends: {self.num_frontends}"
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What a stream saw of one request."""
-
-    ttft_s: float
-    num_messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,90 +82,6 @@ class FrontendCost:
     ttft_s: Percentiles | None  # of the requests of all runs
 
 
-class Stream(Protocol):
-    """One connection that sends a request after another."""
-
-    async def ask(self, prompt: str, max_tokens: int) -> Answered:
-        """Send a request and read its answer whole; CommandError where it is not as long as it should be."""
-
-    async def close(self) -> None: ...
-
-
-class GrpcStream:
-    """A client of InferenceService that parses the last message of an answer alone."""
-
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_GENERATE)
-        self._clock = MonotonicClock()
-
-    async def ask(self, prompt: str, max_tokens: int) -> Answered:
-        sampling = inference.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = inference.GenerateRequest(text=prompt, sampling=sampling)
-        sent_s, first_s, num_messages, last = self._clock.now_s(), 0.0, 0, b""
-        call = self._generate(request.SerializeToString())
-        while isinstance(message := await call.read(), bytes):
-            first_s = first_s or self._clock.now_s()
-            num_messages, last = num_messages + 1, message
-        num_tokens = inference.GenerateResponse.FromString(last).usage.completion_tokens
-        if num_tokens != max_tokens:
-            raise CommandError(f"an answer has {num_tokens} tokens, {max_tokens} were asked for")
-        return Answered(first_s - sent_s, num_messages)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-
-class HttpStream(asyncio.Protocol):
-    """A client of /v1/completions that looks at an answer's events no further than to count them."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._clock = MonotonicClock()
-        self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
-        self._first_s = 0.0
-        self._whole: asyncio.Future[None] | None = None
-
-    async def ask(self, prompt: str, max_tokens: int) -> Answered:
-        loop = asyncio.get_running_loop()
-        if self._transport is None:
-            host, port = split_address(self._address)
-            self._transport, _ = await loop.create_connection(lambda: self, host, int(port))
-        if self._transport.is_closing():
-            raise CommandError("the router closed a connection between two requests")
-        body = {
-            "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 1.0, "stream": True,
-            "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        packed = json.dumps(body).encode()
-        self._received.clear()
-        self._whole = loop.create_future()
-        sent_s = self._clock.now_s()
-        self._transport.write(_POST % (len(packed), packed))
-        await self._whole
-        if b'"completion_tokens":%d,' % max_tokens not in self._received:
-            raise CommandError(f"an answer is not of {max_tokens} tokens: {bytes(self._received[-1000:])!r}")
-        return Answered(self._first_s - sent_s, self._received.count(b"data: ") - 1)  # besides [DONE]
-
-    def data_received(self, data: bytes) -> None:
-        if b"data: " not in self._received:
-            self._first_s = self._clock.now_s()
-        self._received += data
-        is_error = self._received.startswith(b"HTTP/1.1") and not self._received.startswith(b"HTTP/1.1 200")
-        if self._whole is not None and (is_error or self._received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")):
-            self._whole.set_result(None)
-            self._whole = None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._whole is not None:
-            self._whole.set_exception(exc or CommandError("the router closed a connection"))
-
-    async def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process so far, with that of threads which have ended, to the nanosecond.
 
@@ -198,17 +93,18 @@ def cpu_s(pid: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """A running router and its doors' addresses."""
+    """A running router and its addresses."""
 
     processes: Sequence[psutil.Process]  # its own, and its frontends'
-    doors: Mapping[Door, str]
+    grpc_address: str
+    http_address: str
 
     def cpu_s(self) -> Counter[int]:
         """Return the CPU time of the router's processes so far, by their ids."""
         return Counter({each.pid: cpu_s(each.pid) for each in self.processes})
 
-    def stream(self, door: Door) -> Stream:
-        return (GrpcStream if door is Door.GRPC else HttpStream)(self.doors[door])
+    def stream(self, door: Api) -> Stream:
+        return open_stream(door, _MODEL, self.grpc_address, self.http_address)
 
 
 async def measure_frontend(
@@ -276,20 +172,20 @@ async def _serving(model: str, step_s: float, num_frontends: int) -> AsyncIterat
             processes = [await stack.enter_async_context(each) for each in started]
             worker.start()
             try:
-                doors = {Door.GRPC: f"{_HOST}:{public}", Door.HTTP: f"{_HOST}:{http}"}
-                await _ready(doors[Door.GRPC])
-                yield _Router([psutil.Process(process.pid) for process in processes], doors)
+                found = [psutil.Process(process.pid) for process in processes]
+                router = _Router(found, f"{_HOST}:{public}", f"{_HOST}:{http}")
+                await _ready(router)
+                yield router
             finally:
                 worker.terminate()
                 worker.join()
 
 
-async def _ready(address: str) -> None:
+async def _ready(router: _Router) -> None:
     """Return once the router answers a request; it waits for workers by itself."""
-    async with asyncio.timeout(_READY_TIMEOUT_S), grpc.aio.insecure_channel(address) as channel:
-        await channel.channel_ready()
-    stream = GrpcStream(address)
-    await stream.ask("ready", 2)
+    stream = router.stream(Api.GRPC)
+    async with asyncio.timeout(_READY_TIMEOUT_S):
+        await stream.ask("ready", 2)
     await stream.close()
 
 

@@ -10,10 +10,10 @@ from cluster_states import printed
 from pdserve.base.errors import CommandError
 from pdserve.cli.results import fail_unless_right
 from pdserve.measure.chaos import Fault, Verdict, tally
-from pdserve.measure.client import Door
 from pdserve.measure.frontend import FrontendCost, Load
 from pdserve.measure.outcomes import ANY, Objective, Outcome, Percentiles, summarize
 from pdserve.measure.overload import Findings
+from pdserve.measure.streams import Api
 from pdserve.measure.tables import as_json, compared
 
 OBJECTIVE = Objective(ttft_s=0.5)
@@ -73,7 +73,7 @@ def test_results_stand_beside_each_other_and_what_one_lacks_is_a_dash() -> None:
 
 
 def test_many_loads_of_a_router_fit_into_a_hundred_columns() -> None:
-    kinds = product((0.02, 0.002), Door, (64, 256), (64, 8))
+    kinds = product((0.02, 0.002), (Api.GRPC, Api.COMPLETIONS), (64, 256), (64, 8))
     loads = [Load(door, step_s, streams, tokens, 4) for step_s, door, streams, tokens in kinds]
     costs = [
         FrontendCost(str(load), load, {"median": s, "least": s / 2, "most": 2 * s}, s / 3, 65.0, 1234.5, TIMES)

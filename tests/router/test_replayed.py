@@ -7,8 +7,9 @@ import pytest
 from router_fakes import MODEL, TOKENIZER, collect, running_router, text_of
 
 from pdserve.base.errors import CommandError
-from pdserve.measure.frontend import GrpcStream, HttpStream
+from pdserve.launch.folder import free_port
 from pdserve.measure.replayed import Replayed
+from pdserve.measure.streams import FORMS, Api, HttpStream, open_stream
 from pdserve.proto.v1 import link_pb2 as link
 
 ANSWER = "abcdefg"
@@ -20,9 +21,22 @@ async def test_answers_are_the_replayed_text(secret_file: Path) -> None:
         serving = tasks.create_task(workers.serve(router.addresses.internal, secret_file, 0.001))
         replies = await asyncio.gather(*(collect(router.generate(text="hello", max_tokens=20)) for _ in range(16)))
         assert {text_of(each) for each in replies} == {"abcdefgabcdefgabcdef"}
-        stream = GrpcStream(router.addresses.public)
-        answers = [await stream.ask("hello", max_tokens) for max_tokens in (1, 2, 5)]
-        assert all(each.ttft_s > 0 and each.num_messages for each in answers)
+        serving.cancel()
+
+
+@pytest.mark.parametrize("api", Api)
+async def test_a_stream_of_each_api_reads_whole_answers_and_sees_their_first_text(secret_file: Path, api: Api) -> None:
+    port, step_s = free_port("127.0.0.1"), 0.05
+    async with running_router(secret_file, {"http_port": port}) as router, asyncio.TaskGroup() as tasks:
+        workers = Replayed(MODEL, TOKENIZER.encode(ANSWER, add_special=False), max_num_seqs=8)
+        serving = tasks.create_task(workers.serve(router.addresses.internal, secret_file, step_s))
+        stream = open_stream(api, MODEL, router.addresses.public, f"127.0.0.1:{port}")
+        for max_tokens in (1, 8):
+            began_s = (loop := asyncio.get_running_loop()).time()
+            answer = await stream.ask("hello", max_tokens)
+            took_s = loop.time() - began_s
+            assert answer.num_messages >= max_tokens
+            assert 0 < answer.ttft_s <= took_s - max(0, max_tokens - 2) * step_s / 2
         await stream.close()
         serving.cancel()
 
@@ -49,7 +63,7 @@ async def test_a_connection_that_was_lost_between_two_requests_is_an_error() -> 
 
     async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server, asyncio.timeout(10):
         host, port = server.sockets[0].getsockname()
-        stream = Noting(f"{host}:{port}")
+        stream = Noting(f"{host}:{port}", FORMS[Api.COMPLETIONS], MODEL)
         await stream.ask("hello", 1)
         await stream.lost.wait()
         with pytest.raises(CommandError, match="closed a connection"):
