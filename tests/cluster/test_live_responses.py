@@ -1,4 +1,4 @@
-"""OpenAI's Responses API on a live cluster with two frontends that keep responses in one file."""
+"""OpenAI's Responses API on a live cluster with two frontends that keep responses in one file; Anthropic's Messages."""
 
 import json
 import signal
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from live_cluster import LiveCluster, all_ready, is_idle, live_cluster, load_of
@@ -74,8 +75,7 @@ def test_a_stream_goes_on_though_its_worker_is_killed(cluster: LiveCluster) -> N
         whole = client.responses.create(**asked)
         with client.responses.create(**asked, stream=True) as stream:
             events = [next(stream) for _ in range(12)]
-            status = cluster.status()
-            cluster.signal(max(DECODES, key=lambda name: load_of(status, name).num_running), signal.SIGKILL)
+            kill_busiest(cluster)
             events += list(stream)
     assert events[-1].type == f"response.{whole.status}"
     assert events[-1].response.output_text == whole.output_text
@@ -83,6 +83,31 @@ def test_a_stream_goes_on_though_its_worker_is_killed(cluster: LiveCluster) -> N
     ledger: Any = (events[-1].response.model_extra or {})["pdserve"]
     assert ledger["attempts"] > 1
     cluster.wait_for(all_ready(3), 60)
+
+
+def test_a_stream_of_messages_goes_on_though_its_worker_is_killed(cluster: LiveCluster) -> None:
+    said = [{"role": "user", "content": "Tell a long story of the sea."}]
+    asked: Any = {"model": MODEL, "messages": said, "max_tokens": 150, "temperature": 0}
+    with httpx.Client(base_url=cluster.state.http, timeout=60) as client:
+        whole = client.post("/v1/messages", json=asked).json()
+        with client.stream("POST", "/v1/messages", json={**asked, "stream": True}) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+            events = [json.loads(next(lines)[6:]) for _ in range(12)]
+            kill_busiest(cluster)
+            events += [json.loads(line[6:]) for line in lines]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == whole["content"][0]["text"]
+    *_, ending, stop = events
+    assert (ending["delta"]["stop_reason"], stop) == (whole["stop_reason"], {"type": "message_stop"})
+    assert ending["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert ending["pdserve"]["attempts"] > 1
+    cluster.wait_for(all_ready(3), 60)
+
+
+def kill_busiest(cluster: LiveCluster) -> None:
+    """Kill the decode worker that runs the most sequences."""
+    status = cluster.status()
+    cluster.signal(max(DECODES, key=lambda name: load_of(status, name).num_running), signal.SIGKILL)
 
 
 def test_frontends_share_what_is_kept_and_it_outlives_them(cluster: LiveCluster) -> None:

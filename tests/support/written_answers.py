@@ -1,6 +1,7 @@
 """What models write when tools are offered, well formed and not: for doors that make messages of it."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from router_fakes import MODEL, TOKENIZER
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.openai.filters import MessageFilter
 from pdserve.router.frontend.served import ServedModel
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tool_calls import FORMATS, FormatName
@@ -33,6 +36,19 @@ class Written:
     text: str
     finish_reason: int
     cuts: tuple[int, ...]  # pieces in which it came
+
+
+class PlainText(MessageFilter):
+    """Finds nothing in a text but text."""
+
+    def __init__(self) -> None:
+        super().__init__(None, FORMATS["hermes"], (), None, shows_reasoning=False)
+
+
+def plain_gains(texts: Sequence[str]) -> list[Gain]:
+    """Return what an answer of text alone gains, with its end."""
+    gains = [Gain(0, [1], text) for text in texts]
+    return [*gains, Gain(0, [1], "", finish_reason=inference.FINISH_REASON_STOP)]
 
 
 ARGUMENTS = st.one_of(

@@ -31,6 +31,10 @@ _FIELDS = {  # as chats have them
     ".function.name": ".name",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
+_DELTA = (  # an event of text, as `_gain` writes it
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+    b'"delta":{"type":"text_delta","text":%b}}\n\n'
+)
 _TEXTS = {"content": ("text", "text"), "reasoning_content": ("thinking", "thinking")}  # blocks, and their members
 
 
@@ -54,6 +58,8 @@ class MessagesResponse:
 
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
         self._num_tokens += len(gain.token_ids)
+        if choice.filter is None and self._open == "text" and gain.text and not gain.finish_reason:
+            return _DELTA % (self._num_blocks - 1, encode(gain.text))
         events = b"" if choice.is_begun else self._start()
         choice.is_begun = True
         return events + b"".join([self._delta(delta) for delta in choice.deltas(gain)])

@@ -94,6 +94,17 @@ class Output:
             events += self._gain(call["function"].get("arguments"))
         return events
 
+    def extend(self, text: str) -> tuple[int, str, int] | None:
+        """Take text of the message that goes on: return its event's number, the item's id and place.
+
+        None, and nothing is taken, where no message goes on. Most events are such, so writers need no JSON of theirs.
+        """
+        if self._state is not State.MESSAGE or self._unsent:
+            return None
+        self._texts.append(text)
+        number, self._num_events = self._num_events, self._num_events + 1
+        return number, self.items[-1]["id"], len(self.items) - 1
+
     def close(self, *, is_cut: bool) -> list[Json]:
         """End the item that goes on, if one does. `is_cut`: it is not whole."""
         if self._state not in _EVENTS:

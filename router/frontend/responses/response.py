@@ -24,6 +24,10 @@ _FIELDS = {  # as chats have them
     "response_format": "text.format",
     "chat: ": "input: ",
 }
+_DELTA = (  # an event of text, as `written` writes it
+    b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":%d,'
+    b'"item_id":"%b","output_index":%d,"content_index":0,"logprobs":[],"delta":%b}\n\n'
+)
 _SERVER_ERROR, _RATE_LIMIT = "server_error", "rate_limit_exceeded"
 
 
@@ -47,9 +51,15 @@ class ItemsResponse:
         self.output = Output(namespaces_of(asked.tools))
         self._reasoning = reasoning
         self._names = TokenNames(tokenizer) if asked.shows_logprobs else None
+        self._is_text_alone = reasoning is None and self._names is None
         self._finish_reason: str | None = None
 
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
+        if choice.filter is None and self._is_text_alone and gain.text and not gain.finish_reason:
+            place = self.output.extend(gain.text)
+            if place is not None:
+                number, item, index = place
+                return _DELTA % (number, item.encode(), index, encode(gain.text))
         return written(self.gained(choice, gain))
 
     def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:

@@ -11,9 +11,10 @@ import pytest
 from anthropic.types import RawMessageStreamEvent
 from http_door import HttpRouter, StartHttp
 from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from router_fakes import MODEL, TOKENIZER, tokens_of
-from written_answers import MODELS, TOOL, Json, Written, answers
+from written_answers import MODELS, TOOL, Json, PlainText, Written, answers, plain_gains
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import RefusedError
@@ -279,6 +280,17 @@ def events_of(written: Written) -> tuple[list[Json], Json]:
         EVENT.validate_python(told)
         events.append(told)
     return events, events[-2]["delta"]
+
+
+@given(texts=st.lists(st.text(), max_size=8))
+def test_text_alone_is_written_as_any_other_delta(texts: list[str]) -> None:
+    streams = set()
+    for parser in (None, PlainText()):
+        response, choice = MessagesResponse(MODEL, 100_000), Choice(0, Prompt(), parser)
+        response.id = "msg_1"
+        data = b"".join([response.chunks(choice, gain) for gain in plain_gains(texts)])
+        streams.add(data + response.last_chunk(choice, None) + response.end([Usage(3, 1, 0)], {}))
+    assert len(streams) == 1
 
 
 def test_a_whole_conversation_that_ends_with_a_question_is_continued_by_nobody() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from router_fakes import MODEL, TOKENIZER
-from written_answers import MODELS, TOOL, Json, Written, answers
+from written_answers import MODELS, TOOL, Json, PlainText, Written, answers, plain_gains
 
 from pdserve.base.errors import InvariantError
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.protocol.refusal import Cause, Refused
 from pdserve.router.frontend.answer import Gain
-from pdserve.router.frontend.openai.dialect import Choice
+from pdserve.router.frontend.openai.dialect import Choice, Prompt
 from pdserve.router.frontend.openai.fields import ChatRequest
 from pdserve.router.frontend.openai.filters import plan
 from pdserve.router.frontend.openai.generation import choices_of
@@ -165,6 +165,23 @@ def test_events_have_the_published_order_and_make_the_whole_response(written: Wr
     for place, item in enumerate(whole["output"], 1):
         is_whole = not (is_cut and place == len(whole["output"])) and is_object(item.get("arguments", "{}"))
         assert item["status"] == ("completed" if is_whole else "incomplete")
+
+
+@given(texts=st.lists(st.text(), max_size=8))
+def test_text_alone_is_written_as_any_other_delta_of_an_item(texts: list[str]) -> None:
+    streams = set()
+    for parser in (None, PlainText()):
+        response, choice = (
+            ItemsResponse(ResponseRequest(input="?"), MODEL, TOKENIZER, None, "resp_1"),
+            Choice(0, Prompt(), parser),
+        )
+        response.told["created_at"] = 0
+        data = b"".join([response.chunks(choice, gain) for gain in plain_gains(texts)])
+        data += response.last_chunk(choice, None) + response.end([Usage(3, 1, 0)], {})
+        assert check(parsed(data))["output"][0]["content"][0]["text"] == "".join(texts)
+        data = re.sub(rb'"completed_at":\d+', b"", data)
+        streams.add(re.sub(rb"msg_[0-9a-f]+", b"msg_1", data))
+    assert len(streams) == 1
 
 
 def is_object(text: str) -> bool:
