@@ -34,9 +34,9 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 def open_directory(path: Path) -> Checkpoint:
     """Read the JSON files; weights and tokenizer are read on demand."""
-    raw_config = _read_json(path / "config.json")
-    generation = _read_json(path / "generation_config.json")
-    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    raw_config = read_json(path / "config.json")
+    generation = read_json(path / "generation_config.json")
+    tokenizer_config = read_json(path / "tokenizer_config.json")
     with naming("config.json"):
         config = ModelConfig.from_hf(raw_config)
     with naming("generation_config.json"):
@@ -62,7 +62,7 @@ def open_directory(path: Path) -> Checkpoint:
         chat_template=templates.get(DEFAULT, (path, None))[1],
         tool_template=templates.get(TOOL_USE, (path, None))[1],
         template_files={name: file for name, (file, _) in templates.items()},
-        weight_files=_weight_files(path),
+        weight_files=weight_files(path),
         weights=weights,
         coded_weights=partial(weights, keep_coded=True) if form.coded_as else None,
         coded_as=form.coded_as,
@@ -71,7 +71,7 @@ def open_directory(path: Path) -> Checkpoint:
     )
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, object]:
     """Return a JSON object; an empty one if there is no such file."""
     content = _parsed(path, {})
     if not isinstance(content, dict):
@@ -104,7 +104,7 @@ def _read_text(path: Path) -> str | None:
         raise ConfigError(f"{path.name}: cannot be read ({error.strerror})") from error
 
 
-def _weight_files(path: Path) -> tuple[Path, ...]:
+def weight_files(path: Path) -> tuple[Path, ...]:
     """Return the safetensors files that exist; none for a directory with only a config."""
     files = [file for file in _named_files(path) if file.is_file()]
     pickled = [file.name for pattern in PICKLED for file in sorted(path.glob(pattern))]
@@ -117,7 +117,7 @@ def _named_files(path: Path) -> list[Path]:
     """Return the files that the index names, or the single file if there is no index."""
     if not _has_index(path):
         return [path / SINGLE_FILE]
-    weight_map = _read_json(path / INDEX).get("weight_map")
+    weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise ConfigError(f"{INDEX}: not an index of safetensors files")
     for name in weight_map.values():

@@ -33,9 +33,13 @@ _MOST_SAVED = 50.0  # steps' time in the account; as much debt is remembered
 class DraftModel:
     """The draft model of one worker, as its scheduler knows it."""
 
-    def __init__(self, max_model_len: int) -> None:
-        """max_model_len: tokens of the longest sequence for which it is used."""
+    def __init__(self, max_model_len: int, *, keeps_up: bool = False) -> None:
+        """max_model_len: tokens of the longest sequence for which it is used.
+
+        keeps_up: steps compute what it needs, whether or not they draft, as with a head; so it lacks no tokens.
+        """
         self._max_model_len = max_model_len
+        self._keeps_up = keeps_up
         self._passes = TimedSteps()
         self._fed_s = 0.0  # that a token of a prompt takes, with its part of a pass; 0: none was computed yet
         self._num_fed = 0  # times
@@ -100,7 +104,7 @@ class DraftModel:
 
     def most(self, sequence: Sequence, num_verified: int) -> int:
         """Return how many guesses of a sequence can be made once a step has verified so many; 0 or less: none."""
-        return self._num_left(sequence) - num_verified if _lacking(sequence) <= _FEW else 0
+        return self._num_left(sequence) - num_verified if self._lacking(sequence) <= _FEW else 0
 
     def next_to_feed(self, decoding: Seq[Sequence], plain_s: float) -> tuple[Sequence, int] | None:
         """Return how many tokens of which sequence to compute after the next step: of the one that lacks least.
@@ -108,7 +112,13 @@ class DraftModel:
         An answer is taken to go on for as long as it has so far, at most. Others wait for a quarter of the time on
         average: 0 tokens while that is too little for a few. plain_s: what the step takes alone.
         """
-        due = [s for s in decoding if _FEW < _lacking(s) <= _FED_FOR_ONE * min(s.num_output_tokens, self._num_left(s))]
+        due = [
+            sequence
+            for sequence in decoding
+            if _FEW
+            < self._lacking(sequence)
+            <= _FED_FOR_ONE * min(sequence.num_output_tokens, self._num_left(sequence))
+        ]
         if not due:
             return None
         self._waited_s += _MOST_SLOWER * plain_s
@@ -117,7 +127,7 @@ class DraftModel:
         if count < _FED_AT_LEAST:
             return due[0], 0
         self._waited_s = 0.0
-        return min(due, key=_lacking), count
+        return min(due, key=self._lacking), count
 
     def choose(
         self, most: Mapping[Sequence, int], best: Mapping[Sequence, int], is_trying: bool
@@ -127,10 +137,10 @@ class DraftModel:
         One pass computes these together, and no sequence falls behind. most: that can be made; best: as many as pay;
         is_trying: a few are tried, since none pay.
         """
-        chosen = {sequence: max(1, best.get(sequence, 0)) for sequence in most}
+        chosen = dict(best) if self._keeps_up else {sequence: max(1, best.get(sequence, 0)) for sequence in most}
         self._num_tried = self._num_tried + is_trying if not best else 0
         if is_trying:
-            sequence = min(most, key=_lacking)
+            sequence = min(most, key=self._lacking)
             chosen[sequence] = min(_TRIED, most[sequence])
         return chosen
 
@@ -138,7 +148,7 @@ class DraftModel:
         """Say how many guesses are wanted of sequences after their next step, and how much of which prompt is fed."""
         for sequence in decoding:
             known = sequence.guessing
-            known.num_to_feed, known.num_to_draft = _lacking(sequence), wanted.get(sequence, 0)
+            known.num_to_feed, known.num_to_draft = self._lacking(sequence), wanted.get(sequence, 0)
         if fed is not None and fed[1]:
             fed[0].guessing.num_to_feed, fed[0].guessing.num_to_draft = fed[1], 1
 
@@ -146,7 +156,6 @@ class DraftModel:
         """Return how many tokens of a sequence can be guessed after its next step."""
         return min(self._max_model_len, sequence.length_limit) - len(sequence.tokens) - 2
 
-
-def _lacking(sequence: Sequence) -> int:
-    """Return how many of a sequence's tokens the draft model has not computed."""
-    return max(0, len(sequence.tokens) - sequence.guessing.num_drafted)
+    def _lacking(self, sequence: Sequence) -> int:
+        """Return how many of a sequence's tokens the draft model has not computed."""
+        return 0 if self._keeps_up else max(0, len(sequence.tokens) - sequence.guessing.num_drafted)

@@ -1,17 +1,23 @@
-"""A draft model beside a worker's model: after a step it guesses what follows, for the next step to verify.
+"""What guesses beside a worker's model: after a step it guesses what follows, for the next step to verify.
 
-Invariant: the draft model changes guesses and times alone. It reads tokens, and writes to pages of its own.
+Invariant: a drafter changes guesses and times alone. It writes no KV that the worker's model reads.
 
-Its pool has a page for each page of the worker's pool, so a sequence's page table leads to both, and the scheduler's
-bookkeeping serves both. Pages whose KV came from another worker have no KV of the draft model yet: the scheduler says
-which tokens it lacks. It samples as the worker's model does, with the noise, the penalties and the grammar of each
-place, so that equal distributions give equal tokens (coupled sampling: Daliri, Musco, Suresh 2024).
+Drafters sample as the worker's model does, with the noise, the penalties and the grammar of each place, so that equal
+distributions give equal tokens (coupled sampling: Daliri, Musco, Suresh 2024).
+
+A draft model's pool has a page for each page of the worker's pool, so a sequence's page table leads to both, and the
+scheduler's bookkeeping serves both. Pages whose KV came from another worker have no KV of the draft model yet: the
+scheduler says which tokens it lacks. `head_drafting.py` has the other kind.
 """
 
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from pdserve.base.errors import DeviceError, InvariantError
 from pdserve.base.ids import PageId
@@ -57,36 +63,58 @@ class _Line:
         return len(self.guesses) < self.num_guesses
 
 
-class Drafter:
-    """A draft model, on a runner whose pool has as many pages as the worker's, for as many tokens each."""
+class Drafter(ABC):
+    """Guesses after steps."""
 
-    def __init__(self, runner: EngineRunner) -> None:
-        self.kv = runner.kv
-        self._runner = runner
-        self._has_failed = False
+    own_memory: Seq[Tensor] = ()  # pages that only this drafter has
+    _has_failed = False
 
     def beside(self, run: Run) -> Run:
         """Return what runs steps, and then drafts. If drafting fails, it is given up, and steps are run as before."""
 
         def run_and_draft(plan: StepPlan) -> StepResult:
             result = run(plan)
-            if self._has_failed or all(chunk.draft is None for chunk in plan.chunks):
+            if self._has_failed:
                 return result
-            began_s, drafts = time.perf_counter(), dict[int, tuple[int, ...]]()
+            began_s = taken_s = time.perf_counter()
+            drafts: Mapping[int, tuple[int, ...]] = {}
+            is_wanted = any(chunk.draft is not None for chunk in plan.chunks)
             try:
-                drafts = self._draft(plan, result)
+                self.take_in(plan, result)
+                taken_s = time.perf_counter()
+                if is_wanted:
+                    drafts = self.draft(plan, result)
             except (InvariantError, DeviceError):
                 raise
             except Exception:
                 logger.exception("drafting failed: this worker drafts no more")
                 self._has_failed = True
-            draft_s = time.perf_counter() - began_s
-            return replace(result, drafts=drafts, elapsed_s=result.elapsed_s + draft_s, draft_s=draft_s)
+            ended_s = time.perf_counter()
+            elapsed_s, draft_s = result.elapsed_s + ended_s - began_s, ended_s - taken_s if is_wanted else 0.0
+            return replace(result, drafts=drafts, elapsed_s=elapsed_s, draft_s=draft_s)
 
         return run_and_draft
 
-    def _draft(self, plan: StepPlan, result: StepResult) -> dict[int, tuple[int, ...]]:
-        """Return the guesses by place in the plan."""
+    @abstractmethod
+    def take_in(self, plan: StepPlan, result: StepResult) -> None:
+        """Compute what guesses of later steps need, whether or not any are wanted after this one."""
+
+    @abstractmethod
+    def draft(self, plan: StepPlan, result: StepResult) -> Mapping[int, tuple[int, ...]]:
+        """Return guesses for the chunks with a draft, by place in the plan."""
+
+
+class ModelDrafter(Drafter):
+    """A draft model, on a runner whose pool has as many pages as the worker's, for as many tokens each."""
+
+    def __init__(self, runner: EngineRunner) -> None:
+        self.own_memory = (runner.kv,)
+        self._runner = runner
+
+    def take_in(self, plan: StepPlan, result: StepResult) -> None:
+        """Do nothing: tokens are all that it needs, and the scheduler has these."""
+
+    def draft(self, plan: StepPlan, result: StepResult) -> Mapping[int, tuple[int, ...]]:
         lines = [
             _line(place, chunk, chunk.draft, tokens[0])
             for place, (chunk, tokens) in enumerate(zip(plan.chunks, result.tokens, strict=True))
@@ -122,7 +150,9 @@ def _line(place: int, chunk: Chunk, draft: Draft, kept: Tokens) -> _Line:
     if start > chunk.start:  # of its guesses it has computed all but the last
         num_right = min(len(kept), max(1, chunk.num_drafts))
         tokens, start = tokens[num_right:], chunk.start + num_right
-    spec = behind(spec, sampled)
-    if spec.params.logprobs is not None:
-        spec = replace(spec, params=replace(spec.params, logprobs=None))
-    return _Line(place, chunk.pages, tokens, start, spec, draft.num_guesses)
+    return _Line(place, chunk.pages, tokens, start, unscored(behind(spec, sampled)), draft.num_guesses)
+
+
+def unscored(spec: SampleSpec) -> SampleSpec:
+    """Return what samples the same token without its log probability."""
+    return spec if spec.params.logprobs is None else replace(spec, params=replace(spec.params, logprobs=None))

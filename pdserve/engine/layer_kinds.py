@@ -95,7 +95,7 @@ def pool_size(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup],
     if len(groups) > 1:
         return num_pages, _page_elements(config, groups, width)
     (group,) = groups
-    return num_pages, len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, width
+    return num_pages, group.num_layers, config.kv_parts, config.num_kv_heads, group.page_size, width
 
 
 def pool_shape(config: ModelConfig, num_pages: int, groups: Sequence[LayerGroup]) -> PoolShape:
@@ -107,14 +107,14 @@ def _page_elements(config: ModelConfig, groups: Sequence[LayerGroup], width: int
     """Return the elements of a page, as `KvLayout.page_bytes` counts them."""
     unit = groups[0].page_size * width
     token = config.kv_parts * config.num_kv_heads * width  # of a layer
-    own = [group.state_elements or len(group.layers) * group.page_size * token for group in groups]
+    own = [group.state_elements or group.num_layers * group.page_size * token for group in groups]
     largest = max(own)
     return -(-largest // unit) * unit
 
 
 def pages_of(kv: Tensor, config: ModelConfig, group: LayerGroup, width: int) -> Tensor:
     """Return a pool as a group of layers sees it: see `LayerKind.kv`."""
-    shape = (len(group.layers), config.kv_parts, config.num_kv_heads, group.page_size, width)
+    shape = (group.num_layers, config.kv_parts, config.num_kv_heads, group.page_size, width)
     return kv.view(len(kv), -1)[:, : math.prod(shape)].view(len(kv), *shape)
 
 

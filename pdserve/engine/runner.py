@@ -7,7 +7,7 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, Ints
 from pdserve.engine.expert_balance import ExpertBalance
-from pdserve.engine.layer_kinds import ByLayer, by_layer, pool_shape, pool_size
+from pdserve.engine.features import Features
+from pdserve.engine.layer_kinds import ByLayer, LayerKind, by_layer, pool_shape, pool_size
 from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.pooling import pooled
 from pdserve.engine.sampler import Sampler, score
@@ -35,10 +36,12 @@ from pdserve.kernels.cpu.calls import Immediate, Program
 from pdserve.kernels.cpu.layers import Tiles
 from pdserve.kernels.cpu.library import library
 from pdserve.kernels.kv_rows import KvRows
+from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
 from pdserve.model.ops_cpu import CompiledOps
 from pdserve.model.sharding import part_of
+from pdserve.model.taps import Tap
 from pdserve.protocol.kvlayout import KvCode
 from pdserve.protocol.sampling import PromptLogprobs, SampledToken
 
@@ -74,6 +77,7 @@ class _Recorded:
     program: Program
     token_ids: Tensor  # int64 [rows]
     logits: Tensor  # [rows, vocab_size]
+    tap: Tap
 
 
 class DecodePrograms:
@@ -93,24 +97,27 @@ class DecodePrograms:
         """Say whether queries of the planned step grow with their position, which programs do not compute."""
         return any(part.grows for part in self._attention.parts)
 
-    def logits(self, token_ids: Ints) -> Tensor:
-        """Compute a step that attention has planned; returns its logits, to be used before the next step."""
+    def logits(self, token_ids: Ints, features: Features) -> tuple[Tensor, Tap]:
+        """Compute a step that attention has planned; return its logits and what was collected, until the next step.
+
+        features: the same for all steps.
+        """
         num_rows = len(token_ids)
         if self._recorded is None or len(self._recorded.token_ids) < num_rows:
-            self._recorded = self._record(1 << (num_rows - 1).bit_length())
+            self._recorded = self._record(1 << (num_rows - 1).bit_length(), features)
         recorded = self._recorded
         recorded.token_ids.numpy()[:num_rows] = token_ids
         recorded.program.run(num_rows)
-        return recorded.logits[:num_rows]
+        return recorded.logits[:num_rows], recorded.tap
 
-    def _record(self, num_rows: int) -> _Recorded:
-        program = Program(self._loaded)
+    def _record(self, num_rows: int, features: Features) -> _Recorded:
+        program, tap = Program(self._loaded), features.tap()
         model = self._model.with_ops(CompiledOps(program))
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
         attention = self._attention
         planned = attention.with_parts([part.planned(program) for part in attention.parts])
-        logits = model.forward(token_ids, planned, None)
-        return _Recorded(program, token_ids, logits)
+        logits = model.forward(token_ids, planned, None, tap)
+        return _Recorded(program, token_ids, logits, tap)
 
 
 def is_compiled(model: Model) -> bool:
@@ -141,13 +148,20 @@ class Runner:
         rows = KvRows(config.head_dim, model.dtype, code)
         size, dtype = pool_size(config, num_pages, self.groups, rows.width), rows.pool_dtype
         self.kv = zeroed(size, dtype, model.device) if memory is None else memory.view(dtype).view(size)
-        self._model = model
+        self.model = model
         self._pool = pool_shape(config, num_pages, self.groups)
         self._attention, self._programs = _attention(model, self.kv, self.groups, rows)
+        self._features = Features((), num_pages, self.groups[0].page_size)
         self._balance = ExpertBalance(model.expert_counts())
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
         self._mask_thread = ThreadPoolExecutor(1, "masks", _unbind)  # starts with the first mask
+
+    def keep(self, features: Features) -> None:
+        """From the first step on, keep features of each step's tokens."""
+        self._features = features
+        if not all(isinstance(matrix, Tiles) for _, matrix in features.parts):
+            self._programs = None  # they have products of tiles alone
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -195,21 +209,26 @@ class Runner:
         every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))
         is_decode = every_token and batch.num_tokens == len(batch.query_lens)
         if is_decode and self._programs is not None and not self._programs.lack_growth:
-            return self._programs.logits(batch.token_ids)
-        rows = None if every_token else torch.from_numpy(batch.sample_rows)
-        return self._model.forward(token_ids, self._attention, rows)
+            logits, tap = self._programs.logits(batch.token_ids, self._features)
+        else:
+            rows, tap = None if every_token else torch.from_numpy(batch.sample_rows), self._features.tap()
+            logits = self.model.forward(token_ids, self._attention, rows, tap)
+        self._features.keep(batch, tap)
+        return logits
 
     def _beside(self, batch: Batch) -> tuple[Tensor, dict[int, PromptLogprobs], dict[int, bytes]]:
         """Do as `_logits`; also score the prompts that want it, and make vectors of those that want that."""
         rows = None if batch.reads_all else torch.from_numpy(batch.last_rows)
-        hidden, prompts = self._model.hidden(self._planned(batch), self._attention, rows), {}
+        tap, prompts = self._features.tap(), dict[int, PromptLogprobs]()
+        hidden = self.model.hidden(self._planned(batch), self._attention, rows, tap)
+        self._features.keep(batch, tap)
         for each in batch.scored:
             targets = torch.tensor(each.targets.token_ids)
-            prompts[each.place] = score(self._model, hidden[each.rows], targets, each.targets.num_top).packed()
+            prompts[each.place] = score(self.model, hidden[each.rows], targets, each.targets.num_top).packed()
         lasts = hidden if rows is not None else hidden.index_select(0, torch.from_numpy(batch.last_rows))
         sampled = lasts[: len(batch.sample_rows)]
-        vectors = pooled(self._model, batch.pooled, hidden, lasts[len(sampled) :])
-        return self._model.logits(sampled) if len(sampled) else sampled, prompts, vectors
+        vectors = pooled(self.model, batch.pooled, hidden, lasts[len(sampled) :])
+        return self.model.logits(sampled) if len(sampled) else sampled, prompts, vectors
 
     def _planned(self, batch: Batch) -> Tensor:
         """Prepare attention for a batch; return its token ids."""
@@ -236,14 +255,22 @@ def _attention(
 ) -> tuple[_Attentions, DecodePrograms | None]:
     """Return the attention that is fastest on this machine, and decode programs if they serve the whole model."""
     loaded, config = library(), part_of(model.config, model.rank)
-    if isinstance(loaded, Missing) or config.attends_in_torch or not serves(config.head_dim, rows.dtype):
+    make = compiled_attention(config, rows)
+    if isinstance(loaded, Missing) or make is None:
         return by_layer(partial(TorchAttention, config), model, kv, groups, rows), None
-    with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, rows.dtype)
-    make = partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)
     attention = by_layer(make, model, kv, groups, rows)
     if not is_compiled(model):
         return attention, None
     return attention, DecodePrograms(model, attention, loaded)
+
+
+def compiled_attention(config: ModelConfig, rows: KvRows) -> Callable[[LayerKind], CompiledAttention] | None:
+    """Return what makes attention of compiled kernels; None where they do not serve such heads."""
+    loaded = library()
+    if isinstance(loaded, Missing) or config.attends_in_torch or not serves(config.head_dim, rows.dtype):
+        return None
+    with_chunks = serves_chunks(config.head_dim, config.num_heads // config.num_kv_heads, rows.dtype)
+    return partial(CompiledAttention, Immediate(loaded), config, with_chunks=with_chunks)
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:

@@ -90,6 +90,7 @@ def next_chunk(sequence: Sequence, before: Progress, count: int, paging: Paging)
         adapter=sequence.job.scope.adapter,
         pooling=sequence.pooling(stop),
         draft=_draft(sequence, start) if sequence.guessing.num_to_draft else None,
+        following=sequence.tokens[stop] if stop < num_known else None,
     )
 
 

@@ -11,8 +11,7 @@ plan for the others alone would part the batch in two.
 
 Each step serves sequences that decode first (one token each, and guesses where they pay), then prompts in chunks, under
 one token budget (Sarathi-Serve, Agrawal et al. 2024). Before its first chunk a prompt gets as many pages as it needs at
-once (`prompt_room.py`). When a running sequence finds no page, the least urgent one gives up its pages
-and is computed anew later, with the same tokens.
+once (`prompt_room.py`). When a running sequence finds no page, the least urgent one is preempted, and computed anew.
 """
 
 from collections import deque
@@ -43,6 +42,7 @@ class Limits:
     can_pool: bool = True  # vectors can be made of prompts
     lookup: NgramLookup | None = None  # how guesses are found, if the runner makes none
     draft_model_len: int = 0  # up to how many tokens the runner's draft model guesses for a sequence; 0: it has none
+    has_head: bool = False  # that draft model is a head
 
     @property
     def most_rows(self) -> int:
@@ -69,7 +69,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.steps: deque[RunningStep] = deque()
-        self.speculation = Speculation(limits.num_speculative_tokens, limits.lookup, limits.draft_model_len)
+        guessing = limits.num_speculative_tokens, limits.lookup, limits.draft_model_len
+        self.speculation = Speculation(*guessing, keeps_up=limits.has_head)
         self._decode_room = DecodeRoom(cache, self.running, self._preempt)
         self.prompt_room = PromptRoom(cache, self.running, self._preempt, limits.max_num_batched_tokens)
 

@@ -39,14 +39,17 @@ _Gain = tuple[float, int, int]  # what a guess brings, whose it is, and which of
 class Speculation:
     """Guesses for the sequences of one worker, within a limit for each."""
 
-    def __init__(self, num_tokens: int, lookup: NgramLookup | None, draft_model_len: int = 0) -> None:
+    def __init__(
+        self, num_tokens: int, lookup: NgramLookup | None, draft_model_len: int = 0, *, keeps_up: bool = False
+    ) -> None:
         """num_tokens: most guesses that a step verifies for a sequence. lookup: None if the runner guesses.
 
-        draft_model_len: longest sequence of the runner's draft model; 0: it has none.
+        draft_model_len: longest sequence of the runner's draft model; 0: it has none. keeps_up: see `DraftModel`.
         """
         self._num_tokens = num_tokens
         self._lookup = lookup
-        self._draft_model = DraftModel(draft_model_len) if draft_model_len and num_tokens else None
+        has_model = draft_model_len and num_tokens
+        self._draft_model = DraftModel(draft_model_len, keeps_up=keeps_up) if has_model else None
         self._steps = TimedSteps()
         self._by_match: dict[int, Trials] = {}  # by the length of the match
         self._num_left = _INDEXED_AT_ONCE

@@ -114,7 +114,8 @@ class Chunk:
     them and after each guess, as long as what was sampled before it equals the guesses: KV behind that means nothing.
     With `previous`, which a DECODE chunk without guesses may have, the one token is the one sampled for that chunk of
     the previous step, which may still run; `token_ids` holds a zero in its place. `pooling`: what is made of the chunk.
-    With `draft`, `pages` also covers the positions of the chunk's own guesses and of those to come.
+    With `draft`, `pages` also covers the positions of the chunk's own guesses and of those to come. `following`: the
+    token after a chunk of a prompt, where it is known.
     """
 
     token_ids: Seq[int]
@@ -129,6 +130,7 @@ class Chunk:
     adapter: AdapterDigest = NO_ADAPTER
     pooling: Pooling | None = None
     draft: Draft | None = None
+    following: int | None = None
 
     def after(self, token_id: int) -> "Chunk":
         """Return the chunk once the token is known that the previous step samples for it."""

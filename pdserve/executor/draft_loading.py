@@ -1,4 +1,10 @@
-"""Loads a draft model beside a worker's model, with as many pages; refuses what no test has compared."""
+"""Loads what guesses beside a worker's model; refuses what no test has compared.
+
+That is a draft model, with as many pages as the worker's, or a head, whose KV lies in those.
+"""
+
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -6,10 +12,12 @@ from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.drafting import Drafter
-from pdserve.engine.runner import Runner
+from pdserve.engine.drafting import Drafter, ModelDrafter
+from pdserve.engine.head_drafting import HeadDrafter
+from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
-from pdserve.executor.form import DTYPES, Form, choose_form, load_form, untried_kind, weight_bytes
+from pdserve.executor.form import DTYPES, Form, bytes_of, choose_form, load_form, untried_kind, weight_bytes
+from pdserve.executor.head_files import HeadFiles, open_head
 from pdserve.executor.memory import available_bytes
 from pdserve.model.loading import needed_weights
 from pdserve.protocol.kvlayout import KvLayout
@@ -18,27 +26,81 @@ from pdserve.settings.config import WorkerConfig
 _KEY = "speculative_config.model"
 
 
-def open_draft_model(config: WorkerConfig, checkpoint: Checkpoint) -> Form | None:
-    """Open the configured draft model, if there is one; ConfigError if it cannot draft for the worker's model."""
-    if config.speculative_config is None or config.speculative_config.model is None:
+Drafts = Form | HeadFiles | None  # a draft model, a head, or neither
+
+
+def open_drafts(config: WorkerConfig, checkpoint: Checkpoint) -> Drafts:
+    """Open what is configured to guess; ConfigError if it cannot do so for the worker's model."""
+    given = config.speculative_config
+    if given is None or given.model is None:
         return None
     try:
-        draft = open_checkpoint(resolve_model(config.speculative_config.model))
-        form = choose_form(config, draft)
+        path = resolve_model(given.model)
+        return open_head(path, checkpoint.config) if given.method == "eagle3" else _opened(config, path, checkpoint)
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
+
+
+def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
+    """Return the worker's model with room for KV of a head in its pages, if there is one."""
+    if not isinstance(drafts, HeadFiles):
+        return checkpoint
+    return replace(checkpoint, config=replace(checkpoint.config, num_head_layers=1))
+
+
+def limits_with(limits: Limits, drafts: Drafts) -> Limits:
+    """Return a worker's limits with how long sequences are guessed for."""
+    if drafts is None:
+        return limits
+    config = drafts.config.model if isinstance(drafts, HeadFiles) else drafts.checkpoint.config
+    longest = min(config.max_position_embeddings, limits.max_model_len)
+    return replace(limits, draft_model_len=longest, has_head=isinstance(drafts, HeadFiles))
+
+
+def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint) -> Form:
+    """Open a draft model."""
+    draft = open_checkpoint(path)
+    form = choose_form(config, draft)
     sizes = draft.config.vocab_size, checkpoint.config.vocab_size
     if sizes[0] != sizes[1]:
-        raise ConfigError(f"{_KEY}: {draft.path} has {sizes[0]} tokens, and the model that it guesses for {sizes[1]}")
+        raise ConfigError(f"{draft.path} has {sizes[0]} tokens, and the model that it guesses for {sizes[1]}")
     if not draft.tokenizer().has_tokens_of(checkpoint.tokenizer()):
-        raise ConfigError(f"{_KEY}: {draft.path} has other tokens than the model that it guesses for")
+        raise ConfigError(f"{draft.path} has other tokens than the model that it guesses for")
     has_windows = any(window is not None for window in draft.config.windows)
     if kind := untried_kind(draft.config, windows=has_windows, experts=draft.config.design.has_experts):
-        raise ConfigError(f"{_KEY}: {draft.path} has {kind}; such a model does not draft yet")
+        raise ConfigError(f"{draft.path} has {kind}; such a model does not draft yet")
     return form
 
 
-def load_drafter(config: WorkerConfig, form: Form, layout: KvLayout, num_pages: int, limits: Limits) -> Drafter:
+def weights_hash(form: Form, drafts: Drafts) -> str:
+    """Return the name of what fills pages: the worker's model, whose form this is, and a head."""
+    own = f"{form.weights_hash} dtype {form.dtype}"
+    return f"{own} head {drafts.fingerprint}" if isinstance(drafts, HeadFiles) else own
+
+
+def load_drafter(
+    config: WorkerConfig, drafts: Drafts, form: Form, runner: EngineRunner, layout: KvLayout, limits: Limits
+) -> Drafter | None:
+    """Load what guesses beside a worker's model, if anything does. form, layout: of that model."""
+    if isinstance(drafts, Form):
+        return _load_draft_model(config, drafts, layout, len(runner.kv), limits)
+    if drafts is None:
+        return None
+    assert isinstance(runner, Runner), "settings refuse other devices"
+    return _load_head(config, drafts, form, runner, limits)
+
+
+def _load_head(config: WorkerConfig, files: HeadFiles, form: Form, runner: Runner, limits: Limits) -> Drafter:
+    """Load a head. Where the model's file has codes, the head's matrices take 8 bits."""
+    quantization = form.quantization if form.quantization in ("none", "int8", "int4") else "int8"
+    needed = sum([bytes_of(name, stored, quantization, form.dtype) for name, stored in files.weights.items()])
+    if needed > (left := available_bytes()):
+        raise ConfigError(f"{_KEY}: weights take {needed} bytes, and {left} are left beside the model's")
+    head = files.load(runner.model, quantization, config.quantized_inputs)
+    return HeadDrafter(head, runner, sorted(limits.eos_token_ids))
+
+
+def _load_draft_model(config: WorkerConfig, form: Form, layout: KvLayout, num_pages: int, limits: Limits) -> Drafter:
     """Load a draft model. layout, num_pages: of the worker's pool, whose memory is not taken yet."""
     shape, page_size = form.checkpoint.config, layout.page_size
     weights = needed_weights(shape, form.checkpoint.weights())
@@ -49,4 +111,4 @@ def load_drafter(config: WorkerConfig, form: Form, layout: KvLayout, num_pages: 
     if needed > left:
         raise ConfigError(f"{_KEY}: weights and KV pages take {needed} bytes, and {left} are left beside the model's")
     model = load_form(config, form, torch.device("cpu"), None)
-    return Drafter(Runner(model, num_pages, page_size, sorted(limits.eos_token_ids)))
+    return ModelDrafter(Runner(model, num_pages, page_size, sorted(limits.eos_token_ids)))

@@ -95,13 +95,13 @@ def weight_bytes(checkpoint: Checkpoint, weights: Weights, quantization: ChosenQ
     """Return the bytes that weights take in memory, nearly. weights: those of the checkpoint that a model needs."""
     if quantization == checkpoint.coded_as:
         return sum([file.stat().st_size for file in checkpoint.weight_files])
-    itemsize = DTYPES[dtype].itemsize
-    return sum([_bytes(stored, bits_of(name, stored, quantization), itemsize) for name, stored in weights.items()])
+    return sum([bytes_of(name, stored, quantization, dtype) for name, stored in weights.items()])
 
 
-def _bytes(stored: Stored, bits: int | None, itemsize: int) -> int:
-    count = prod(stored.shape)
-    return count * itemsize if bits is None else count * bits // 8 + count // GROUP * SCALE_BYTES
+def bytes_of(name: str, stored: Stored, quantization: ChosenQuantization, dtype: str) -> int:
+    """Return the bytes that a tensor of floats takes in memory, nearly."""
+    count, bits = prod(stored.shape), bits_of(name, stored, quantization)
+    return count * DTYPES[dtype].itemsize if bits is None else count * bits // 8 + count // GROUP * SCALE_BYTES
 
 
 def load_form(

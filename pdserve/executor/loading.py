@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +12,7 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.engine.guesses import NgramLookup
 from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits
-from pdserve.executor.draft_loading import load_drafter, open_draft_model
+from pdserve.executor.draft_loading import limits_with, load_drafter, open_drafts, weights_hash, with_room
 from pdserve.executor.executor import Executor
 from pdserve.executor.form import DTYPES, KERNEL_DEVICES, Form, Progress, choose_form, choose_kv_code, load_form
 from pdserve.executor.local import LocalExecutor
@@ -55,6 +55,8 @@ def load(config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat:
 def _load(
     config: WorkerConfig, checkpoint: Checkpoint, progress: Progress, seat: Seat | None, thread: ThreadPoolExecutor
 ) -> Loaded:
+    drafts = open_drafts(config, checkpoint)
+    checkpoint = with_room(checkpoint, drafts)
     form = choose_form(config, checkpoint)
     if config.max_num_seqs > max(config.step_tokens.values()):
         raise ConfigError(
@@ -64,12 +66,11 @@ def _load(
     if config.speculative_config is not None and checkpoint.config.has_states:
         raise ConfigError("speculative_config: this model's layers keep a state, which takes no guess back")
     code = choose_kv_code(config.kv_cache_dtype, checkpoint.config)
-    weights_hash = f"{form.weights_hash} dtype {form.dtype}"
-    layout = describe_layout(checkpoint.config, weights_hash, config.page_size, code or form.dtype, config.device)
+    named = weights_hash(form, drafts)
+    layout = describe_layout(checkpoint.config, named, config.page_size, code or form.dtype, config.device)
     device = engine_device(config)
     if config.device in KERNEL_DEVICES:
         _check_kernels(config, checkpoint.config, DTYPES[form.dtype], device)
-    draft = open_draft_model(config, checkpoint)
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, layout, num_pages)  # refuses what does not fit before the weights are read
@@ -80,15 +81,11 @@ def _load(
     model = load_form(config, form, device, None, progress)
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
-    limits = _limits(config, checkpoint, layout, num_pages)
-    if draft is not None:
-        limits = replace(
-            limits, draft_model_len=min(draft.checkpoint.config.max_position_embeddings, limits.max_model_len)
-        )
+    limits = limits_with(_limits(config, checkpoint, layout, num_pages), drafts)
     if device.type == "cpu":
         _check_memory(config, layout.memory_bytes(num_pages, config.max_num_seqs))
     runner = _runner(model, num_pages, config, limits, code)
-    drafter = None if draft is None else load_drafter(config, draft, layout, num_pages, limits)
+    drafter = load_drafter(config, drafts, form, runner, layout, limits)
     if seat is not None and not isinstance(loaded := library(), Missing):
         seat.use(loaded)
     name = device_name(config.device, read_cpu_info())
@@ -119,7 +116,7 @@ def describe_layout(model: ModelConfig, weights_hash: str, page_size: int, dtype
     first, *others = layer_groups(model, page_size, powers_of_two=device in KERNEL_DEVICES)
     return KvLayout(
         weights_hash=weights_hash,
-        num_layers=len(first.layers),
+        num_layers=first.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         page_size=first.page_size,

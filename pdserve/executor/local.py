@@ -35,7 +35,7 @@ class LocalExecutor:
         is_on_host = view.device.type == "cpu"
         self.device_name = device_name
         self.regions: tuple[Region, ...] = (Region.of(view.numpy()) if is_on_host else device_region(view),)
-        pools = [view] if drafter is None else [view, drafter.kv]
+        pools = [view] if drafter is None else [view, *drafter.own_memory]
         self._pages_on_host = pools if is_on_host else []
         self._thread, self._ends = thread, ThreadPoolExecutor(1, "step-ends")  # starts with the first launched step
         run = verifying(runner.run)

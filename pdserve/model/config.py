@@ -119,6 +119,7 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str | None  # of the checkpoint, where it is named
     design: Design
+    num_head_layers: int = 0  # of a drafting head, whose KV lies in pages behind that of these layers
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object]) -> "ModelConfig":

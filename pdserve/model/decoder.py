@@ -20,6 +20,7 @@ from pdserve.model.ops import DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
 from pdserve.model.parallel import vocab_parallel
 from pdserve.model.parts import Parts
 from pdserve.model.rope import Rope
+from pdserve.model.taps import Tap
 from pdserve.model.weights import WHOLE, Rank, Weights
 
 EMBEDDING = "model.embed_tokens"
@@ -53,13 +54,15 @@ class Decoder:
     def device(self) -> torch.device:
         return self.final_norm.weight.device
 
-    def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
-        hidden = self.hidden(token_ids, attention, rows)
+    def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
+        hidden = self.hidden(token_ids, attention, rows, tap)
         return self.logits(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
 
-    def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+    def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         hidden = self.ops.embed(token_ids, self.embedding, self.embedding_scale)
         for index, layer in enumerate(self.layers):
+            if tap is not None:
+                tap.see(self.ops, index, hidden)
             wanted = rows if index == len(self.layers) - 1 else None
             hidden = layer.forward(self.ops, attention, index, hidden, wanted)
         return hidden

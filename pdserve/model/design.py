@@ -86,6 +86,7 @@ class SelfAttention:
     o: str = "o_proj"
     scores: Scores = Scores()
     gated: bool = False  # each head's queries come with a gate, whose sigmoid multiplies what the head attends to
+    num_inputs: int = 1  # rows of the hidden size that lie side by side in what q, k and v are made of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Ops, Quantized
 from pdserve.model.rope import Rope
+from pdserve.model.taps import Tap
 from pdserve.model.weights import COLUMNS, Rank, Shard, Weights
 
 Shapes = dict[str, tuple[int, ...]]
@@ -147,6 +148,11 @@ class Model(Protocol):
         ...
 
     @property
+    def embedding(self) -> Linear:
+        """Return the table of its tokens' embeddings, which are yet to be scaled."""
+        ...
+
+    @property
     def ropes(self) -> Sequence[Rope]:
         """Return the rope of each layer; layers that rotate alike share one."""
         ...
@@ -159,15 +165,16 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+    def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         """Compute K and V of every token, and logits of some.
 
-        token_ids: int64 [num_tokens]. rows: the tokens whose logits are wanted, or None for all of them.
+        token_ids: int64 [num_tokens]. rows: the tokens whose logits are wanted, or None for all of them. tap: collects
+        features of every token.
         Returns [len(rows), vocab_size] in the model's dtype, or in float32: see `Ops.logits`.
         """
         ...
 
-    def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+    def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None, tap: Tap | None = None) -> Tensor:
         """Do as `forward`, but return what logits are computed from: [len(rows), hidden_size]."""
         ...
 

@@ -105,6 +105,14 @@ class Fields:
             raise self._wrong(key, "a token id or a list of token ids")
         return ids
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self._value(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+            raise self._wrong(key, "a list of integers")
+        return tuple(value)
+
     def section(self, key: str) -> "Fields":
         value = self._value(key)
         if value is None:

@@ -29,6 +29,11 @@ class LayerGroup:
     page_size: int  # tokens
     window: int | None = None  # that all of them have; None: their pages are kept
     state_elements: int = 0  # of a page, of two bytes; 0: it has a row for each token
+    num_head_layers: int = 0  # of a drafting head, behind these
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers) + self.num_head_layers
 
     @property
     def has_states(self) -> bool:
@@ -55,10 +60,11 @@ def layer_groups(config: ModelConfig, page_size: int, *, powers_of_two: bool = F
         if smaller >= larger * (1 - MOST_UNUSED):
             (window,) = found
             return (
-                LayerGroup("full", full, ratio * page_size),
+                LayerGroup("full", full, ratio * page_size, num_head_layers=config.num_head_layers),
                 LayerGroup("window", sliding, page_size, window),
             )
-    return (LayerGroup("full", tuple(range(config.num_layers)), page_size),)
+    every = tuple(range(config.num_layers))
+    return (LayerGroup("full", every, page_size, num_head_layers=config.num_head_layers),)
 
 
 def _with_states(config: ModelConfig, page_size: int) -> tuple[LayerGroup, ...]:

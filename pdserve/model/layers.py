@@ -245,7 +245,7 @@ def _mlp(of: design.Mlp, parts: Parts, name: str = "mlp") -> Mlp:
 
 def _qkv(of: design.SelfAttention, parts: Parts, prefix: str, unit: int) -> list[Matrix]:
     """Return the rank's matrices of q, k and v. unit: features of queries that stay together."""
-    config, tensors, hidden = parts.config, parts.tensors, parts.config.hidden_size
+    config, tensors, hidden = parts.config, parts.tensors, of.num_inputs * parts.config.hidden_size
     kv, each_query = config.num_kv_heads * config.head_dim, 2 if of.gated else 1
     widths = {"q": config.num_heads * config.head_dim * each_query, "k": kv, "v": kv}
     kv_rows = parts.rank.kv_rows(config.num_kv_heads, config.head_dim)

@@ -1,6 +1,7 @@
 """Builds a model from tensors: each that it needs, once, in the right shape, and no others."""
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -78,16 +79,21 @@ def largest_share(config: ModelConfig, size: int) -> float:
 
 def needed_weights(config: ModelConfig, weights: Weights) -> Weights:
     """Return the tensors that the model needs; ConfigError if they are not there, or others are."""
-    shapes = shapes_of(config)
+    needed = checked(weights, shapes_of(config), config.architecture, partial(ignores, config=config))
+    check_constants(weights)
+    return needed
+
+
+def checked(weights: Weights, shapes: Shapes, owner: str, ignored: Callable[[str], bool]) -> Weights:
+    """Return the tensors of these shapes; ConfigError if one is missing, or there is another that is not ignored."""
     for name, stored in weights.items():
-        if name not in shapes and not ignores(name, config) and not _adds_nothing(name, stored):
-            raise ConfigError(f"{name}: not a tensor of {config.architecture}")
+        if name not in shapes and not ignored(name) and not _adds_nothing(name, stored):
+            raise ConfigError(f"{name}: not a tensor of {owner}")
         if name in shapes and stored.shape != shapes[name]:
             raise ConfigError(f"{name}: shape {stored.shape}, the config asks for {shapes[name]}")
     if missing := [name for name in shapes if name not in weights]:
         more = f" and {len(missing) - NAMED_AT_MOST} more" if len(missing) > NAMED_AT_MOST else ""
         raise ConfigError(f"{', '.join(missing[:NAMED_AT_MOST])}{more}: missing from the weights")
-    check_constants(weights)
     return {name: weights[name] for name in shapes}
 
 

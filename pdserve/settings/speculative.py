@@ -14,10 +14,10 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["ngram", "draft_model"] = Field(
+    method: Literal["ngram", "draft_model", "eagle3"] = Field(
         "ngram",
         description="ngram: what followed the latest tokens where they stood in the same sequence before. draft_model: "
-        "what a smaller model samples.",
+        "what a smaller model samples. eagle3: what an EAGLE-3 head samples, from what the model computes.",
     )
     num_speculative_tokens: int = Field(
         10, ge=1, le=MAX_TOKENS, description="Most guesses that a step verifies for a sequence."
@@ -29,18 +29,18 @@ class SpeculativeConfig(BaseModel):
         8, ge=1, le=32, description="How many of them are compared; of longer matches the latest counts."
     )
     model: str | None = Field(
-        None, min_length=1, description="The draft model, a path or a name as of `model`; for method draft_model."
+        None, min_length=1, description="The draft model or head, a path or a name as of `model`; not for method ngram."
     )
 
     @model_validator(mode="after")
     def _has_keys_of_its_method(self) -> Self:
         if self.method == "ngram" and self.model is not None:
-            raise FieldError(("model",), "goes with method draft_model, not with ngram")
-        if self.method == "draft_model":
+            raise FieldError(("model",), "goes with method draft_model or eagle3, not with ngram")
+        if self.method != "ngram":
             if self.model is None:
-                raise FieldError(("model",), "method draft_model needs it")
+                raise FieldError(("model",), f"method {self.method} needs it")
             for key in sorted(self.model_fields_set & {"prompt_lookup_min", "prompt_lookup_max"}):
-                raise FieldError((key,), "goes with method ngram, not with draft_model")
+                raise FieldError((key,), f"goes with method ngram, not with {self.method}")
         return self
 
     @model_validator(mode="after")

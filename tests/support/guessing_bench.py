@@ -10,8 +10,9 @@ import pytest
 from listed_answers import Listed
 
 from pdserve.base.ids import Attempt, RequestId
-from pdserve.engine.drafting import Drafter
+from pdserve.engine.drafting import ModelDrafter
 from pdserve.engine.guesses import NgramLookup
+from pdserve.engine.head_drafting import HeadDrafter
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.layer_kinds import paging_of
 from pdserve.engine.runner import Runner
@@ -20,6 +21,7 @@ from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
 from pdserve.engine.step import Matcher, StepPlan, StepResult
 from pdserve.engine.verification import Run, verifying
 from pdserve.executor.failing import Isolating
+from pdserve.model.eagle3 import Eagle3Head
 from pdserve.model.family import Model
 from pdserve.protocol.prefix_hash import PrefixHasher
 from pdserve.protocol.sampling import SampledToken, SamplingParams
@@ -68,13 +70,15 @@ class Bench:
     draft_model_len: int = 400
     row_s: float = 0.0001  # that a row takes
     draft_run: Callable[[Run], Run] = lambda run: run  # what is put around the draft model's steps
+    head: Eagle3Head | None = None  # guesses, in place of a draft model
+    drafted: list[tuple[Sequence, list[int], tuple[int, ...]]] = field(default_factory=list)  # all guesses, and of what
     answers: dict[Name, list[SampledToken]] = field(default_factory=dict)
     ends: dict[Name, Finish] = field(default_factory=dict)
     broken: dict[int, Broken] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        runner = Runner(self.model, self.num_pages, PAGE_SIZE, (END,))
+        runner = self.runner = Runner(self.model, self.num_pages, PAGE_SIZE, (END,))
         cache = KvCache(self.num_pages, paging_of(runner.groups), PrefixHasher(b"secret", "model"))
         limits = Limits(8, 64, 400, frozenset({END}))
         verify = verifying(runner.run)
@@ -82,7 +86,10 @@ class Bench:
             limits = replace(limits, num_speculative_tokens=MOST, draft_model_len=self.draft_model_len)
             self.draft_runner = Runner(self.draft, self.num_pages, runner.groups[0].page_size, (END,))
             self.draft_runner.run = self.draft_run(self.draft_runner.run)  # type: ignore[method-assign]
-            verify = Drafter(self.draft_runner).beside(verify)
+            verify = ModelDrafter(self.draft_runner).beside(verify)
+        elif self.head is not None:
+            limits = replace(limits, num_speculative_tokens=MOST, draft_model_len=self.draft_model_len, has_head=True)
+            verify = HeadDrafter(self.head, runner, (END,)).beside(verify)
         elif self.drafter:
             lookup = LOOKUP if self.drafter == "ngram" else None
             limits = replace(limits, num_speculative_tokens=MOST, lookup=lookup)
@@ -138,6 +145,9 @@ class Bench:
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         self.counts["steps"] += 1
+        for place, guesses in result.drafts.items():
+            sequence, sampled = self.scheduler.steps[0].sequences[place], result.tokens[place][0]
+            self.drafted.append((sequence, [*sequence.tokens, *[token.token_id for token in sampled]], guesses))
         for outcome in self.scheduler.commit(plan, result):
             number = outcome.sequence.order
             if isinstance(outcome, Sampled):

@@ -13,7 +13,7 @@ from pdserve.base.ids import Attempt, RequestId
 from pdserve.base.values import value
 from pdserve.checkpoint.checkpoint import Checkpoint, choose_quantization, weights_in_form
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.engine.drafting import Drafter
+from pdserve.engine.drafting import ModelDrafter
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -130,7 +130,7 @@ class DraftBench:
                 chunks = [replace(each, samples=tuple(map(reseeded, each.samples))) for each in plan.chunks]
                 return self.own.run(StepPlan(tuple(chunks)))
 
-        return Drafter(Reseeded() if noise else self._draft_runner).beside(verifying(self._runner.run))
+        return ModelDrafter(Reseeded() if noise else self._draft_runner).beside(verifying(self._runner.run))
 
     def _answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams, run: Run | None) -> Answering:
         """Answer prompts, a few at once; without `run`, without guesses."""

@@ -1,0 +1,107 @@
+"""Opens an EAGLE-3 head in a directory: a config.json and safetensors, without a tokenizer."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pdserve.base.errors import ConfigError
+from pdserve.checkpoint.checkpoint import ChosenQuantization, file_digest, in_form, naming
+from pdserve.checkpoint.hf_directory import read_json, read_weights, weight_files
+from pdserve.kernels.cpu.layers import INPUT_BITS
+from pdserve.model.config import ModelConfig
+from pdserve.model.decoder import ANGLES
+from pdserve.model.eagle3 import EMBEDDING, LAYER, LM_HEAD, Eagle3Head, feature_part
+from pdserve.model.eagle3_config import HeadConfig, read_head
+from pdserve.model.family import Model, Shapes, Tensors, Wanted
+from pdserve.model.loading import checked, ops_for
+from pdserve.model.ops import Dense, TorchOps
+from pdserve.model.weights import Part, Stored, Weights
+
+_FC, _TO_TARGET, _IN_TARGET = "fc.weight", "d2t", "t2d"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """A head, not loaded yet."""
+
+    path: Path
+    config: HeadConfig
+    weights: Weights  # those that the head reads, by the names of `model.eagle3`
+    token_ids: torch.Tensor  # int64 [draft_vocab_size]: the model's tokens
+    fingerprint: str  # of config and weights
+
+    def load(self, model: Model, quantization: ChosenQuantization = "none", input_bits: int = INPUT_BITS) -> Eagle3Head:
+        """Load the head in a model's dtype. quantization: of its matrices, from floats."""
+        tensors = Tensors(in_form(self.weights, quantization), model.dtype, model.device)
+        embedding = None if f"{EMBEDDING}.weight" in self.weights else model.embedding
+        return Eagle3Head.build(self.config, tensors, ops_for(model.device, input_bits), self.token_ids, embedding)
+
+
+def open_head(path: Path, target: ModelConfig) -> HeadFiles:
+    """Open a head for a model; ConfigError names the path, and the key or tensor that does not fit the model."""
+    with naming(path):
+        raw, files = read_json(path / "config.json"), weight_files(path)
+        with naming("config.json"):
+            config = read_head(raw, target)
+        weights = {_own_name(name): stored for name, stored in read_weights(path).items() if not name.endswith(ANGLES)}
+        token_ids = _token_ids(weights, config)
+        digest = hashlib.sha256(json.dumps(raw, sort_keys=True).encode())
+        for file in files:
+            digest.update(f"\n{file_digest(file)}".encode())
+        found = {**weights, **_feature_parts(weights, config)}
+        shapes = _shapes(config, has_embedding=f"{EMBEDDING}.weight" in weights)
+        needed = checked(found, shapes, "an EAGLE-3 head", (_FC, _TO_TARGET, _IN_TARGET).__contains__)
+        return HeadFiles(path, config, needed, token_ids, digest.hexdigest())
+
+
+def _shapes(config: HeadConfig, *, has_embedding: bool) -> Shapes:
+    wanted = Wanted()
+    other = None if has_embedding else Dense(torch.empty(0))
+    Eagle3Head.build(config, wanted, TorchOps(), torch.empty(0), other)
+    return wanted.shapes
+
+
+def _own_name(name: str) -> str:
+    return name.replace("layers.0.", LAYER, 1)
+
+
+def _feature_parts(weights: Weights, config: HeadConfig) -> Weights:
+    """Return the parts of `fc` that multiply the states of one layer each."""
+    size, count = config.model.hidden_size, len(config.layers)
+    fc = _needed(weights, _FC, (size, count * size))
+
+    def read(start: int, part: Part) -> torch.Tensor:
+        assert part == (), "no rank reads a part"
+        return torch.as_tensor(fc.read((slice(None), slice(start, start + size))))
+
+    return {f"{feature_part(n)}.weight": Stored((size, size), partial(read, n * size)) for n in range(count)}
+
+
+def _token_ids(weights: Mapping[str, Stored], config: HeadConfig) -> torch.Tensor:
+    """Return which of the model's tokens each of the head's is. `d2t` has the differences; `t2d` marks them."""
+    count, vocab_size = config.draft_vocab_size, config.model.vocab_size
+    _needed(weights, f"{LM_HEAD}.weight", (count, config.model.hidden_size))
+    token_ids = torch.arange(count)
+    if _TO_TARGET not in weights and count == vocab_size:
+        return token_ids
+    token_ids += torch.as_tensor(_needed(weights, _TO_TARGET, (count,)).read(()))
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size or len(token_ids.unique()) < count:
+        raise ConfigError(f"{_TO_TARGET}: does not name {count} of the model's {vocab_size} tokens")
+    if _IN_TARGET in weights:
+        marked = torch.as_tensor(_needed(weights, _IN_TARGET, (vocab_size,)).read(())).bool()
+        if not torch.equal(marked.nonzero()[:, 0], token_ids.sort().values):
+            raise ConfigError(f"{_IN_TARGET}: marks other tokens than {_TO_TARGET} names")
+    return token_ids
+
+
+def _needed(weights: Mapping[str, Stored], name: str, shape: tuple[int, ...]) -> Stored:
+    if name not in weights:
+        raise ConfigError(f"{name}: missing from the weights")
+    if weights[name].shape != shape:
+        raise ConfigError(f"{name}: shape {weights[name].shape}, and {shape} is asked for")
+    return weights[name]

@@ -1,0 +1,99 @@
+"""An EAGLE-3 head: one layer that guesses what follows a token from features of the model and the token after it.
+
+At a position it takes the feature of the position and the token of the next one. Its own output is the feature of the
+positions that the model has not computed (Li et al. 2025, arXiv 2503.01840).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pdserve.model import design
+from pdserve.model.attention import Attention
+from pdserve.model.config import ModelConfig
+from pdserve.model.eagle3_config import HeadConfig
+from pdserve.model.family import TensorSource
+from pdserve.model.layers import SelfAttention
+from pdserve.model.mlp import Mlp, build_mlp
+from pdserve.model.ops import DeviceOps, Linear, Norm, Ops
+from pdserve.model.parts import Parts
+from pdserve.model.rope import Rope
+from pdserve.model.weights import WHOLE
+
+LAYER = "midlayer."
+EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
+
+
+def feature_part(place: int) -> str:
+    """Return the name of the part of `fc` that multiplies the hidden states before one of the layers."""
+    return f"fc.{place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Head:
+    """A head, loaded."""
+
+    config: ModelConfig
+    ops: Ops
+    fc: tuple[tuple[int, Linear], ...]  # by the model's layer: what makes features of the hidden states before it
+    embedding: Linear  # [vocab_size, hidden_size]
+    before_attention: tuple[Norm, Norm]  # of embedding and feature
+    attention: SelfAttention
+    before_mlp: Norm
+    mlp: Mlp
+    norms_residual: bool
+    final_norm: Norm
+    lm_head: Linear  # [draft_vocab_size, hidden_size]
+    token_ids: Tensor  # int64 [draft_vocab_size]: the model's tokens
+    rope: Rope
+
+    def hidden(self, token_ids: Tensor, features: Tensor, attention: Attention, rows: Tensor) -> Tensor:
+        """Compute K and V of every position, and outputs of some: [len(rows), hidden_size].
+
+        token_ids: int64 [num_positions], of the tokens that follow. features: [num_positions, hidden_size].
+        """
+        ops, (of_embedding, of_feature) = self.ops, self.before_attention
+        embedded, normed = ops.norm(ops.embed(token_ids, self.embedding), of_embedding), ops.norm(features, of_feature)
+        mixed = self.attention.mixed(ops, attention, 0, torch.cat((embedded, normed), -1))
+        if len(rows) == 0:
+            return features[:0]
+        residual = (normed if self.norms_residual else features).index_select(0, rows)
+        hidden = ops.linear_add(mixed.index_select(0, rows), self.attention.o, residual)
+        return self.mlp.forward(ops, ops.norm(hidden, self.before_mlp), hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits over the model's vocabulary: [num_rows, vocab_size]; -inf where the head has no such token."""
+        own = self.ops.logits(self.ops.norm(hidden, self.final_norm), self.lm_head)
+        every = own.new_full((len(own), self.config.vocab_size), -torch.inf)
+        return every.index_copy_(1, self.token_ids, own)
+
+    @classmethod
+    def build(
+        cls, of: HeadConfig, tensors: TensorSource, ops: DeviceOps, token_ids: Tensor, embedding: Linear | None
+    ) -> Self:
+        """Put a head together. embedding: the model's; None: the head has its own."""
+        config, parts = of.model, Parts(of.model, tensors, ops, WHOLE)
+        in_layer, size = replace(parts, prefix=LAYER), config.hidden_size
+        (layer,) = config.design.layers
+        assert isinstance(layer, design.Sequential), "a Llama's"
+        assert isinstance(layer.attention, design.SelfAttention), "a Llama's"
+        if embedding is None:
+            embedding, _ = ops.held_embedding(tensors.take_matrix(EMBEDDING, config.vocab_size, size), tied=False)
+        fc = [ops.held(tensors.take_matrix(feature_part(place), size, size)) for place in range(len(of.layers))]
+        return cls(
+            config=config,
+            ops=ops,
+            fc=tuple(zip(of.layers, fc, strict=True)),
+            embedding=embedding,
+            before_attention=(in_layer.norm("input_layernorm", layer.norm), in_layer.norm("hidden_norm", layer.norm)),
+            attention=SelfAttention.build(replace(layer.attention, num_inputs=2), in_layer),
+            before_mlp=in_layer.norm("post_attention_layernorm", layer.norm),
+            mlp=build_mlp(f"{LAYER}mlp.", layer.mlp, size, tensors, ops, WHOLE),
+            norms_residual=of.norms_residual,
+            final_norm=parts.norm("norm", layer.norm),
+            lm_head=ops.held(tensors.take_matrix(LM_HEAD, of.draft_vocab_size, size)),
+            token_ids=token_ids,
+            rope=Rope(config.head_dim, layer.attention.rope, tensors.device),
+        )
