@@ -5,8 +5,9 @@ KV of the head lies in the same pages, behind the model's layers: it is handed o
 them, and is final when they are.
 
 The head takes in a token's feature together with the token that follows. A step has both: what follows the last token
-that it computes is what it samples. Where a prompt splits into continuations, the first one's token stands for all. The
-KV of guesses lies behind what the sequence has computed, where the next step writes.
+that it computes is what it samples. Where sequences go on differently behind shared pages, the head has taken in what
+followed in the first of them: for one token, guesses of the others may be worse. The KV of guesses lies behind what the
+sequence has computed, where the next step writes.
 """
 
 from collections.abc import Mapping

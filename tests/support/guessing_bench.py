@@ -71,6 +71,7 @@ class Bench:
     row_s: float = 0.0001  # that a row takes
     draft_run: Callable[[Run], Run] = lambda run: run  # what is put around the draft model's steps
     head: Eagle3Head | None = None  # guesses, in place of a draft model
+    head_drafter: type[HeadDrafter] = HeadDrafter
     drafted: list[tuple[Sequence, list[int], tuple[int, ...]]] = field(default_factory=list)  # all guesses, and of what
     answers: dict[Name, list[SampledToken]] = field(default_factory=dict)
     ends: dict[Name, Finish] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Bench:
             verify = ModelDrafter(self.draft_runner).beside(verify)
         elif self.head is not None:
             limits = replace(limits, num_speculative_tokens=MOST, draft_model_len=self.draft_model_len, has_head=True)
-            verify = HeadDrafter(self.head, runner, (END,)).beside(verify)
+            verify = self.head_drafter(self.head, runner, (END,)).beside(verify)
         elif self.drafter:
             lookup = LOOKUP if self.drafter == "ngram" else None
             limits = replace(limits, num_speculative_tokens=MOST, lookup=lookup)
