@@ -70,7 +70,7 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     result = StepResult(((tuple([SampledToken(0)] * 4),),), 0.01, expert_ratios=(1.0, 2.5, 2.75), draft_s=0.004)
     steps.note_result(StepPlan((verified,)), result)
     samples = [
-        *steps.samples("m"),
+        *steps.samples("m", "ngram"),
         *load_samples(node.core.load(), node.scheduler.cache, "m"),
         *handoff_samples(node.core),
         *refusal_samples({}),
@@ -82,7 +82,9 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.SAMPLED_TOKENS]) == (100, 12)
     assert (numbers[metrics.DRAFT_TOKENS], numbers[metrics.DRAFT_SECONDS]) == (4, 0.004)
     accepted = {sample.labels: sample.amount for sample in samples if sample.metric is metrics.ACCEPTED_TOKENS}
-    assert accepted == {("m", "0"): 1, ("m", "1"): 1, ("m", "2"): 1}
+    assert accepted == {("m", "0", "ngram"): 1, ("m", "1", "ngram"): 1, ("m", "2", "ngram"): 1}
+    shown = {sample.metric for sample in steps.samples("m", "")}
+    assert not {metrics.DRAFT_TOKENS, metrics.DRAFT_SECONDS, metrics.ACCEPTED_TOKENS} & shown, "nothing guesses"
     (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]
     assert isinstance(gaps, Distribution)
     assert (gaps.buckets()[0], gaps.buckets()[1]) == (("0.01", 5.0), ("0.025", 8.0))

@@ -46,10 +46,13 @@ class Speculation:
 
         draft_model_len: longest sequence of the runner's draft model; 0: it has none. keeps_up: see `DraftModel`.
         """
+        self.source = "ngram" if lookup is not None else ""  # of guesses, by its name in the settings
         self._num_tokens = num_tokens
         self._lookup = lookup
-        has_model = draft_model_len and num_tokens
-        self._draft_model = DraftModel(draft_model_len, keeps_up=keeps_up) if has_model else None
+        self._draft_model: DraftModel | None = None
+        if draft_model_len and num_tokens:
+            self.source = "eagle3" if keeps_up else "draft_model"
+            self._draft_model = DraftModel(draft_model_len, keeps_up=keeps_up)
         self._steps = TimedSteps()
         self._by_match: dict[int, Trials] = {}  # by the length of the match
         self._num_left = _INDEXED_AT_ONCE

@@ -89,12 +89,12 @@ def _layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     second kind: nobody reads the states before the second layer (sgl-project/sglang, pull request 25454).
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    layers = fields.integers(key) or (2, num_layers // 2, num_layers - 3)
+    given = layers = fields.integers(key) or (2, num_layers // 2, num_layers - 3)
     if layers[0] == 1:
         layers = tuple(layer + 1 for layer in layers)
     rises = all(one < other for one, other in pairwise(layers))
     if len(layers) != NUM_FEATURES or not rises or layers[0] < 0 or layers[-1] >= num_layers:
-        raise ConfigError(f"{key}: {list(layers)} are not {NUM_FEATURES} rising numbers of {num_layers} layers")
+        raise ConfigError(f"{key}: {list(given)} are not {NUM_FEATURES} rising numbers of {num_layers} layers")
     return layers
 
 

@@ -213,14 +213,19 @@ ITL = _histogram(
 STEP_TOKENS = _histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", _STEP_TOKENS, _MODEL)
 COMPUTED_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens computed; cached ones are not.", _MODEL)
 SAMPLED_TOKENS = _counter("vllm:generation_tokens_total", "Tokens of answers, first ones included.", _MODEL)
-DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens_total", "Guesses that steps verified.", _MODEL)
+DRAFT_TOKENS = _counter(
+    "vllm:spec_decode_num_draft_tokens_total", "Guesses that steps verified, by where they come from.", _MODEL, "source"
+)
 ACCEPTED_TOKENS = _counter(
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-    "Guesses that were right, by their place behind the last known token.",
+    "Guesses that were right, by their place behind the last known token, and where they come from.",
     _MODEL,
     "position",
+    "source",
 )
-DRAFT_SECONDS = _counter("pdserve_draft_model_seconds_total", "Time that the draft model computed after steps.", _MODEL)
+DRAFT_SECONDS = _counter(
+    "pdserve_draft_model_seconds_total", "Time that a draft model or head guessed after steps.", _MODEL, "source"
+)
 EXPERT_RATIO = _histogram(
     "pdserve_expert_load_ratio",
     "Tokens of a layer's busiest expert divided by the mean of its experts, over each 1024 tokens or more that a "

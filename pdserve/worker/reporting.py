@@ -76,16 +76,19 @@ class Steps:
         for ratio in result.expert_ratios:
             self._expert_ratios.observe(ratio)
 
-    def samples(self, model: str) -> Iterator[Sample]:
+    def samples(self, model: str, source: str) -> Iterator[Sample]:
+        """Yield the counts of a model's steps. source: of guesses; "": there are none."""
         label = (model,)
         yield Sample(metrics.ITL, self._gaps, label)
         yield Sample(metrics.STEP_TOKENS, self._sizes, label)
         yield Sample(metrics.COMPUTED_TOKENS, self._num_computed, label)
         yield Sample(metrics.SAMPLED_TOKENS, self._num_sampled, label)
-        yield Sample(metrics.DRAFT_TOKENS, self._num_guesses, label)
-        yield from (Sample(metrics.ACCEPTED_TOKENS, n, (model, str(place))) for place, n in self._num_accepted.items())
-        yield Sample(metrics.DRAFT_SECONDS, self._draft_s, label)
         yield Sample(metrics.EXPERT_RATIO, self._expert_ratios, label)
+        if source:
+            yield Sample(metrics.DRAFT_TOKENS, self._num_guesses, (model, source))
+            for place, count in self._num_accepted.items():
+                yield Sample(metrics.ACCEPTED_TOKENS, count, (model, str(place), source))
+            yield Sample(metrics.DRAFT_SECONDS, self._draft_s, (model, source))
 
 
 def load_samples(load: Load, cache: KvCache, model: str) -> Iterator[Sample]:

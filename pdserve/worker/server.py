@@ -63,7 +63,7 @@ class Worker:
 
     def samples(self, engine: Engine, own_ports: Mapping[str, Connections]) -> Iterator[Sample]:
         model = engine.model_name
-        yield from self.reporter.steps.samples(model)
+        yield from self.reporter.steps.samples(model, engine.scheduler.speculation.source)
         yield from load_samples(self.outbox.with_stalled(self.core.load()), engine.scheduler.cache, model)
         yield from handoff_samples(self.core)
         yield from refusal_samples(self.reporter.refused)

@@ -10,6 +10,7 @@ from typing import Any
 import moving
 import pytest
 import torch
+from eagle3_heads import head_config, random_head, write_head
 from live_cluster import Answer, LiveCluster, all_ready, is_idle, live_cluster, load_of
 from model_zoo import prompt, write_model
 from scraping import scrape
@@ -71,11 +72,19 @@ def expected(model: Path) -> list[dict[int, list[int]]]:
     return [{index: list(tokens) for index, tokens in answer.items()} for answer in answers]
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+@pytest.fixture(scope="module")
+def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a head of random weights that guesses few tokens, as answers have: some of its guesses are right."""
+    config = head_config(json.loads((model / "config.json").read_text()), 512, (0, 1, 2))
+    return write_head(tmp_path_factory.mktemp("head"), config, random_head(config))
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
 def cluster(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model: Path, head: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveCluster]:
-    own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(model)}}[request.param]
+    models = {"draft_model": {"model": str(model)}, "eagle3": {"model": str(head)}}
+    own = {"ngram": {"prompt_lookup_min": 1}, **models}[request.param]
     guessing = ("--speculative-config", json.dumps({"method": request.param, **own}))
     with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *guessing) as running:
         yield running

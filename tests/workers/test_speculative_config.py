@@ -35,7 +35,8 @@ def test_a_worker_guesses_as_its_configuration_says(tmp_path: Path) -> None:
     ("given", "settings", "problem"),
     [
         ("{", {}, "--speculative-config: is no JSON"),
-        ('{"method": "eagle3"}', {}, r"--speculative-config\.method: 'eagle3' is refused"),
+        ('{"method": "medusa"}', {}, r"--speculative-config\.method: 'medusa' is refused"),
+        ('{"method": "eagle3"}', {}, r"--speculative-config\.model: method eagle3 needs it"),
         ('{"num_speculative_tokens": 16}', {}, r"--speculative-config\.num-speculative-tokens: 16 is refused"),
         ('{"model": "x"}', {}, r"--speculative-config\.model: goes with method draft_model"),
         ('{"method": "draft_model"}', {}, r"--speculative-config\.model: method draft_model needs it"),

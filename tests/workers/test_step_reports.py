@@ -182,7 +182,7 @@ def test_each_token_and_each_cost_goes_once_in_order_and_in_time(
 def test_each_sequence_waits_once_for_a_step_however_many_guesses_are_computed_for_it() -> None:
     steps = Steps()
     steps.note(Step(sequences=7, kv_tokens=70, guesses=4, kept_guesses=2), 0.5, 5)
-    shown = {sample.metric: sample.amount for sample in steps.samples("m")}
+    shown = {sample.metric: sample.amount for sample in steps.samples("m", "")}
     gaps = shown[ITL]
     assert isinstance(gaps, Distribution)
     assert (gaps.count, gaps.total, shown[SAMPLED_TOKENS]) == (3, 1.5, 5)
