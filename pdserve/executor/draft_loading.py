@@ -49,12 +49,16 @@ def with_room(checkpoint: Checkpoint, drafts: Drafts) -> Checkpoint:
 
 
 def limits_with(limits: Limits, drafts: Drafts) -> Limits:
-    """Return a worker's limits with how long sequences are guessed for."""
+    """Return a worker's limits with how long sequences are guessed for.
+
+    Heads say as their `max_position_embeddings` on what lengths they were trained, and are used beyond.
+    """
     if drafts is None:
         return limits
-    config = drafts.config.model if isinstance(drafts, HeadFiles) else drafts.checkpoint.config
-    longest = min(config.max_position_embeddings, limits.max_model_len)
-    return replace(limits, draft_model_len=longest, has_head=isinstance(drafts, HeadFiles))
+    if isinstance(drafts, HeadFiles):
+        return replace(limits, draft_model_len=limits.max_model_len, has_head=True)
+    longest = min(drafts.checkpoint.config.max_position_embeddings, limits.max_model_len)
+    return replace(limits, draft_model_len=longest)
 
 
 def _opened(config: WorkerConfig, path: Path, checkpoint: Checkpoint) -> Form:

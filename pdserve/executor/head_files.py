@@ -67,7 +67,7 @@ def _shapes(config: HeadConfig, *, has_embedding: bool) -> Shapes:
 
 
 def _own_name(name: str) -> str:
-    return name.replace("layers.0.", LAYER, 1)
+    return name.removeprefix("model.").replace("layers.0.", LAYER, 1)
 
 
 def _feature_parts(weights: Weights, config: HeadConfig) -> Weights:

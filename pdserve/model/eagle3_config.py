@@ -30,11 +30,19 @@ TARGETS = (
 NUM_FEATURES = 3  # layers whose hidden states a head reads
 _LAYER = "transformer_layer_config"
 _OWN = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
-_NEUTRAL: Mapping[str, object] = {"norm_before_fc": False, "parallel_drafting": False, "use_aux_hidden_state": True}
+_NEUTRAL: Mapping[str, object] = {  # the values with which a head is the published one
+    "norm_before_fc": False,
+    "parallel_drafting": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "use_sliding_window": False,
+}
 _INERT = (  # of training, of other servers, or repeated elsewhere
     *(_LAYER, "architectures", "eagle_config", "speculators_config", "speculators_model_type", "speculators_version"),
     *("model_type", "auto_map", "embed_requires_grad", "has_no_defaults_at_init", "tie_word_embeddings", "torch_dtype"),
-    *("dtype", "transformers_version", "base_model_ep_plan"),
+    *("dtype", "transformers_version", "base_model_ep_plan", "max_window_layers"),
 )
 
 

@@ -41,12 +41,12 @@ def started(target: Path, head: Path, **settings: object) -> Engine:
 def test_a_worker_with_a_head_has_pages_with_room_for_it_and_another_name_for_what_fills_them(
     target: Path, tmp_path: Path
 ) -> None:
-    config = config_of(target, max_position_embeddings=600)
+    config = config_of(target, max_position_embeddings=60)
     first, second = (write_head(tmp_path / str(seed), config, random_head(config, seed)) for seed in (1, 2))
     plain = started(target, first, speculative_config=None)
     engines = [started(target, head) for head in (first, first, second)]
     limits = engines[0].scheduler.limits
-    assert (limits.num_speculative_tokens, limits.lookup, limits.draft_model_len) == (5, None, 600)
+    assert (limits.num_speculative_tokens, limits.lookup, limits.draft_model_len) == (5, None, 640)
     assert limits.has_head
     layouts = [engine.layout for engine in engines]
     assert layouts[0] == layouts[1] != layouts[2]
@@ -162,6 +162,24 @@ def test_settings_that_no_head_was_tested_with_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         started(target, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"max_window_layers": 48, "use_sliding_window": False, "sliding_window": None, "mlp_bias": False},
+        {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+        {"eagle_config": {"use_aux_hidden_state": True, "use_last_layernorm": True, "use_mtp_layernorm": False}},
+    ],
+)
+def test_keys_of_published_heads_that_change_nothing_are_read(
+    target: Path, tmp_path: Path, own: dict[str, object]
+) -> None:
+    config = config_of(target, **own)
+    tensors = {f"model.{name}": each for name, each in random_head(config).items() if name.startswith("midlayer")}
+    others = {name: each for name, each in random_head(config).items() if not name.startswith("midlayer")}
+    head = write_head(tmp_path / "head", config, {**others, **tensors})
+    assert started(target, head).scheduler.limits.has_head
 
 
 @pytest.mark.parametrize("given", [None, [2, 18, 33], [1, 17, 32]])
