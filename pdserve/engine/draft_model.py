@@ -112,13 +112,8 @@ class DraftModel:
         An answer is taken to go on for as long as it has so far, at most. Others wait for a quarter of the time on
         average: 0 tokens while that is too little for a few. plain_s: what the step takes alone.
         """
-        due = [
-            sequence
-            for sequence in decoding
-            if _FEW
-            < self._lacking(sequence)
-            <= _FED_FOR_ONE * min(sequence.num_output_tokens, self._num_left(sequence))
-        ]
+        left, lacking = self._num_left, self._lacking
+        due = [s for s in decoding if _FEW < lacking(s) <= _FED_FOR_ONE * min(s.num_output_tokens, left(s))]
         if not due:
             return None
         self._waited_s += _MOST_SLOWER * plain_s
@@ -127,7 +122,7 @@ class DraftModel:
         if count < _FED_AT_LEAST:
             return due[0], 0
         self._waited_s = 0.0
-        return min(due, key=self._lacking), count
+        return min(due, key=lacking), count
 
     def choose(
         self, most: Mapping[Sequence, int], best: Mapping[Sequence, int], is_trying: bool

@@ -161,7 +161,7 @@ class Runner:
         """From the first step on, keep features of each step's tokens."""
         self._features = features
         if not all(isinstance(matrix, Tiles) for _, matrix in features.parts):
-            self._programs = None  # they have products of tiles alone
+            self._programs = None  # which multiply tiles alone
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
