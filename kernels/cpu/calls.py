@@ -37,6 +37,8 @@ class Kind(IntEnum):
     EXPERTS = 15
     EXPERTS_CODING = 16
     SUMMING = 17
+    RANKS_SUM = 18
+    RANKS_GATHER = 19
 
 
 class Mixture(ctypes.Structure):
@@ -65,6 +67,8 @@ class Call(ctypes.Structure):
         ("norms_after", Size),
         *((name, ctypes.c_double) for name in ("eps", "scale", "cap", "positive", "negative")),
         ("mixture", Mixture),
+        ("first", Size),
+        ("ranks", Pointer),
         *((name, ctypes.c_uint64) for name in ("taken", "done")),
     )
 

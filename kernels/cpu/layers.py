@@ -60,6 +60,7 @@ class Tiles:
     bias: Tensor | None = None  # of each output, where gated in the order of the tiles
     gated: bool = False
     input_bits: int = INPUT_BITS  # 8 or 16: of the inputs' codes where weights are codes
+    first: int = 0  # the id of the first row, for `look_up`: a part of an embedding has others
 
     def __post_init__(self) -> None:
         require(self.input_bits in (8, 16), f"input_bits must be 8 or 16, got {self.input_bits}")
@@ -161,13 +162,16 @@ def multiply(
 
 
 def look_up(calls: Calls, ids: Tensor, tiles: Tiles, scale: float = 1.0) -> Tensor:
-    """Return rows of the matrix times `scale`: ids int64 [num_rows], all below the width -> [num_rows, inputs]."""
+    """Return rows of the matrix times `scale`: ids int64 [num_rows] -> [num_rows, inputs].
+
+    Ids of which there is no row, since the matrix is a part of one, get zeros.
+    """
     require_tensor("ids", ids, (None,), (torch.int64,))
     out = calls.empty(len(ids), tiles.inputs, tiles.dtype)
     call = Call(
         kind=Kind.LOOKUP_BFLOAT16 if tiles.bits == BFLOAT16_BITS else Kind.LOOKUP_QUANTIZED, type=DTYPES[tiles.dtype],
         out=out.data_ptr(), x=ids.data_ptr(), out_stride=tiles.inputs, inputs=tiles.inputs,
-        weights=tiles.data.data_ptr(), bits=tiles.bits, scale=scale,
+        width=tiles.width, weights=tiles.data.data_ptr(), bits=tiles.bits, scale=scale, first=tiles.first,
     )  # fmt: skip
     calls.take(len(ids), call)
     return out

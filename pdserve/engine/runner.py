@@ -39,7 +39,7 @@ from pdserve.kernels.kv_rows import KvRows
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.layer_groups import LayerGroup, layer_groups
-from pdserve.model.ops_cpu import CompiledOps
+from pdserve.model.parallel import own_part
 from pdserve.model.sharding import part_of
 from pdserve.model.taps import Tap
 from pdserve.protocol.kvlayout import KvCode
@@ -112,7 +112,7 @@ class DecodePrograms:
 
     def _record(self, num_rows: int, features: Features) -> _Recorded:
         program, tap = Program(self._loaded), features.tap()
-        model = self._model.with_ops(CompiledOps(program))
+        model = self._model.through(program)
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
         attention = self._attention
         planned = attention.with_parts([part.planned(program) for part in attention.parts])
@@ -121,9 +121,14 @@ class DecodePrograms:
 
 
 def is_compiled(model: Model) -> bool:
-    """Say whether the library computes all of a step; of some attention and of states, torch computes a part."""
-    of_torch = model.config.attends_in_torch or model.config.has_states
-    return not of_torch and all(isinstance(matrix, Tiles) for matrix in model.matrices())
+    """Say whether the library computes all of a step.
+
+    Of some attention and of states, torch computes a part, and with several ranks of norms over all heads.
+    """
+    config = model.config
+    wide = model.rank.size > 1 and config.design.has_wide_norms
+    of_torch = config.attends_in_torch or config.has_states or wide
+    return not of_torch and all(isinstance(own_part(matrix), Tiles) for matrix in model.matrices())
 
 
 class Runner:

@@ -44,7 +44,7 @@ def _serve(connected: socket.socket) -> None:
         with thread_defaults(os.environ, config.num_threads, rank=setup.index, num_ranks=setup.size):
             from pdserve.executor.rank_loading import load_follower  # noqa: PLC0415 - torch reads the environment
         try:
-            runner, meet = load_follower(config, setup)
+            runner, ranks = load_follower(config, setup, channel)
         except ConfigError as error:
             channel.send(Ended(str(error), is_refusal=True))
             return
@@ -53,12 +53,11 @@ def _serve(connected: socket.socket) -> None:
             channel.send(Ended(f"rank {setup.index}: {type(error).__name__}: {error}"))
             return
         channel.send(Ended())
-        channel.receive(list[Part])  # `ALL_HAVE_LOADED`
-        meet()
         while True:
             parts = channel.receive(list[Part])
             try:
                 runner.follow(plan_of(parts))
+                ranks.check()
             except Exception as error:
                 logger.exception("a step failed")
                 channel.send(Ended(f"rank {setup.index}: {type(error).__name__}: {error}"))

@@ -15,7 +15,6 @@ from pdserve.protocol.pooling import Pooling
 from pdserve.protocol.sampling import SamplingParams
 
 MAX_BYTES = 1 << 30
-ALL_HAVE_LOADED: "list[Part]" = []  # as a step: connect
 _LENGTH = struct.Struct("!I")
 _FOLLOWED = SampleSpec(SamplingParams(), 0, 0, (), (), forbid_stops=False, sequence=(0, 0))  # rank 0 samples
 
@@ -28,8 +27,8 @@ class Setup(msgspec.Struct, array_like=True):
     weights_hash: str
     index: int
     size: int
-    store: int  # the descriptor of the file in which ranks find each other
-    pages: int  # the descriptor of their memory
+    slots: int  # the descriptor of the memory in which ranks add
+    pages: int  # and of that of pages
     num_pages: int
 
 
@@ -54,7 +53,7 @@ class Ended(msgspec.Struct, array_like=True):
     is_refusal: bool = False  # the operator can mend it
 
 
-Message = TypeVar("Message", Setup, list[Part], Ended)
+Message = TypeVar("Message", Setup, list[Part], Ended, bytes)
 
 
 class Channel:
@@ -63,7 +62,7 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
 
-    def send(self, message: Setup | list[Part] | Ended) -> None:
+    def send(self, message: Setup | list[Part] | Ended | bytes) -> None:
         """Send a message; OSError where the other end is gone."""
         packed = msgspec.msgpack.encode(message)
         self._socket.sendall(_LENGTH.pack(len(packed)) + packed)

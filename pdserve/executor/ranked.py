@@ -22,9 +22,9 @@ from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.executor.form import Form
-from pdserve.executor.gloo_ranks import GlooRanks, common_store
 from pdserve.executor.local import LocalExecutor
-from pdserve.executor.rank_frames import ALL_HAVE_LOADED, Channel, Ended, Part, Setup, parts_of
+from pdserve.executor.rank_frames import Channel, Ended, Setup, parts_of
+from pdserve.executor.rank_sums import ranks_of, slots_bytes
 from pdserve.executor.shared_pages import mapped_pages, new_pages
 from pdserve.executor.threads import given_environment
 from pdserve.kvtransfer.region import Region
@@ -43,45 +43,37 @@ class Followers:
 
     def __init__(self, config: WorkerConfig, form: Form, num_pages: int, page_bytes: int) -> None:
         """Start them; they load their parts meanwhile."""
-        self.ranks = GlooRanks(Rank(0, config.tensor_parallel_size), config.stalled_step_s)
-        self._store = os.memfd_create("pdserve-ranks")  # open until this process ends: gloo opens it by its number
         self._children: list[tuple[subprocess.Popen[bytes], Channel]] = []
         self._is_closing = self._have_met = False
         self.are_waiting = False  # for a step: else one may be stuck in a sum, or loading
-        memory = new_pages(num_pages * page_bytes)
+        size = config.tensor_parallel_size
+        memory, slots = new_pages(num_pages * page_bytes), new_pages(slots_bytes(size))
         try:
-            for index in range(1, config.tensor_parallel_size):
-                child = _started(memory, self._store)
+            for index in range(1, size):
+                child = _started(memory, slots)
                 self._children.append(child)
                 watched = index, child[0]
                 threading.Thread(target=self._watch, args=watched, name=f"rank-{index}", daemon=True).start()
                 model = (str(form.checkpoint.path), form.weights_hash)
-                setup = Setup(
-                    config.model_dump_json(), *model, index, self.ranks.rank.size, self._store, memory, num_pages
-                )
+                setup = Setup(config.model_dump_json(), *model, index, size, slots, memory, num_pages)
                 child[1].send(setup)
         except BaseException:
             self.close()
             raise
         finally:
             self.pages: Tensor = mapped_pages(memory)
+            channels = [channel for _, channel in self._children]
+            self.ranks = ranks_of(Rank(0, size), mapped_pages(slots), channels, config.stalled_step_s)
 
     def meet(self) -> None:
-        """Wait until all have loaded, and connect with them. ConfigError says what one of them has refused."""
+        """Wait until all have loaded. ConfigError says what one of them has refused."""
         self.end(LOAD_S)
-        self._send(ALL_HAVE_LOADED)
-        try:
-            self.ranks.meet(common_store(self._store, self.ranks.rank.size))
-        except RuntimeError as error:
-            raise DeviceError(f"the ranks do not connect: {error}") from error
-        self._have_met = self.are_waiting = True
+        self._have_met = True
 
     def begin(self, plan: StepPlan) -> None:
         """Let all do their parts of a step."""
-        self._send(parts_of(plan))
-
-    def _send(self, parts: list[Part]) -> None:
         self.are_waiting = False
+        parts = parts_of(plan)
         for index, (_, channel) in enumerate(self._children, start=1):
             try:
                 channel.send(parts)
@@ -175,6 +167,7 @@ class _Leading:
         self._followers.begin(plan)
         try:
             result = self._runner.run(plan)
+            self._followers.ranks.check()
         except InvariantError:
             raise
         except Exception as error:

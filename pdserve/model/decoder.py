@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.cpu.calls import Calls
 from pdserve.kernels.cpu.experts import TiledExperts
 from pdserve.model import design
 from pdserve.model.attention import Attention
@@ -17,8 +18,10 @@ from pdserve.model.family import TensorSource
 from pdserve.model.layers import Layer, build_layer
 from pdserve.model.mlp import CompiledExperts, Experts
 from pdserve.model.ops import DeviceOps, GateUp, Linear, Norm, Ops, weight_bytes
-from pdserve.model.parallel import vocab_parallel
+from pdserve.model.ops_cpu import CompiledOps
+from pdserve.model.parallel import Collective, vocab_parallel
 from pdserve.model.parts import Parts
+from pdserve.model.ranks import RankedOps
 from pdserve.model.rope import Rope
 from pdserve.model.taps import Tap
 from pdserve.model.weights import WHOLE, Rank, Weights
@@ -45,6 +48,7 @@ class Decoder:
     lm_head: Linear
     logit_scale: float
     logit_cap: float | None
+    ranks: Collective | None = None  # where there are several
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,8 +104,13 @@ class Decoder:
         embedded = weight_bytes(self.embedding) * num_rows // self.config.vocab_size
         return embedded + attentions + mlps + weight_bytes(self.lm_head)
 
-    def with_ops(self, ops: Ops) -> "Decoder":
-        return replace(self, ops=ops)
+    def through(self, calls: Calls) -> "Decoder":
+        ops = CompiledOps(calls)
+        return replace(self, ops=ops if self.ranks is None else RankedOps(ops, self.ranks.through(calls)))
+
+    def among(self, ranks: Collective) -> "Decoder":
+        """Return the same part of a model, which adds what it makes to what the other ranks make."""
+        return replace(self, ops=RankedOps(self.ops, ranks), ranks=ranks)
 
     @classmethod
     def build(cls, config: ModelConfig, tensors: TensorSource, ops: DeviceOps, rank: Rank = WHOLE) -> Self:

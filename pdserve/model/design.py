@@ -269,6 +269,10 @@ class Design:
         return any(isinstance(layer.mlp, Experts) for layer in self.layers)
 
     @property
+    def has_wide_norms(self) -> bool:
+        return any(isinstance(getattr(each, "qk_norm", None), WideNorms) for each in self.attentions)
+
+    @property
     def attentions(self) -> tuple[SelfAttention | LatentAttention | None, ...]:
         """Return the attention of each layer, where it has one."""
         return tuple(_attention(layer.attention) for layer in self.layers)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError
+from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.attention import Attention
 from pdserve.model.config import ModelConfig
 from pdserve.model.groups import Groups
-from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Ops, Quantized
+from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized
 from pdserve.model.rope import Rope
 from pdserve.model.taps import Tap
 from pdserve.model.weights import COLUMNS, Rank, Shard, Weights
@@ -194,8 +195,8 @@ class Model(Protocol):
         """Return of each layer with experts how many tokens each of them has computed: int64, steps add to it."""
         ...
 
-    def with_ops(self, ops: Ops) -> Self:
-        """Return the same model over other operations."""
+    def through(self, calls: Calls) -> Self:
+        """Return the same model as the compiled library computes it, through these calls."""
         ...
 
     def activation_bytes(self) -> int:

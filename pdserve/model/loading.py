@@ -17,7 +17,6 @@ from pdserve.model.family import Model, Progress, Shapes, Tensors, Wanted
 from pdserve.model.ops import DeviceOps, TorchOps
 from pdserve.model.ops_cpu import CpuOps
 from pdserve.model.parallel import Collective
-from pdserve.model.ranks import RankedOps
 from pdserve.model.sharding import check_divides
 from pdserve.model.weights import Part, Rank, Stored, Weights
 
@@ -56,7 +55,7 @@ def load_rank(
     device = torch.device("cpu")
     tensors = Tensors(needed_weights(config, weights), dtype, device, progress)
     ops = ops_for(device, input_bits)
-    return Decoder.build(config, tensors, ops, ranks.rank).with_ops(RankedOps(ops, ranks))
+    return Decoder.build(config, tensors, ops, ranks.rank).among(ranks)
 
 
 def shapes_of(config: ModelConfig) -> Shapes:

@@ -3,15 +3,17 @@
 A matrix whose outputs are divided needs nobody: what it makes is divided alike.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.weights import ROWS, Rank, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pdserve.model.ops import Linear
+    from pdserve.kernels.cpu.calls import Calls
+    from pdserve.model.ops import GateUp, Linear
 
 
 class Collective(Protocol):
@@ -20,12 +22,19 @@ class Collective(Protocol):
     @property
     def rank(self) -> Rank: ...
 
-    def all_reduce(self, x: "Tensor") -> None:
-        """Put the sum over all ranks in the place of x, which is contiguous and has the same shape on each."""
+    def through(self, calls: "Calls") -> "Collective":
+        """Return the same, through other calls of the compiled library."""
         ...
 
-    def gather(self, x: "Tensor") -> "list[Tensor]":
-        """Return every rank's x, on the first rank; on others nothing. All have the same shape."""
+    def all_reduce(self, x: "Tensor", residual: "Tensor | None" = None, scale: float = 1.0) -> "Tensor":
+        """Return the sum over all ranks times `scale`, plus the residual, which may be overwritten, as x may.
+
+        Both are contiguous and have the same shape on each rank; the residual is the same on all.
+        """
+        ...
+
+    def gather(self, x: "Tensor", width: int) -> "Tensor":
+        """Return every rank's columns side by side, so many, on the first rank; what others get means nothing."""
         ...
 
 
@@ -41,7 +50,8 @@ class VocabParallel:
     """Some rows of an embedding or of a head, one for each token of a part of the vocabulary."""
 
     weight: "Linear"
-    spans: tuple[range, ...]  # of each rank
+    first: int  # token
+    vocab_size: int  # of all ranks
 
 
 def row_parallel(weight: "Linear", rank: Rank) -> "Linear":
@@ -53,5 +63,11 @@ def vocab_parallel(weight: "Linear", rank: Rank, vocab_size: int) -> "Linear":
     """Return an embedding or a head as the rank has it that has these rows of it."""
     if rank.size == 1:
         return weight
-    spans = (Shard(ROWS, index, rank.size).span("vocab_size", vocab_size) for index in range(rank.size))
-    return VocabParallel(weight, tuple([range(span.start, span.stop) for span in spans]))
+    first = Shard(ROWS, rank.index, rank.size).span("vocab_size", vocab_size).start
+    own = replace(weight, first=first) if isinstance(weight, Tiles) else weight
+    return VocabParallel(own, first, vocab_size)
+
+
+def own_part(weight: "Linear | GateUp") -> "Linear | GateUp":
+    """Return what a rank itself multiplies of a matrix."""
+    return weight.weight if isinstance(weight, RowParallel | VocabParallel) else weight

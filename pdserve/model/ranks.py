@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pdserve.kernels.cpu.experts import SharedRows
+from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.activations import MlpActivation
 from pdserve.model.design import Activation, Routing
-from pdserve.model.ops import Dense, GateUp, Linear, Mixture, Norm, Ops, RmsNorm, times
+from pdserve.model.ops import Dense, GateUp, Linear, Mixture, Norm, Ops, RmsNorm, dense
 from pdserve.model.parallel import Collective, RowParallel, VocabParallel
 
 
@@ -31,10 +30,12 @@ class RankedOps:
     def embed(self, token_ids: Tensor, weight: Linear, scale: float = 1.0) -> Tensor:
         """Sum the rows that this rank has, and zeros for other tokens."""
         assert isinstance(weight, VocabParallel)
-        span = weight.spans[self._ranks.rank.index]
-        others = (token_ids < span.start) | (token_ids >= span.stop)
-        own = (token_ids - span.start).masked_fill_(others, 0)
-        return self.all_reduce(self._ops.embed(own, weight.weight, scale).masked_fill_(others[:, None], 0.0))
+        if isinstance(weight.weight, Tiles):
+            return self.all_reduce(self._ops.embed(token_ids, weight.weight, scale))
+        own = token_ids - weight.first
+        others = (own < 0) | (own >= len(dense(weight.weight).data))
+        rows = self._ops.embed(own.masked_fill_(others, 0), weight.weight, scale)
+        return self.all_reduce(rows.masked_fill_(others[:, None], 0.0))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.norm(x, norm)
@@ -56,28 +57,17 @@ class RankedOps:
         return self.all_reduce(self._ops.linear(x, weight.weight))
 
     def linear_add(self, x: Tensor, weight: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
-        """Let the first rank add the residual, and sum."""
         if not isinstance(weight, RowParallel):
             return self._ops.linear_add(x, weight, residual, scale)
-        if self._ranks.rank.index == 0:
-            out = self._ops.linear_add(x, weight.weight, residual, scale)
-        else:
-            out = times(self._ops.linear(x, weight.weight), scale)
-        return self.all_reduce(out)
+        return self._ranks.all_reduce(self._ops.linear(x, weight.weight), residual, scale)
 
     def logits(self, x: Tensor, weight: Linear, scale: float = 1.0, cap: float | None = None) -> Tensor:
         """Return the logits of the whole vocabulary on the first rank; what others return means nothing."""
         assert isinstance(weight, VocabParallel)
-        own = self._ops.logits(x, weight.weight, scale, cap)
-        widths = [len(span) for span in weight.spans]
-        parts = self._ranks.gather(functional.pad(own, (0, max(widths) - own.shape[1])).contiguous())
-        if not parts:
-            return own.new_empty((len(own), sum(widths)))
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+        return self._ranks.gather(self._ops.logits(x, weight.weight, scale, cap), weight.vocab_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self._ranks.all_reduce(x)
-        return x
+        return self._ranks.all_reduce(x)
 
     def route(self, x: Tensor, router: Dense, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         return self._ops.route(x, router, bias, routing)
@@ -85,8 +75,7 @@ class RankedOps:
     def mix(
         self, x: Tensor, experts: Mixture, shared: SharedRows | None, residual: Tensor | None, scale: float
     ) -> Tensor:
-        added = residual if self._ranks.rank.index == 0 else None
-        return self.all_reduce(self._ops.mix(x, experts, shared, added, scale))
+        return self._ranks.all_reduce(self._ops.mix(x, experts, shared, None, scale), residual)
 
     def gated(self, x: Tensor, weight: Linear | GateUp, activation: Activation) -> Tensor:
         return self._ops.gated(x, weight, activation)

@@ -4,20 +4,23 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from pdserve.engine.runner import Runner, zeroed
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.executor.gloo_ranks import GlooRanks
 from pdserve.executor.loading import describe_layout
+from pdserve.executor.rank_sums import ranks_of, slots_bytes
+from pdserve.kernels.cpu.calls import Calls
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_rank
+from pdserve.model.ops import times
 from pdserve.model.weights import Rank, Weights
 
+LIMIT_S = 60.0
 SWITCH_S = 1e-4  # threads that wait for each other would each wait for Python's lock
 
 
@@ -26,10 +29,15 @@ class Apart:
 
     rank = Rank(0, 2)
 
-    def all_reduce(self, x: Tensor) -> None: ...
+    def through(self, calls: Calls) -> Self:
+        raise NotImplementedError
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        return [x]
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        total = times(x, scale)
+        return total if residual is None else residual + total
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        return x
 
 
 class ThreadRanks:
@@ -52,15 +60,14 @@ class ThreadRanks:
 def thread_ranks(
     size: int, config: ModelConfig, weights: Weights, dtype: torch.dtype, num_pages: int, page_size: int = 16
 ) -> Iterator[ThreadRanks]:
-    store = c10d.HashStore()
     name = str(dtype).removeprefix("torch.")
     page_bytes = describe_layout(config, "", page_size, name, "cpu").page_bytes
     memory = zeroed((num_pages * page_bytes,), torch.uint8, torch.device("cpu"))
 
+    slots = torch.zeros(slots_bytes(size), dtype=torch.uint8)
+
     def load(index: int) -> Model:
-        ranks = GlooRanks(Rank(index, size))
-        ranks.meet(store)
-        return load_rank(config, weights, dtype, ranks)
+        return load_rank(config, weights, dtype, ranks_of(Rank(index, size), slots, [], LIMIT_S))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)

@@ -3,31 +3,24 @@
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from datetime import timedelta
 from pathlib import Path
-from socket import SHUT_RDWR, socketpair
 
 import msgspec
 import psutil
 import pytest
-import torch
 from greedy_runs import spec
 from numpy import frombuffer
-from torch._C import _distributed_c10d as c10d
 
 from pdserve.base.errors import ConfigError, DeviceError
 from pdserve.base.ids import PageId
 from pdserve.base.processes import DEVICE_EXIT_STATUS
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
-from pdserve.executor import gloo_ranks, loading, rank, rank_loading, ranked
+from pdserve.executor import loading, ranked
 from pdserve.executor.executor import Executor
-from pdserve.executor.gloo_ranks import GlooRanks
-from pdserve.executor.rank_frames import ALL_HAVE_LOADED, Channel, Ended, Part, Setup, parts_of, plan_of
-from pdserve.model.weights import Rank
+from pdserve.executor.rank_frames import Part, parts_of, plan_of
 from pdserve.protocol.pooling import Pooling
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
@@ -169,40 +162,6 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     known = {"token_ids", "start", "pages", "samples", "phase", "targets", "num_drafts", "other_pages", "pooling"}
     of_rank_0 = {"previous", "adapter", "draft"}  # put into token_ids before; refused so far
     assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
-
-
-def test_a_rank_connects_when_rank_0_says_that_all_have_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own clock would begin when it has loaded: how long others take to load is not known."""
-    events: list[str] = []
-
-    class Follower:
-        def follow(self, plan: StepPlan) -> None:
-            events.append(f"{len(plan.chunks)} chunks")
-
-    monkeypatch.setattr(rank, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(rank, "thread_defaults", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(rank_loading, "load_follower", lambda *_: (Follower(), lambda: events.append("met")))
-    own, theirs = socketpair()
-    with ThreadPoolExecutor(1) as thread, own, theirs:
-        serving, channel = thread.submit(rank._serve, theirs), Channel(own)
-        channel.send(Setup(config_of(tmp_path).model_dump_json(), "", "", 1, 2, 0, 0, 8))
-        assert channel.receive(Ended) == Ended()
-        channel.send(ALL_HAVE_LOADED)
-        channel.send(parts_of(PLAN))
-        assert channel.receive(Ended) == Ended()
-        own.shutdown(SHUT_RDWR)
-        serving.result(60)
-    assert events == ["met", "2 chunks"]
-
-
-def test_a_sum_waits_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert GlooRanks(Rank(0, 2), 900.0).limit == timedelta(seconds=900)
-    monkeypatch.setattr(gloo_ranks, "LEAST_LIMIT_S", 0.5)
-    two, store = [GlooRanks(Rank(index, 2), 0.5) for index in range(2)], c10d.HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda each: each.meet(store), two))
-        with pytest.raises(RuntimeError, match="500ms"):
-            two[0].all_reduce(torch.zeros(1))
 
 
 def test_a_device_that_breaks_before_the_loop_is_there_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

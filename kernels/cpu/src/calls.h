@@ -12,10 +12,11 @@
 /* As kernels/cpu/calls.py numbers them. */
 enum {
     NORM, LOOKUP_BFLOAT16, LOOKUP_QUANTIZED, PRODUCT_BFLOAT16, CODING, PRODUCT_QUANTIZED, PLACING, RANGES, COMBINING,
-    BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING
+    BLOCKS, LAYER_NORM, LOGITS, ROUTING, GROUPING, GATHERING, EXPERTS, EXPERTS_CODING, SUMMING, RANKS_SUM, RANKS_GATHER
 };
 
 struct step;
+struct ranks;
 
 /* What calls of a mixture of experts share. The rule by which rows choose is pdserve/model/design.py's `Routing`. */
 struct mixture {
@@ -49,6 +50,8 @@ struct call {
     double cap;                /* c of c * tanh(result / c), after the scale; 0: none */
     double positive, negative; /* xIELU's scalars */
     struct mixture mixture;
+    int64_t first;       /* of a lookup: the id of the first row that there is; the rows of ids without one are zeros */
+    struct ranks *ranks; /* see ranks.c */
     _Atomic uint64_t taken, done; /* in a program: see team.c */
 };
 
@@ -63,11 +66,20 @@ typedef void work(const struct call *call, int64_t rows, int64_t begin, int64_t 
 work pdserve_norm, pdserve_layer_norm, pdserve_lookup_bfloat16, pdserve_lookup_quantized, pdserve_product_bfloat16,
     pdserve_coding, pdserve_product_quantized, pdserve_placing, pdserve_ranges, pdserve_combining, pdserve_blocks,
     pdserve_logits, pdserve_routing, pdserve_grouping, pdserve_gathering, pdserve_experts, pdserve_experts_coding,
-    pdserve_summing;
+    pdserve_summing, pdserve_ranks_sum, pdserve_ranks_gather;
 
 /* The same for a call of any kind; see run.c. */
 units pdserve_units_of;
 work pdserve_work;
+
+/* Between two looks at what another thread or process is to write. */
+static inline void pause_a_little(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
 
 /* Whether an attention takes longer than waking threads. */
 int pdserve_attention_is_long(const struct call *call);

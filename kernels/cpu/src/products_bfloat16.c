@@ -108,13 +108,18 @@ void pdserve_product_bfloat16(const struct call *call, int64_t rows, int64_t beg
     }
 }
 
-/* Copies rows of the matrix that a call's x names, times the scale. */
+/* Copies rows of the matrix that a call's x names, times the scale. width: rows of the matrix. */
 void pdserve_lookup_bfloat16(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     const int64_t *ids = call->x, pairs = call->inputs / 2;
     (void)rows;
     for (int64_t row = begin; row < end; row++) {
-        const uint32_t *from = (const uint32_t *)call->weights + ids[row] / TILE * TILE * pairs + ids[row] % TILE;
+        const int64_t id = ids[row] - call->first;
         char *to = (char *)call->out + row * call->out_stride * 2;
+        if (id < 0 || id >= call->width) {
+            memset(to, 0, (size_t)call->inputs * 2);
+            continue;
+        }
+        const uint32_t *from = (const uint32_t *)call->weights + id / TILE * TILE * pairs + id % TILE;
         for (int64_t pair = 0; pair < pairs; pair++)
             memcpy(to + 4 * pair, from + pair * TILE, 4);
         scale_row(to, call->inputs, (float)call->scale, BFLOAT16);

@@ -203,9 +203,14 @@ void pdserve_lookup_quantized(const struct call *call, int64_t rows, int64_t beg
     const int64_t *ids = call->x, inputs = call->inputs, tile_bytes = inputs / BLOCK * block_bytes((int)call->bits);
     (void)rows;
     for (int64_t row = begin; row < end; row++) {
-        const uint8_t *tile = (const uint8_t *)call->weights + ids[row] / TILE * tile_bytes;
+        const int64_t id = ids[row] - call->first;
         char *to = (char *)call->out + row * call->out_stride * size_of((int)call->type);
-        decode_row(to, tile, ids[row] % TILE, inputs, (int)call->bits, (int)call->type);
+        if (id < 0 || id >= call->width) {
+            memset(to, 0, (size_t)(inputs * size_of((int)call->type)));
+            continue;
+        }
+        const uint8_t *tile = (const uint8_t *)call->weights + id / TILE * tile_bytes;
+        decode_row(to, tile, id % TILE, inputs, (int)call->bits, (int)call->type);
         scale_row(to, inputs, (float)call->scale, (int)call->type);
     }
 }

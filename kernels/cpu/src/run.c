@@ -20,6 +20,8 @@ int64_t pdserve_units_of(const struct call *call, int64_t rows) {
     case EXPERTS_CODING: return pdserve_units_slots(call, rows);
     case EXPERTS: return pdserve_units_experts(call, rows);
     case SUMMING: return pdserve_units_summing(call, rows);
+    case RANKS_SUM:
+    case RANKS_GATHER: return 1;
     default: return rows;
     }
 }
@@ -33,6 +35,7 @@ void pdserve_work(const struct call *call, int64_t rows, int64_t begin, int64_t 
         [LAYER_NORM] = pdserve_layer_norm, [LOGITS] = pdserve_logits, [ROUTING] = pdserve_routing,
         [GROUPING] = pdserve_grouping, [GATHERING] = pdserve_gathering, [EXPERTS] = pdserve_experts,
         [EXPERTS_CODING] = pdserve_experts_coding, [SUMMING] = pdserve_summing,
+        [RANKS_SUM] = pdserve_ranks_sum, [RANKS_GATHER] = pdserve_ranks_gather,
     };
     works[call->kind](call, rows, begin, end);
 }
@@ -44,6 +47,8 @@ static int is_worth_threads(const struct call *call, int64_t rows) {
     case LOOKUP_BFLOAT16:
     case LOOKUP_QUANTIZED: return rows * call->inputs >= WORTH_THREADS;
     case PLACING: return pdserve_attention_is_long(call);
+    case RANKS_SUM:
+    case RANKS_GATHER: return 0;
     default: return 1;
     }
 }

@@ -45,14 +45,6 @@ static atomic_flag is_taken = ATOMIC_FLAG_INIT; /* the helpers, by a thread that
 static int64_t num_helpers;                     /* only that thread starts more */
 static uint32_t last_number;                    /* of a run, by that thread */
 
-static void pause_a_little(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 /* Does a piece. A long piece is done in parts, so that other workers see all the time that this one computes. */
 static void do_piece(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
     if (rows < MANY_ROWS) {
