@@ -7,11 +7,13 @@ import torch
 from greedy_runs import greedy_texts
 from model_zoo import MORE_FAMILIES, STATES, load_oracle, prompt, write_model
 from thread_ranks import thread_ranks
+from torch import Tensor
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint, in_form
 from pdserve.checkpoint.hf_directory import open_directory
-from pdserve.engine.runner import Runner
+from pdserve.engine.batch import Ints
+from pdserve.engine.runner import DecodePrograms, Runner
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
@@ -23,6 +25,8 @@ NUM_PAGES, NUM_TOKENS, CHUNK = 50, 10, 37
 PROMPTS = [prompt(count, count) for count in (5, 45, 150)]
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}  # as SmolLM2 has them
 LLAMA = "llama3"
+PLAIN = {LLAMA, "qwen2-moe", "gemma3"}
+FAMILIES = sorted({*MORE_FAMILIES, LLAMA, "mistral"} - {*STATES})
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +87,7 @@ def test_ranks_draw_the_tokens_of_one_rank_and_of_transformers(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", sorted({*MORE_FAMILIES, "mistral"} - {*STATES}))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_draw_the_tokens_of_one_rank_in_each_family(opened: Callable[..., Checkpoint], family: str) -> None:
     assert_ranks_are_as_one(opened(family), 2)
 
@@ -95,10 +99,55 @@ def test_each_rank_reads_its_share_of_the_weights(opened: Callable[..., Checkpoi
         assert [weight_total(model) for model in ranks.models] == pytest.approx([whole / 2] * 2, rel=0.03)
 
 
-def test_quantized_matrices_are_divided_in_whole_groups(opened: Callable[..., Checkpoint]) -> None:
-    checkpoint = opened(LLAMA, intermediate_size=128)
+@pytest.fixture
+def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return where a rank notes the rows of a step that it runs as a program."""
+    rows, logits = list[int](), DecodePrograms.logits
+
+    def noted(programs: DecodePrograms, token_ids: Ints) -> Tensor:
+        rows.append(len(token_ids))
+        return logits(programs, token_ids)
+
+    monkeypatch.setattr(DecodePrograms, "logits", noted)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        (2, {"intermediate_size": 128}),
+        (4, {"hidden_size": 128, "intermediate_size": 128}),
+        (3, {**NINE_HEADS, "hidden_size": 288, "intermediate_size": 288}),
+    ],
+)
+def test_quantized_matrices_are_divided_in_whole_groups_and_decode_steps_are_programs(
+    opened: Callable[..., Checkpoint], size: int, shape: dict[str, int], program_rows: list[int]
+) -> None:
+    checkpoint = opened(LLAMA, **shape)
     in_groups = in_form(checkpoint.weights(), "int8")
-    assert texts(checkpoint.config, in_groups, 2) == texts(checkpoint.config, in_groups, 1)
+    found = texts(checkpoint.config, in_groups, size)
+    assert program_rows.count(3) > 4 * size
+    assert found == texts(checkpoint.config, in_groups, 1)
+
+
+@pytest.mark.parametrize(
+    "family", [each if each in PLAIN else pytest.param(each, marks=pytest.mark.long) for each in FAMILIES]
+)
+def test_decode_programs_of_ranks_compute_what_one_operation_after_the_other_does(
+    opened: Callable[..., Checkpoint], family: str, monkeypatch: pytest.MonkeyPatch, program_rows: list[int]
+) -> None:
+    monkeypatch.setattr("pdserve.model.ops_cpu._has_matrix_units", lambda: False)  # which oneDNN would multiply with
+    checkpoint = opened(family)
+    given = (checkpoint.config, checkpoint.weights(), 2, torch.bfloat16)
+    found = texts(*given)
+    is_served = not (checkpoint.config.attends_in_torch or checkpoint.config.design.has_wide_norms)
+    if is_served and not program_rows:
+        pytest.skip("this processor has no products of bfloat16, or torch computes a part of the step")
+    assert bool(program_rows) == is_served
+    program_rows.clear()
+    monkeypatch.setattr("pdserve.engine.runner.is_compiled", lambda _: False)
+    assert texts(*given) == found
+    assert not program_rows
 
 
 @pytest.mark.parametrize("family", STATES)

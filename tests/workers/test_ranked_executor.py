@@ -21,6 +21,7 @@ from pdserve.engine.step import Chunk, Phase, StepPlan, StepResult, Targets
 from pdserve.executor import loading, ranked
 from pdserve.executor.executor import Executor
 from pdserve.executor.rank_frames import Part, parts_of, plan_of
+from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.protocol.pooling import Pooling
 from pdserve.settings.config import WorkerConfig
 from pdserve.worker.boot import build_engine, open_model
@@ -162,6 +163,40 @@ def test_a_rank_is_told_all_of_a_step_but_what_rank_0_alone_does() -> None:
     known = {"token_ids", "start", "pages", "samples", "phase", "targets", "num_drafts", "other_pages", "pooling"}
     of_rank_0 = {"previous", "adapter", "draft"}  # put into token_ids before; refused so far
     assert {field.name for field in fields(Chunk)} == known | of_rank_0, "what does a rank need of the new field?"
+
+
+def test_a_rank_that_hangs_in_a_step_is_a_broken_device(tmp_path: Path) -> None:
+    with executor_of(config_of(tmp_path, stalled_step_s=1.0)) as executor:
+        executor.start(PLAN).result(60)
+        (rank,) = ranks()
+        rank.suspend()
+        with pytest.raises(DeviceError, match="rank 1: it took no part in a sum for 1 s; then: rank 1: it waits"):
+            executor.start(PLAN).result(60)
+    assert not ranks()
+
+
+def test_a_rank_that_is_frozen_for_a_while_computes_the_same_step(tmp_path: Path) -> None:
+    with executor_of(config_of(tmp_path)) as executor:
+        before = tokens_of(executor.start(PLAN).result(60))
+        (rank,) = ranks()
+        rank.suspend()
+        running = executor.start(PLAN)
+        with pytest.raises(TimeoutError):
+            running.result(0.5)
+        rank.resume()
+        assert tokens_of(running.result(60)) == before
+
+
+def test_ranks_of_a_machine_without_a_compiler_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with executor_of(config_of(tmp_path)) as executor:
+        expected = tokens_of(executor.start(PLAN).result(60)), with_guesses(executor)
+    monkeypatch.setenv("CC", "/nonexistent")  # of the other rank
+    for module in ("executor.form", "executor.rank_sums", "model.loading", "engine.runner"):
+        monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
+    with executor_of(config_of(tmp_path)) as executor:
+        assert (tokens_of(executor.start(PLAN).result(60)), with_guesses(executor)) == expected
 
 
 def test_a_device_that_breaks_before_the_loop_is_there_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
