@@ -15,6 +15,7 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
 from torch import Tensor
 
 from pdserve.base.errors import ConfigError, DeviceError, InvariantError
@@ -86,7 +87,7 @@ class Followers:
             channel.limit(limit_s)
             try:
                 ended = channel.receive(Ended)
-            except TimeoutError as error:
+            except (TimeoutError, msgspec.ValidationError) as error:  # or its part of a sum comes instead
                 raise DeviceError(f"rank {index}: it waits for another one, or is stopped") from error
             except (OSError, EOFError) as error:
                 raise DeviceError(f"rank {index}: its process has ended") from error

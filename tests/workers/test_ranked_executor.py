@@ -75,6 +75,13 @@ def with_guesses(executor: Executor) -> list[int]:
     return [first, second, third]
 
 
+def lose_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks be on a machine without a compiler."""
+    monkeypatch.setenv("CC", "/nonexistent")  # of other ranks
+    for module in ("executor.form", "executor.rank_sums", "model.loading", "engine.runner"):
+        monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
+
+
 def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) -> None:
     found, vectors, scored, guessed = [], [], [], []
     for size in (1, 2):
@@ -100,9 +107,13 @@ def test_two_ranks_compute_what_one_does_and_leave_no_process(tmp_path: Path) ->
     assert not ranks()
 
 
+@pytest.mark.parametrize("has_library", [True, False])
 def test_a_step_that_fails_where_others_wait_is_a_broken_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_library: bool
 ) -> None:
+    if not has_library:
+        lose_library(monkeypatch)
+
     class Failing(Runner):
         def run(self, plan: StepPlan) -> StepResult:
             raise ZeroDivisionError(plan.num_tokens)
@@ -192,9 +203,7 @@ def test_ranks_of_a_machine_without_a_compiler_compute_the_same(
 ) -> None:
     with executor_of(config_of(tmp_path)) as executor:
         expected = tokens_of(executor.start(PLAN).result(60)), with_guesses(executor)
-    monkeypatch.setenv("CC", "/nonexistent")  # of the other rank
-    for module in ("executor.form", "executor.rank_sums", "model.loading", "engine.runner"):
-        monkeypatch.setattr(f"pdserve.{module}.library", lambda: Missing(Reason.COMPILER, "none"))
+    lose_library(monkeypatch)
     with executor_of(config_of(tmp_path)) as executor:
         assert (tokens_of(executor.start(PLAN).result(60)), with_guesses(executor)) == expected
 

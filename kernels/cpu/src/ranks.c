@@ -22,7 +22,7 @@
 #include "vectors.h"
 
 #define PART_BYTES 131072 /* as kernels/cpu/ranks.py has it */
-#define SPINS 4000
+#define SPINS 1000       /* some 25 microseconds; then the core is left to others */
 #define NAP_NS 100000000 /* a sleep is as long if nobody publishes; a stop of this process counts as one */
 
 struct slot {
