@@ -12,6 +12,7 @@ import torch
 from greedy_runs import greedy_texts, spec
 from held_weights import held
 from model_zoo import IN_TORCH, MORE_FAMILIES, STATES, VOCAB, first_disagreement, load_oracle, write_model
+from noted_programs import note_program_rows
 from thread_ranks import Apart
 from torch import Tensor
 from whole_attention import torch_attention
@@ -19,8 +20,7 @@ from whole_attention import torch_attention
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import ChosenQuantization, in_form
 from pdserve.checkpoint.hf_directory import open_directory
-from pdserve.engine.batch import Ints
-from pdserve.engine.runner import DecodePrograms, Runner, is_compiled
+from pdserve.engine.runner import Runner, is_compiled
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.executor.loading import _check_kernels
 from pdserve.model.config import ModelConfig
@@ -133,14 +133,7 @@ def test_logits_and_ragged_batches_are_those_of_transformers(family: str, folder
 @pytest.fixture
 def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return where the rows of each step are noted that runs as a program."""
-    rows, logits = list[int](), DecodePrograms.logits
-
-    def noted(programs: DecodePrograms, token_ids: Ints) -> Tensor:
-        rows.append(len(token_ids))
-        return logits(programs, token_ids)
-
-    monkeypatch.setattr(DecodePrograms, "logits", noted)
-    return rows
+    return note_program_rows(monkeypatch)
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("int8", torch.float32), ("none", torch.bfloat16)])

@@ -6,14 +6,13 @@ import pytest
 import torch
 from greedy_runs import greedy_texts
 from model_zoo import MORE_FAMILIES, STATES, load_oracle, prompt, write_model
+from noted_programs import note_program_rows
 from thread_ranks import thread_ranks
-from torch import Tensor
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import Checkpoint, in_form
 from pdserve.checkpoint.hf_directory import open_directory
-from pdserve.engine.batch import Ints
-from pdserve.engine.runner import DecodePrograms, Runner
+from pdserve.engine.runner import Runner
 from pdserve.model.config import ModelConfig
 from pdserve.model.family import Model
 from pdserve.model.loading import load_model
@@ -102,14 +101,7 @@ def test_each_rank_reads_its_share_of_the_weights(opened: Callable[..., Checkpoi
 @pytest.fixture
 def program_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return where a rank notes the rows of a step that it runs as a program."""
-    rows, logits = list[int](), DecodePrograms.logits
-
-    def noted(programs: DecodePrograms, token_ids: Ints) -> Tensor:
-        rows.append(len(token_ids))
-        return logits(programs, token_ids)
-
-    monkeypatch.setattr(DecodePrograms, "logits", noted)
-    return rows
+    return note_program_rows(monkeypatch)
 
 
 @pytest.mark.parametrize(
