@@ -55,6 +55,7 @@ class ExpertTiles:
     dtype: torch.dtype
     gated: bool
     input_bits: int
+    fp4: bool
 
     @property
     def inputs(self) -> int:
@@ -65,18 +66,19 @@ class ExpertTiles:
         """Return room for `count` matrices such as the first one."""
         data = first.data.new_empty((count, *first.data.shape))
         bias = None if first.bias is None else first.bias.new_empty((count, *first.bias.shape))
-        return cls(data, bias, first.bits, first.width, first.dtype, first.gated, first.input_bits)
+        return cls(data, bias, first.bits, first.width, first.dtype, first.gated, first.input_bits, first.fp4)
 
     def put(self, place: int, tiles: Tiles) -> None:
         """Copy an expert's matrix to its place."""
-        require(tiles.data.shape == self.data.shape[1:], f"tiles: expert {place} has other codes than the first one")
+        same = (tiles.data.shape, tiles.fp4) == (self.data.shape[1:], self.fp4)
+        require(same, f"tiles: expert {place} has other codes than the first one")
         self.data[place] = tiles.data
         if self.bias is not None and tiles.bias is not None:
             self.bias[place] = tiles.bias
 
     def of_expert(self, place: int) -> Tiles:
         bias = None if self.bias is None else self.bias[place]
-        return Tiles(self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits)
+        return Tiles(self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits, self.fp4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +219,8 @@ class _Step:
             kind=Kind.EXPERTS, type=DTYPES[tiles.dtype], out_type=DTYPES[dtype], out=out.data_ptr(),
             out_stride=tiles.width, inputs=tiles.inputs, width=tiles.width, weights=tiles.data.data_ptr(),
             bias=None if tiles.bias is None else tiles.bias.data_ptr(), after=GATED if tiles.gated else PLAIN,
-            activation=activation or Activation.NONE, scale=1.0, bits=tiles.bits, input_bits=tiles.input_bits,
-            mixture=self.mixture,
+            activation=activation or Activation.NONE, scale=1.0, bits=tiles.bits, fp4=tiles.fp4,
+            input_bits=tiles.input_bits, mixture=self.mixture,
         )  # fmt: skip
         call.mixture.expert_bytes = tiles.data.stride(0) * tiles.data.element_size()
         if tiles.bits == BFLOAT16_BITS:

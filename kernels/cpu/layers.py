@@ -61,6 +61,7 @@ class Tiles:
     gated: bool = False
     input_bits: int = INPUT_BITS  # 8 or 16: of the inputs' codes where weights are codes
     first: int = 0  # the id of the first row, for `look_up`: a part of an embedding has others
+    fp4: bool = False  # codes of 4 bits are MXFP4's floats; a weight is minimum + scale * (12 + twice the float)
 
     def __post_init__(self) -> None:
         require(self.input_bits in (8, 16), f"input_bits must be 8 or 16, got {self.input_bits}")
@@ -88,7 +89,7 @@ def tiled_codes(codes: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
     """Put a coded matrix into tiles, filled up with zeros: the codes of a tile's block, its scales, its minimums.
 
     codes: uint8 [width, inputs / BLOCK, BLOCK], or half as many bytes of 4 bits, byte j with inputs j (low) and j + 16.
-    scales, minimums: float16 [width, inputs / BLOCK]. A weight is minimum + scale * code.
+    scales, minimums: float16 [width, inputs / BLOCK]. A weight is minimum + scale * code; see `Tiles` for floats.
     """
     parts = [_steps(_filled(codes, TILE))]
     for each in (scales, minimums):
@@ -143,8 +144,8 @@ def multiply(
         kind=Kind.PRODUCT_BFLOAT16, type=DTYPES[tiles.dtype], out_type=DTYPES[out_dtype], out=out.data_ptr(),
         x=x.data_ptr(), out_stride=out.stride(0), x_stride=x.stride(0), inputs=inputs, width=tiles.width,
         weights=tiles.data.data_ptr(), bias=None if tiles.bias is None else tiles.bias.data_ptr(),
-        after=GATED if tiles.gated else PLAIN, bits=tiles.bits, activation=finish.activation, scale=finish.scale,
-        cap=finish.cap or 0.0, positive=finish.xielu[0], negative=finish.xielu[1],
+        after=GATED if tiles.gated else PLAIN, bits=tiles.bits, fp4=tiles.fp4, activation=finish.activation,
+        scale=finish.scale, cap=finish.cap or 0.0, positive=finish.xielu[0], negative=finish.xielu[1],
     )  # fmt: skip
     if residual is not None:
         call.after, call.residual, call.residual_stride = ADDED, residual.data_ptr(), residual.stride(0)
@@ -171,7 +172,8 @@ def look_up(calls: Calls, ids: Tensor, tiles: Tiles, scale: float = 1.0) -> Tens
     call = Call(
         kind=Kind.LOOKUP_BFLOAT16 if tiles.bits == BFLOAT16_BITS else Kind.LOOKUP_QUANTIZED, type=DTYPES[tiles.dtype],
         out=out.data_ptr(), x=ids.data_ptr(), out_stride=tiles.inputs, inputs=tiles.inputs,
-        width=tiles.width, weights=tiles.data.data_ptr(), bits=tiles.bits, scale=scale, first=tiles.first,
+        width=tiles.width, weights=tiles.data.data_ptr(), bits=tiles.bits, fp4=tiles.fp4, scale=scale,
+        first=tiles.first,
     )  # fmt: skip
     calls.take(len(ids), call)
     return out

@@ -30,7 +30,7 @@ from pdserve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from pdserve.model.groups import Groups
 
-FileCodes = Literal["awq", "compressed-tensors", "gguf", "gptq"]
+FileCodes = Literal["awq", "compressed-tensors", "gguf", "gptq", "mxfp4"]
 ChosenQuantization = Literal["none", "int8", "int4"] | FileCodes  # floats, rounded as they are read, or the file's
 
 PART_BYTES = 2**25  # hashed by one thread at a time
@@ -237,7 +237,7 @@ def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization) ->
 
 def in_form(weights: Weights, quantization: ChosenQuantization) -> Weights:
     """Round matrices of floats as they are read, if asked for. Those whose inputs do not make whole groups stay."""
-    return {name: _rounded(stored, bits_of(name, stored, quantization)) for name, stored in weights.items()}
+    return {name: _rounded(name, stored, bits_of(name, stored, quantization)) for name, stored in weights.items()}
 
 
 def bits_of(name: str, stored: Stored, quantization: ChosenQuantization) -> int | None:
@@ -247,7 +247,7 @@ def bits_of(name: str, stored: Stored, quantization: ChosenQuantization) -> int 
     return max(BITS[quantization], VOCABULARY_BITS) if name in VOCABULARY else BITS[quantization]
 
 
-def _rounded(stored: Stored, bits: int | None) -> Stored:
+def _rounded(name: str, stored: Stored, bits: int | None) -> Stored:
     if bits is None:
         return stored
     import numpy as np  # noqa: PLC0415 - routers open checkpoints without it
@@ -258,6 +258,9 @@ def _rounded(stored: Stored, bits: int | None) -> Stored:
         values = stored.read(part)
         if isinstance(values, Groups):
             return values
-        return quantized(values if isinstance(values, np.ndarray) else values.float().numpy(), bits)
+        try:
+            return quantized(values if isinstance(values, np.ndarray) else values.float().numpy(), bits)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
 
     return Stored(stored.shape, read, GROUP)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
-from gguf.quants import MXFP4, Q4_K
+from gguf.quants import Q4_K
 
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.checkpoint import naming
@@ -22,10 +22,9 @@ from pdserve.checkpoint.gguf_file import GgufFile, GgufTensor
 from pdserve.checkpoint.gguf_rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
-from pdserve.model.groups import SIGNED_ZERO, Bytes, Floats, Groups, Halves, packed_halves, quantized
+from pdserve.model.groups import SIGNED_ZERO, Bytes, Floats, Groups, Halves, mxfp4, packed_halves, quantized
 from pdserve.model.weights import GROUP, Part, Stored, Weights
 
-SCALES_HALVES = range(-24, 9)  # exponents of 2 that are float16s, and 128 times over, too
 SUPER_GROUP = 256  # inputs of a block of Q4_K
 HALF_BYTES = 2  # of a float16
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # scalars of each layer, which the metadata list by layer
@@ -231,14 +230,8 @@ def _split(coded: Bytes, num_halves: int, num_codes: int) -> tuple[list[Halves],
 
 
 def _mxfp4(coded: Bytes) -> Groups | None:
-    """Return a matrix in MXFP4 by codes of 8 bits, which hold its values exactly; None if a scale is no float16."""
     blocks = coded.reshape(len(coded), -1, 1 + GROUP // 2)
-    levels = np.array(MXFP4.kvalues, np.int8)[np.concatenate((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), axis=-1)]
-    exponents = np.where(levels.any(axis=-1), blocks[..., 0].astype(np.int32) - 128, 0)  # of halves of values
-    if exponents.min() < SCALES_HALVES.start or exponents.max() >= SCALES_HALVES.stop:
-        return None
-    scales = np.ldexp(np.float32(1.0), exponents).astype(np.float16)
-    return Groups(8, levels.view(np.uint8) ^ np.uint8(SIGNED_ZERO[8]), scales, -SIGNED_ZERO[8] * scales)
+    return mxfp4(blocks[..., 1:], blocks[..., 0])
 
 
 def _q4_k(coded: Bytes) -> Groups:

@@ -46,7 +46,7 @@ def open_directory(path: Path) -> Checkpoint:
 
     def weights(*, keep_coded: bool = False) -> Weights:
         read = decoding(text_tensors(whole(read_weights(path)), raw_config), form, keep_coded=keep_coded)
-        return apart(read, config)
+        return apart(read, config, keep_coded=keep_coded)
 
     embedding = read_embedding(lambda name: _parsed(path / name), config.hidden_size)
     special_tokens, templates = _special_tokens(tokenizer_config), _chat_templates(path, tokenizer_config)

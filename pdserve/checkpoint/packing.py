@@ -45,8 +45,8 @@ class Coded:
             return None
         times = size // GROUP
         codes = self.codes.view(outputs, -1, GROUP).numpy()
-        each = (part.repeat_interleave(times, 1).contiguous().numpy() for part in (halves, minimums))
-        return Groups(self.bits, packed_halves(codes) if self.bits == 4 else codes, *each)
+        by_group = [part.repeat_interleave(times, 1).contiguous().numpy() for part in (halves, minimums)]
+        return Groups(self.bits, packed_halves(codes) if self.bits == 4 else codes, by_group[0], by_group[1])
 
     def _spread(self, each: Tensor) -> Tensor:
         """Return what each input has of its group: [outputs, inputs]."""

@@ -150,7 +150,7 @@ def _pass_over(section: Fields, *keys: str) -> None:
 
 def _mxfp4(section: Fields) -> Format:
     section.must_be("dequantize", False)
-    return PLAIN  # `model/stacked.py` knows these tensors by their names
+    return Format("mxfp4", (), coded_as="mxfp4")  # `model/stacked.py` knows these tensors by their names
 
 
 FORMATS: Mapping[str, Callable[[Fields], Format]] = {

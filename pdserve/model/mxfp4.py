@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from pdserve.model.groups import Groups, mxfp4, packed_halves
+
 BIAS = 127  # of exponents
 NOT_A_NUMBER = 255  # a scale
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes without their sign, the highest bit
@@ -17,6 +19,14 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     if bool((scales == NOT_A_NUMBER).any()):
         raise ValueError(f"scale {NOT_A_NUMBER}, which is not a number")
     table = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)
-    both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
     powers = torch.exp2(scales.float() - BIAS)
-    return (table[both] * powers[..., None]).flatten(-2)
+    return (table[_unpacked(codes).long()] * powers[..., None]).flatten(-2)
+
+
+def kept(codes: Tensor, scales: Tensor) -> Groups | None:
+    """Return a matrix as it is, for products; None if theirs cannot have such scales. codes, scales: as `decoded`."""
+    return mxfp4(packed_halves(_unpacked(codes).numpy()), scales.numpy())
+
+
+def _unpacked(codes: Tensor) -> Tensor:
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

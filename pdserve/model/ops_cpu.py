@@ -29,7 +29,7 @@ from pdserve.kernels.cpu.layers import (
 from pdserve.kernels.cpu.library import DTYPES
 from pdserve.model import design
 from pdserve.model.activations import MlpActivation, XIelu, xielu_scalars
-from pdserve.model.groups import Groups
+from pdserve.model.groups import Groups, alike
 from pdserve.model.ops import (
     Dense,
     GateUp,
@@ -132,7 +132,8 @@ class CpuOps:
         if isinstance(weight, Quantized):
             groups = weight.groups
             data = tiled_codes(*_tensors(groups))
-            return Tiles(data, groups.bits, groups.shape[0], weight.dtype, weight.bias, input_bits=self._input_bits)
+            bits, width = groups.bits, groups.shape[0]
+            return Tiles(data, bits, width, weight.dtype, weight.bias, input_bits=self._input_bits, fp4=groups.fp4)
         return tiled(weight.data, weight.bias) if self._fits(weight) else self._torch.held(weight)
 
     def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
@@ -213,14 +214,14 @@ class CpuOps:
 
 
 def _quantized_gate_up(gate: Quantized, up: Quantized, input_bits: int) -> Tiles:
-    """Put the two matrices of a gated unit into common tiles, with 8 bits if one of them has 8."""
-    pair = (gate.groups, up.groups)
-    if gate.groups.bits != up.groups.bits:
-        pair = (gate.groups.eight_bits(), up.groups.eight_bits())
+    """Put the two matrices of a gated unit into common tiles."""
+    pair = alike(gate.groups, up.groups)
     first, second = map(_tensors, pair)
     data = tiled_codes(*(interleaved(*each) for each in zip(first, second, strict=True)))
     bias = None if gate.bias is None or up.bias is None else interleaved(gate.bias, up.bias)
-    return Tiles(data, pair[0].bits, gate.groups.shape[0], gate.dtype, bias, gated=True, input_bits=input_bits)
+    return Tiles(
+        data, pair[0].bits, gate.groups.shape[0], gate.dtype, bias, gated=True, input_bits=input_bits, fp4=pair[0].fp4
+    )
 
 
 def _tensors(groups: Groups) -> tuple[Tensor, Tensor, Tensor]:

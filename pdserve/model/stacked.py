@@ -1,89 +1,111 @@
 """Experts that a checkpoint holds in a few tensors, all of a layer in each, as matrices of their own. Free of torch."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from pdserve.base.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.design import Experts, Stacked
-from pdserve.model.weights import Part, Stored, Weights
+from pdserve.model.weights import GROUP, Part, Stored, Weights
 
 if TYPE_CHECKING:
     import torch
 
+    from pdserve.model.weights import Read
+
 CODES, SCALES = "_blocks", "_scales"  # of MXFP4, after a tensor's name
-BLOCK = 32  # inputs that share a scale
 
 
-def apart(weights: Weights, config: ModelConfig) -> Weights:
+def apart(weights: Weights, config: ModelConfig, *, keep_coded: bool = False) -> Weights:
     """Return a checkpoint's tensors with stacked experts as one matrix each, by the names that models take.
 
-    ConfigError names a tensor that is missing or of another shape.
+    keep_coded: those in MXFP4 as products take them. ConfigError names a tensor that is missing or of another shape.
     """
     left = dict(weights)
     for index, layer in enumerate(config.design.layers):
         of = layer.mlp
         if isinstance(of, Experts) and of.stacked is not None:
-            left |= _matrices(f"model.layers.{index}.{of.block}.", of, of.stacked, config.hidden_size, left)
+            stacks = _Stacks(left, f"model.layers.{index}.{of.block}.", of, keep_coded)
+            left |= stacks.matrices(of.stacked, config.hidden_size)
     return left
 
 
-def _matrices(prefix: str, of: Experts, stacked: Stacked, hidden: int, left: dict[str, Stored]) -> dict[str, Stored]:
-    """Return the matrices and biases of a layer's experts; their tensors are taken away from those that are left."""
-    inner, (gate, up, down) = of.expert.inner_size, of.expert.names
-    gates, ups = slice(0, inner), slice(inner, 2 * inner)
-    if stacked.alternating:
-        gates, ups = slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)
-    made = dict[str, Stored]()
-    for name, outputs, inputs, parts in (
-        (stacked.gate_up, 2 * inner, hidden, {gate: gates, up: ups}),
-        (stacked.down, hidden, inner, {down: slice(0, hidden)}),
-    ):
-        coded = f"{prefix}{name}{CODES}" in left  # then outputs come first
-        inputs_first = stacked.inputs_first and not coded
-        shape = (inputs, outputs) if inputs_first else (outputs, inputs)
-        whole = (_decoding if coded else _taken)(left, f"{prefix}{name}", (of.num_experts, *shape))
-        biases = _taken(left, f"{prefix}{name}_bias", (of.num_experts, outputs)) if of.expert.bias else None
-        for expert in range(of.num_experts):
+@dataclass(frozen=True, slots=True)
+class _Stacks:
+    """The stacks of one layer; they are taken away from the tensors that are left."""
+
+    left: dict[str, Stored]
+    prefix: str
+    of: Experts
+    keep_coded: bool
+
+    def matrices(self, stacked: Stacked, hidden: int) -> dict[str, Stored]:
+        """Return the matrices and biases of the layer's experts."""
+        inner, (gate, up, down) = self.of.expert.inner_size, self.of.expert.names
+        gates, ups = slice(0, inner), slice(inner, 2 * inner)
+        if stacked.alternating:
+            gates, ups = slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)
+        first = self._parted(stacked.gate_up, (2 * inner, hidden), {gate: gates, up: ups}, stacked)
+        return first | self._parted(stacked.down, (hidden, inner), {down: slice(0, hidden)}, stacked)
+
+    def _parted(
+        self, name: str, shape: tuple[int, int], parts: Mapping[str, slice], stacked: Stacked
+    ) -> dict[str, Stored]:
+        """Return the matrices that a stack of `shape` (outputs and inputs) has for each expert, by rows of outputs."""
+        outputs, inputs = shape
+        read, group = self._reading(f"{self.prefix}{name}", shape, stacked)
+        biases = self._taken(f"{self.prefix}{name}_bias", (outputs,)) if self.of.expert.bias else None
+        made = dict[str, Stored]()
+        for expert in range(self.of.num_experts):
             for each, rows in parts.items():
-                own = f"{prefix}experts.{expert}.{each}"
+                own = f"{self.prefix}experts.{expert}.{each}"
                 count = len(range(outputs)[rows])
-                read = partial(_read, whole, expert, rows, inputs_first)
-                made[f"{own}.weight"] = Stored((count, inputs), read)
+                made[f"{own}.weight"] = Stored((count, inputs), partial(read, expert, rows), group)
                 if biases is not None:
-                    made[f"{own}.bias"] = Stored((count,), partial(_read, biases, expert, rows, False))
-    return made
+                    made[f"{own}.bias"] = Stored((count,), partial(_read, biases, False, expert, rows))
+        return made
+
+    def _reading(self, name: str, shape: tuple[int, int], stacked: Stacked) -> tuple[Callable[..., "Read"], int]:
+        """Return what reads rows of one expert, and how many inputs cannot be parted."""
+        outputs, inputs = shape
+        if f"{name}{CODES}" not in self.left:
+            whole = self._taken(name, (inputs, outputs) if stacked.inputs_first else shape)
+            return partial(_read, whole, stacked.inputs_first), 1
+        if inputs % GROUP:
+            raise ConfigError(f"{name}{CODES}: {inputs} inputs are not whole blocks of {GROUP}")
+        codes = self._taken(f"{name}{CODES}", (outputs, inputs // GROUP, GROUP // 2))
+        scales = self._taken(f"{name}{SCALES}", (outputs, inputs // GROUP))
+        return partial(_read_mxfp4, (codes, scales), name, self.keep_coded), GROUP if self.keep_coded else 1
+
+    def _taken(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Take a stack of such matrices or rows, one for each expert."""
+        if name not in self.left:
+            raise ConfigError(f"{name}: missing from the weights")
+        stored, whole = self.left.pop(name), (self.of.num_experts, *shape)
+        if stored.shape != whole:
+            raise ConfigError(f"{name}: shape {stored.shape}, the config asks for {whole}")
+        return stored
 
 
-def _taken(left: dict[str, Stored], name: str, shape: tuple[int, ...]) -> Stored:
-    if name not in left:
-        raise ConfigError(f"{name}: missing from the weights")
-    stored = left.pop(name)
-    if stored.shape != shape:
-        raise ConfigError(f"{name}: shape {stored.shape}, the config asks for {shape}")
-    return stored
-
-
-def _decoding(left: dict[str, Stored], name: str, shape: tuple[int, ...]) -> Stored:
-    """Return a stack in MXFP4; one expert is decoded at a time."""
-    *outer, inputs = shape
-    if inputs % BLOCK:
-        raise ConfigError(f"{name}{CODES}: {inputs} inputs are not whole blocks of {BLOCK}")
-    codes = _taken(left, f"{name}{CODES}", (*outer, inputs // BLOCK, BLOCK // 2))
-    scales = _taken(left, f"{name}{SCALES}", (*outer, inputs // BLOCK))
-
-    def read(part: Part) -> "torch.Tensor":
-        from pdserve.model.mxfp4 import decoded  # noqa: PLC0415 - imports torch
-
-        try:
-            return decoded(*(cast("torch.Tensor", stored.read(part)) for stored in (codes, scales)))
-        except ValueError as error:
-            raise ConfigError(f"{name}{SCALES}: {error}") from error
-
-    return Stored(shape, read)
-
-
-def _read(whole: Stored, expert: int, rows: slice, inputs_first: bool, part: Part) -> "torch.Tensor":
+def _read(whole: Stored, inputs_first: bool, expert: int, rows: slice, part: Part) -> "torch.Tensor":
     """Return a part of some outputs of one expert; no other expert is read."""
     own = cast("torch.Tensor", whole.read((slice(expert, expert + 1),)))[0]
     return (own.T if inputs_first else own)[rows][part]
+
+
+def _read_mxfp4(
+    stacks: tuple[Stored, Stored], name: str, keep_coded: bool, expert: int, rows: slice, part: Part
+) -> "Read":
+    """Return the same of stacks in MXFP4: as products take it, or decoded."""
+    from pdserve.model.mxfp4 import decoded, kept  # noqa: PLC0415 - imports torch
+
+    own = [cast("torch.Tensor", stored.read((slice(expert, expert + 1),)))[0][rows] for stored in stacks]
+    groups = kept(*own) if keep_coded else None
+    if groups is not None:
+        return groups.part(part)
+    try:
+        return decoded(*own)[part]
+    except ValueError as error:
+        raise ConfigError(f"{name}{SCALES}: {error}") from error

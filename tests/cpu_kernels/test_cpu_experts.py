@@ -16,7 +16,7 @@ from pdserve.model.design import Routing
 from pdserve.model.routing import routed
 
 HIDDEN, INNER = 64, 96
-FORMS = ["bfloat16", *product((4, 8), (8, 16), (torch.float32, torch.bfloat16))]
+FORMS = ["bfloat16", *product((4, 8, "fp4"), (8, 16), (torch.float32, torch.bfloat16))]
 RULES = [
     Routing(8),
     Routing(3, normalized=False, scale=2.5),
@@ -27,6 +27,7 @@ RULES = [
 ]
 COUNTS = [4, 8, 24, 64]
 NUM_ROWS = [0, 1, 3, 16, 64]
+LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0])  # of MXFP4: see `Tiles`
 HALF_A_CODE = {8: 0.5 / 127, 16: 0.5 / (127 * 256)}
 
 
@@ -44,7 +45,7 @@ def router_of(weight: Tensor, rule: Routing) -> Router:
     return Router(weight, rule.num_chosen, rule.by_sigmoid, rule.groups, rule.normalized, rule.scale, bias)
 
 
-def codes_of(seed: int, width: int, inputs: int, bits: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def codes_of(seed: int, width: int, inputs: int, *, fp4: bool, bits: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return a random matrix in codes, and in float64."""
     shape = (width, inputs // BLOCK)
     draw = torch.Generator().manual_seed(seed)
@@ -52,7 +53,8 @@ def codes_of(seed: int, width: int, inputs: int, bits: int) -> tuple[tuple[Tenso
     scales = ((torch.rand(shape, generator=draw) + 0.5) * 2.0**-bits).half()
     minimums = scales * -(2 ** (bits - 1))
     packed = codes if bits == 8 else codes[..., :16] | (codes[..., 16:] << 4)
-    return (packed, scales, minimums), (minimums.double()[..., None] + scales.double()[..., None] * codes).flatten(1)
+    levels = LEVELS[codes.long()] if fp4 else codes
+    return (packed, scales, minimums), (minimums.double()[..., None] + scales.double()[..., None] * levels).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -104,21 +106,23 @@ def choices(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     return routed(logits if router.logits_bias is None else logits + router.logits_bias, router.ranks_bias, rule)
 
 
-def case_of(form: str | tuple[int, int, torch.dtype], count: int, rule: Routing) -> Case:
+def case_of(form: str | tuple[int | str, int, torch.dtype], count: int, rule: Routing) -> Case:
     if isinstance(form, str):
         gate, up = (normal(seed, count, INNER, HIDDEN).bfloat16() * 0.2 for seed in (1, 2))
         down = normal(3, count, HIDDEN, INNER).bfloat16() * 0.2
         pairs = [(tiled_gate_up(gate[i], up[i]), tiled(down[i])) for i in range(count)]
         matrices, dtype, input_bits = (gate.double(), up.double(), down.double()), torch.bfloat16, None
     else:
-        bits, input_bits, dtype = form
+        code, input_bits, dtype = form
+        fp4 = code == "fp4"
+        bits = 4 if fp4 else int(code)
         made, pairs = [], []
         for expert in range(count):
-            (gates, gate), (ups, up) = (codes_of(2 * expert + i, INNER, HIDDEN, bits) for i in range(2))
-            downs, down = codes_of(-1 - expert, HIDDEN, INNER, bits)
+            (gates, gate), (ups, up) = (codes_of(2 * expert + i, INNER, HIDDEN, bits=bits, fp4=fp4) for i in range(2))
+            downs, down = codes_of(-1 - expert, HIDDEN, INNER, bits=bits, fp4=fp4)
             both = tiled_codes(*(interleaved(*each) for each in zip(gates, ups, strict=True)))
-            first = Tiles(both, bits, INNER, dtype, gated=True, input_bits=input_bits)
-            pairs.append((first, Tiles(tiled_codes(*downs), bits, HIDDEN, dtype, input_bits=input_bits)))
+            first = Tiles(both, bits, INNER, dtype, gated=True, input_bits=input_bits, fp4=fp4)
+            pairs.append((first, Tiles(tiled_codes(*downs), bits, HIDDEN, dtype, input_bits=input_bits, fp4=fp4)))
             made.append((gate, up, down))
         matrices = tuple(torch.stack(each) for each in zip(*made, strict=True))
     router = router_of(normal(4, count, HIDDEN).to(dtype) * 0.2, rule)

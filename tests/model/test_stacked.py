@@ -15,7 +15,9 @@ from torch import Tensor
 from pdserve.base.errors import ConfigError
 from pdserve.checkpoint.hf_directory import SINGLE_FILE, open_directory
 from pdserve.engine.runner import Runner
+from pdserve.kernels.cpu.layers import Tiles
 from pdserve.model.config import ModelConfig
+from pdserve.model.groups import Groups
 from pdserve.model.loading import load_model, shapes_of
 from pdserve.model.stacked import apart
 from pdserve.model.weights import Shard, Weights
@@ -175,6 +177,25 @@ def test_mxfp4_is_decoded_as_transformers_does() -> None:
         assert torch.equal(found, expected[expert, :, 1::2].T)
 
 
+def test_mxfp4_is_kept_where_products_take_its_scales() -> None:
+    coded = in_mxfp4(COUNT, 2 * INNER)
+    scales = coded[f"{EXPERTS}.gate_up_proj_scales"].clamp_(104, 140)
+    scales[1, 3] = 141  # 12 times a half of it is no float16: the power of two of an up
+    kept, decoded = (apart(held(of_wide(coded)), WIDE, keep_coded=each) for each in (True, False))
+    for expert in range(COUNT):
+        for name in ("gate", "up"):
+            own = f"{EXPERTS}.{expert}.{name}_proj.weight"
+            for part in ((), (slice(2, 5),), (slice(None), slice(0, 32))):
+                found, expected = kept[own].read(part), decoded[own].read(part)
+                if (expert, name) == (1, "up") and part != (slice(2, 5),):
+                    assert isinstance(found, Tensor)
+                elif isinstance(found, Groups):
+                    assert found.fp4
+                    found = torch.from_numpy(found.values())
+                assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+        assert (kept[own].group, decoded[own].group) == (32, 1)
+
+
 def test_broken_mxfp4_is_named() -> None:
     coded = in_mxfp4(COUNT, 2 * INNER)
     scales = f"{EXPERTS}.gate_up_proj_scales"
@@ -192,7 +213,8 @@ def test_broken_mxfp4_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path, *, is_kept: bool) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: PLC0415 - its room is large
 
     plain = write_model("gpt-oss", tmp_path / "decoded")
@@ -210,7 +232,11 @@ def test_a_directory_in_mxfp4_answers_as_its_decoded_weights_do(tmp_path: Path) 
     config = json.loads((coded / "config.json").read_text())
     (coded / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
     opened = open_directory(coded)
-    model, oracle = load_model(opened.config, opened.weights(), torch.float32), load_oracle(plain)
+    assert opened.coded_as == "mxfp4"
+    weights_of = opened.coded_weights if is_kept else opened.weights
+    assert weights_of is not None
+    model, oracle = load_model(opened.config, weights_of(), torch.float32), load_oracle(plain)
+    assert is_kept == any(isinstance(each, Tiles) and each.fp4 for each in model.matrices())
     asked = [prompt(length) for length in (5, 150)]
     for each, answer in zip(asked, greedy_texts(Runner(model, 40, 16), asked, 24), strict=True):
         assert len(set(answer)) > 4

@@ -41,6 +41,26 @@ INLINE ints dot(ints sums, bytes weights, int32_t inputs) {
 #endif
 }
 
+/* Codes of 4 bits: integers as they are; floats (MXFP4's, a sign, two bits of an exponent and one of a mantissa) as 12
+ * more than twice their value, which is 0 to 24. */
+INLINE bytes levels_of(bytes codes, int fp4) {
+    if (!fp4)
+        return codes;
+#if defined(__AVX512BW__)
+    return (bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)FP4_LEVELS)), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)FP4_LEVELS));
+    return (bytes)_mm256_shuffle_epi8(levels, (__m256i)codes);
+#elif defined(__aarch64__)
+    return (bytes)vqtbl1q_u8(vld1q_u8(FP4_LEVELS), (uint8x16_t)codes);
+#else
+    bytes size = codes & 7; /* twice the value of which is itself, but for 5, 6 and 7 */
+    size += ((bytes)(size == 5) & 1) + ((bytes)(size == 6) & 2) + ((bytes)(size == 7) & 5);
+    bytes is_negative = (bytes)(codes > 7);
+    return 12 + ((size ^ is_negative) - is_negative);
+#endif
+}
+
 /* What the sums of a block begin with: what `dot` leaves out of codes that it takes less 128. */
 INLINE ints begin_block(const int8_t *x, int bits) {
     int32_t sum = 0;
@@ -73,9 +93,11 @@ INLINE ints join_halves(ints sums, int16_t times) {
 /* Adds to sums [rows][parts] the products of one block, for vectors of outputs from `first` on. Codes of 8 bits are
  * taken as two of 4. */
 INLINE void multiply_block(
-    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits
+    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits,
+    int fp4
 ) {
     const int steps = bits; /* of 64 bytes: 4 inputs of 16 outputs, or with 4 bits 8 */
+    const int most_steps = fp4 ? 2 : steps; /* whose sums of halves fit: of floats' levels half as many */
 #pragma GCC unroll 8
     for (int part = 0; part < parts; part++) {
         const int output = (first + part) * LANES;
@@ -86,7 +108,7 @@ INLINE void multiply_block(
         for (int step = 0; step < steps; step++) {
             words both;
             memcpy(&both, weights + (output / HALF_TILE * steps + step) * 64 + output % HALF_TILE * 4, sizeof both);
-            bytes low = (bytes)(both & 0x0f0f0f0f), high = (bytes)(both >> 4 & 0x0f0f0f0f);
+            bytes low = levels_of((bytes)(both & 0x0f0f0f0f), fp4), high = levels_of((bytes)(both >> 4 & 0x0f0f0f0f), fp4);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 int32_t inputs[2];
@@ -96,9 +118,13 @@ INLINE void multiply_block(
                 ints *other = bits == 4 ? &lows[r] : &highs[r];
                 *other = dot_halves(*other, high, inputs[1] - (ints){0});
             }
+            if ((step + 1) % most_steps == 0)
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++) {
+                    sums[r * parts + part] += join_halves(lows[r], 1) + (bits == 4 ? (ints){0} : join_halves(highs[r], 16));
+                    lows[r] = highs[r] = (ints){0};
+                }
         }
-        for (int r = 0; r < rows; r++)
-            sums[r * parts + part] += join_halves(lows[r], 1) + (bits == 4 ? (ints){0} : join_halves(highs[r], 16));
     }
 }
 
@@ -106,7 +132,8 @@ INLINE void multiply_block(
 
 /* Adds to sums [rows][parts] the products of one block, for vectors of outputs from `first` on. */
 INLINE void multiply_block(
-    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits
+    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits,
+    int fp4
 ) {
     const int steps = bits; /* of 64 bytes: 4 inputs of 16 outputs, or with 4 bits 8 */
 #pragma GCC unroll 8
@@ -116,7 +143,8 @@ INLINE void multiply_block(
             const int output = (first + part) * LANES;
             bytes both;
             memcpy(&both, weights + (output / HALF_TILE * steps + step) * 64 + output % HALF_TILE * 4, sizeof both);
-            bytes low = bits == 4 ? both & 15 : SIGNED_CODES ? both ^ 128 : both, high = both >> 4;
+            bytes low = bits == 4 ? levels_of(both & 15, fp4) : SIGNED_CODES ? both ^ 128 : both;
+            bytes high = levels_of(both >> 4, fp4);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
                 ints *sum = &sums[r * parts + part];
@@ -145,9 +173,15 @@ INLINE ints dot_words(ints sums, words weights, int32_t inputs) {
 #endif
 }
 
+/* A code in each word: what `levels_of` makes of it. The highest bit of a byte makes 0 of the other one. */
+INLINE words levels_of_words(words codes, int fp4) {
+    return fp4 ? (words)levels_of((bytes)(codes | 0x80008000), fp4) : codes;
+}
+
 /* The same as `multiply_block`, for inputs of 16 bits. x_stride: in bytes. */
 INLINE void multiply_words(
-    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits
+    ints *sums, const uint8_t *weights, const int8_t *x, int64_t x_stride, int first, int rows, int parts, int bits,
+    int fp4
 ) {
     const int steps = bits, pairs = bits == 4 ? 4 : 2; /* of inputs in a step */
 #pragma GCC unroll 8
@@ -162,7 +196,7 @@ INLINE void multiply_words(
                 const int output = (first + part) * LANES;
                 words all;
                 memcpy(&all, weights + (output / HALF_TILE * steps + step) * 64 + output % HALF_TILE * 4, sizeof all);
-                taken[part] = all >> shift & (bits == 4 ? 0x000f000f : 0x00ff00ff);
+                taken[part] = levels_of_words(all >> shift & (bits == 4 ? 0x000f000f : 0x00ff00ff), fp4);
             }
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
@@ -184,7 +218,7 @@ INLINE int lines_of(int input_bits) { return input_bits == 16 && !WORDS ? 2 : 1;
 /* Puts into sums [rows][parts] the products of one block, for vectors of outputs from `first` on. x: rows' codes. */
 INLINE void multiply_inputs(
     ints *sums, const uint8_t *weights, const int8_t *x, int64_t inputs, int first, int rows, int parts, int bits,
-    int input_bits
+    int fp4, int input_bits
 ) {
     const int lines = lines_of(input_bits);
 #if WORDS
@@ -192,14 +226,14 @@ INLINE void multiply_inputs(
 #pragma GCC unroll 12
         for (int i = 0; i < rows * parts; i++)
             sums[i] = (ints){0};
-        multiply_words(sums, weights, x, 2 * inputs, first, rows, parts, bits);
+        multiply_words(sums, weights, x, 2 * inputs, first, rows, parts, bits, fp4);
         return;
     }
 #endif
 #pragma GCC unroll 12
     for (int i = 0; i < rows * lines * parts; i++)
         sums[i] = begin_block(x + i / parts * inputs, bits);
-    multiply_block(sums, weights, x, inputs, first, rows * lines, parts, bits);
+    multiply_block(sums, weights, x, inputs, first, rows * lines, parts, bits, fp4);
     if (lines == 2) /* high parts of codes, then low ones */
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++)

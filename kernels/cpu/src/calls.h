@@ -38,7 +38,7 @@ struct call {
     const void *bias;     /* of each output, in the order of the weights, or NULL */
     const void *residual; /* [rows, width], or NULL; may be out */
     int64_t residual_stride, after, activation;
-    int64_t bits, input_bits; /* of weights' codes; of inputs': 8 or 16 */
+    int64_t bits, fp4, input_bits; /* of weights' codes, and whether they are floats; of inputs': 8 or 16 */
     void *scratch;           /* for inputs in codes: rows * (inputs * input_bits / 8 + inputs / 4) bytes */
     const struct step *step; /* of attention, whose x is qkv */
     int64_t layer, rope;         /* rope: of the step's */

@@ -24,6 +24,8 @@
 #define MOST_CODE_8 127
 #define MOST_CODE_16 (127 * 256) /* its high part is 127 at most */
 
+static const uint8_t FP4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 /* A call's inputs in codes, in its scratch. */
 struct coded {
     const struct call *call;

@@ -1,4 +1,4 @@
-/* Products with quantized weights: codes of 4 or 8 bits, and for each 32 of an output's inputs a scale and a minimum.
+/* Products with quantized weights: codes of 4 or 8 bits, or floats of 4 bits, and for each 32 of an output's inputs a scale and a minimum.
  *
  * A weight is minimum + scale * code. Inputs are coded too (see codes.h), with a scale for each 32, so that the sum over
  * 32 is one of integers; sums of blocks are added in float32, in order. A tile holds, for each block of 32 inputs, the
@@ -62,7 +62,7 @@ struct tile {
 /* Sums of `parts` vectors of a tile from `first` on. */
 INLINE void sum_parts(
     floats out[][PARTS], const struct tile *tile, int first, const int rows, const int parts, const int bits,
-    const int input_bits
+    const int fp4, const int input_bits
 ) {
     const int64_t inputs = tile->inputs, blocks = inputs / BLOCK, tile_bytes = blocks * block_bytes(bits);
     const uint8_t *here = tile->weights;
@@ -77,7 +77,7 @@ INLINE void sum_parts(
             for (int64_t line = 0; line < block_bytes(bits); line += 64)
                 __builtin_prefetch(here + tile_bytes + line, 0, 2);
         ints sums[MOST_SUMS];
-        multiply_inputs(sums, here, x, inputs, first, rows, parts, bits, input_bits);
+        multiply_inputs(sums, here, x, inputs, first, rows, parts, bits, fp4, input_bits);
         x += BLOCK * input_bits / 8 / lines_of(input_bits);
         const uint8_t *after = here + BLOCK * TILE * bits / 8 + first * LANES * 2;
 #pragma GCC unroll 8
@@ -106,7 +106,8 @@ INLINE int parts_of_words(int rows) {
 }
 
 INLINE void multiply(
-    const struct coded *coded, int64_t row, int64_t tile, const int rows, const int bits, const int input_bits
+    const struct coded *coded, int64_t row, int64_t tile, const int rows, const int bits, const int fp4,
+    const int input_bits
 ) {
     const int64_t inputs = coded->call->inputs, blocks = inputs / BLOCK;
     const struct tile at = {
@@ -116,7 +117,7 @@ INLINE void multiply(
     const int parts = WORDS && input_bits == 16 ? parts_of_words(rows) : parts_at_once(2 * lines_of(input_bits) * rows);
     floats sums[MOST_ROWS > WIDE_ROWS ? MOST_ROWS : WIDE_ROWS][PARTS];
     for (int first = 0; first < PARTS; first += parts)
-        sum_parts(sums, &at, first, rows, parts, bits, input_bits);
+        sum_parts(sums, &at, first, rows, parts, bits, fp4, input_bits);
     for (int r = 0; r < rows; r++)
         finish_row(coded->call, row + r, tile, sums[r]);
 }
@@ -124,11 +125,12 @@ INLINE void multiply(
 #define CASE(rows) \
     case rows: \
         if (rows <= (input_bits == 8 ? MOST_ROWS : WIDE_ROWS)) \
-            multiply(coded, row, tile, rows, bits, input_bits); \
+            multiply(coded, row, tile, rows, bits, fp4, input_bits); \
         break;
 
 INLINE void multiply_some(
-    const struct coded *coded, int64_t row, int64_t tile, int64_t rows, const int bits, const int input_bits
+    const struct coded *coded, int64_t row, int64_t tile, int64_t rows, const int bits, const int fp4,
+    const int input_bits
 ) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -137,15 +139,17 @@ INLINE void multiply_some(
 
 typedef void multiplying(const struct coded *coded, int64_t row, int64_t tile, int64_t rows);
 
-#define MULTIPLYING(name, bits, input_bits) \
+#define MULTIPLYING(name, bits, fp4, input_bits) \
     static void name(const struct coded *coded, int64_t row, int64_t tile, int64_t rows) { \
-        multiply_some(coded, row, tile, rows, bits, input_bits); \
+        multiply_some(coded, row, tile, rows, bits, fp4, input_bits); \
     }
 
-MULTIPLYING(multiply_4_by_8, 4, 8)
-MULTIPLYING(multiply_4_by_16, 4, 16)
-MULTIPLYING(multiply_8_by_8, 8, 8)
-MULTIPLYING(multiply_8_by_16, 8, 16)
+MULTIPLYING(multiply_4_by_8, 4, 0, 8)
+MULTIPLYING(multiply_4_by_16, 4, 0, 16)
+MULTIPLYING(multiply_8_by_8, 8, 0, 8)
+MULTIPLYING(multiply_8_by_16, 8, 0, 16)
+MULTIPLYING(multiply_fp4_by_8, 4, 1, 8)
+MULTIPLYING(multiply_fp4_by_16, 4, 1, 16)
 
 /* Whether the processor sums products of bytes by itself. */
 int64_t pdserve_multiplies_bytes(void) {
@@ -164,10 +168,10 @@ int64_t pdserve_units_quantized(const struct call *call, int64_t rows) {
 
 /* inputs: a multiple of 32, which are coded already; weights: as above, of 4 or 8 bits. */
 void pdserve_product_quantized(const struct call *call, int64_t rows, int64_t begin, int64_t end) {
-    static multiplying *const by_bits[2][2] = {
-        {multiply_4_by_8, multiply_4_by_16}, {multiply_8_by_8, multiply_8_by_16}
+    static multiplying *const by_bits[3][2] = {
+        {multiply_4_by_8, multiply_4_by_16}, {multiply_8_by_8, multiply_8_by_16}, {multiply_fp4_by_8, multiply_fp4_by_16}
     };
-    multiplying *multiply_rows = by_bits[call->bits == 8][call->input_bits == 16];
+    multiplying *multiply_rows = by_bits[call->fp4 ? 2 : call->bits == 8][call->input_bits == 16];
     const struct coded coded = coded_of(call, rows);
     const int64_t tiles = tiles_of(call), parts = parts_of(rows, most_rows(call));
     const int64_t parts_of_block = BLOCK_ROWS / most_rows(call);
@@ -180,7 +184,7 @@ void pdserve_product_quantized(const struct call *call, int64_t rows, int64_t be
     }
 }
 
-INLINE void decode_row(char *out, const uint8_t *tile, int64_t lane, int64_t inputs, int bits, int type) {
+INLINE void decode_row(char *out, const uint8_t *tile, int64_t lane, int64_t inputs, int bits, int fp4, int type) {
     const int64_t half = lane / HALF_TILE, in_half = lane % HALF_TILE, vector = lane / LANES * LANES * 2;
     for (int64_t block = 0; block < inputs / BLOCK; block++, tile += block_bytes(bits)) {
         const uint8_t *after = tile + BLOCK * TILE * bits / 8, *of_half = tile + half * (BLOCK * HALF_TILE * bits / 8);
@@ -191,7 +195,8 @@ INLINE void decode_row(char *out, const uint8_t *tile, int64_t lane, int64_t inp
             for (int64_t i = 0; i < LANES; i++) {
                 int64_t input = bits == 4 ? (first + i) % 16 : first + i;
                 uint8_t code = of_half[input / 4 * 64 + in_half * 4 + input % 4];
-                values[i] = (float)(bits == 8 ? code : first < 16 ? code & 15 : code >> 4);
+                code = bits == 8 ? code : first < 16 ? code & 15 : code >> 4;
+                values[i] = (float)(fp4 ? FP4_LEVELS[code] : code);
             }
             store(out, block * BLOCK + first, minimum + scale * values, type);
         }
@@ -210,7 +215,7 @@ void pdserve_lookup_quantized(const struct call *call, int64_t rows, int64_t beg
             continue;
         }
         const uint8_t *tile = (const uint8_t *)call->weights + id / TILE * tile_bytes;
-        decode_row(to, tile, id % TILE, inputs, (int)call->bits, (int)call->type);
+        decode_row(to, tile, id % TILE, inputs, (int)call->bits, (int)call->fp4, (int)call->type);
         scale_row(to, inputs, (float)call->scale, (int)call->type);
     }
 }
