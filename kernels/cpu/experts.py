@@ -78,7 +78,9 @@ class ExpertTiles:
 
     def of_expert(self, place: int) -> Tiles:
         bias = None if self.bias is None else self.bias[place]
-        return Tiles(self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits, self.fp4)
+        return Tiles(
+            self.data[place], self.bits, self.width, self.dtype, bias, self.gated, self.input_bits, fp4=self.fp4
+        )
 
 
 @dataclass(frozen=True, slots=True)
